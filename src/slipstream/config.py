@@ -113,11 +113,11 @@ class DecoderConfig:
             values = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UsageError(f"config file {str(path)!r} cannot be read: {error}") from error
-        known = [f.name for f in fields(cls)]
-        if not isinstance(values, dict) or (unknown := [key for key in values if key not in known]):
+        allowed = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or (unknown := [key for key in values if key not in allowed]):
             what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"
-            near = did_you_mean(unknown[0], *known) if isinstance(values, dict) else ""
-            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(known)}{near}")
+            near = did_you_mean(unknown[0], *allowed) if isinstance(values, dict) else ""
+            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(allowed)}{near}")
         return replace(defaults or cls(), **values)
 
 

@@ -18,9 +18,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def did_you_mean(name: str, *known: str) -> str:
-    """The end of a message: the known name that a wrong one is nearest to; nothing if none is near."""
-    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1, 0.7) if near != name)
+def did_you_mean(name: str, *allowed: str) -> str:
+    """The end of a message: the allowed name that a wrong one is nearest to; nothing if none is near."""
+    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, allowed, 1, 0.7) if near != name)
 
 
 def setting(default: Any, text: str) -> Any:

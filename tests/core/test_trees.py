@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core import kv_slots, session
-from slipstream.core.trees import TreeSegment, arranged, chain_lengths, depths, main_chain, match_tree, segments_of
+from slipstream.core.rounds import depths
+from slipstream.core.trees import TreeSegment, arranged, chain_lengths, main_chain, match_tree, segments_of
 from slipstream.core.types import Row
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend

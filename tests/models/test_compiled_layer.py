@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.trees import depths, path_to, segments_of
+from slipstream.core.rounds import depths
+from slipstream.core.trees import path_to, segments_of
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.compiled_layers import CompiledOps, recognise
 from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels

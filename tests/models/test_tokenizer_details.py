@@ -6,7 +6,7 @@ import copy
 
 from slipstream import SpeculativeDecoder
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 from tests.support import tiny_models
 
 TEMPLATE = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream import SpeculativeDecoder
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 
 
 def with_shapes(decoder: SpeculativeDecoder, **changes: Any) -> str:

@@ -36,16 +36,16 @@ Bits = NDArray[np.uint8]
 
 
 class _Vocabulary:
-    """The tokens as llguidance asks for them."""
+    """The model's tokens, in the form that llguidance asks for."""
 
     bos_token_id = None
 
-    def __init__(self, known: ByteVocabulary) -> None:
-        names = {number: name for name, number in known.special.items()}
-        self.tokens = [text or names.get(number, "").encode() for number, text in enumerate(known.texts)]
+    def __init__(self, vocabulary: ByteVocabulary) -> None:
+        names = {number: name for name, number in vocabulary.special.items()}
+        self.tokens = [text or names.get(number, "").encode() for number, text in enumerate(vocabulary.texts)]
         self.special_token_ids = sorted(names)
-        self.eos_token_id = known.end_ids[0]
-        self._known, self._turn = known, Lock()
+        self.eos_token_id = vocabulary.end_ids[0]
+        self._known, self._turn = vocabulary, Lock()
 
     def __call__(self, text: bytes | str) -> list[int]:
         with self._turn:  # tokenizers cannot be shared by threads
@@ -76,8 +76,8 @@ def lexer_cost(matcher: Any) -> int:
     """What a matcher's lexer has cost so far; llguidance tells only where something fails, here in a copy."""
     copy = matcher.deep_copy()
     copy.consume_token(1 << 31)
-    told = LEXER_COST.search(copy.get_error())
-    return int(told[1]) if told else 0
+    cost = LEXER_COST.search(copy.get_error())
+    return int(cost[1]) if cost else 0
 
 
 @dataclass
@@ -94,32 +94,32 @@ class CompiledGrammars:
     _saved: OrderedDict[str, tuple[CompiledGrammar, int]] = field(default_factory=OrderedDict, repr=False)
     _turn: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def constraint(self, wanted: Constraint, end_ids: frozenset[int]) -> GrammarState:
+    def constraint(self, constraint: Constraint, end_ids: frozenset[int]) -> GrammarState:
         """A row's own way through a grammar. end_ids: the tokens that end the row."""
-        return GrammarState(self._compiled(wanted), self.vocab_size, self._end_ids, end_ids)
+        return GrammarState(self._compiled(constraint), self.vocab_size, self._end_ids, end_ids)
 
-    def _compiled(self, wanted: Constraint) -> CompiledGrammar:
+    def _compiled(self, constraint: Constraint) -> CompiledGrammar:
         """A grammar, compiled; UsageError if what it begins with exceeds llguidance's limits."""
         with self._turn:
             tokenizer = self._tokenizer
-            saved = self._saved.get(wanted.text)
+            saved = self._saved.get(constraint.text)
             if saved is not None and not saved[0].is_worn:
-                self._saved.move_to_end(wanted.text)
+                self._saved.move_to_end(constraint.text)
                 return saved[0]
 
         def new_matcher(step_cost: int) -> Any:
             limits = self.limits.parser_limits(step_cost)
-            return load_llguidance().LLMatcher(tokenizer, wanted.text, log_level=0, limits=limits)
+            return load_llguidance().LLMatcher(tokenizer, constraint.text, log_level=0, limits=limits)
 
-        made = CompiledGrammar(wanted.text, new_matcher, self.limits)  # others need not wait for it
-        if problem := _first_problem(new_matcher, made.matcher, self.limits):
+        compiled = CompiledGrammar(constraint.text, new_matcher, self.limits)  # others need not wait for it
+        if problem := _first_problem(new_matcher, compiled.matcher, self.limits):
             raise UsageError(f"constraint: {reason(problem)}; allowed: {allowed(problem)}")
         with self._turn:
-            self._saved[wanted.text] = made, wanted.megabytes
-            self._saved.move_to_end(wanted.text)
+            self._saved[constraint.text] = compiled, constraint.megabytes
+            self._saved.move_to_end(constraint.text)
             while len(self._saved) > SAVED or sum(size for _, size in self._saved.values()) > SAVED_MEGABYTES:
                 self._saved.popitem(last=False)
-        return made
+        return compiled
 
     @property
     def _end_ids(self) -> tuple[int, ...]:
@@ -174,40 +174,38 @@ class GrammarState:
         self._alone: _OwnLexer | None = None  # once the shared lexer can no longer be relied on
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> Bits:
-        """See `RowConstraint.masks`; all masks of the draft are computed in one call."""
         masks = None if self._alone else self._shared_masks(output, draft)
         if masks is None:
             masks = self._masks_alone(output, draft)
         if len(self._further):
             ends = (masks[:, self._end // 8] >> (self._end % 8)) & 1
-            at = ends.nonzero()[0][:, None]
-            np.bitwise_or.at(masks, (at, self._further // 8), (1 << (self._further % 8)).astype(np.uint8))
+            rows = ends.nonzero()[0][:, None]
+            np.bitwise_or.at(masks, (rows, self._further // 8), (1 << (self._further % 8)).astype(np.uint8))
         return masks
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """See `RowConstraint.num_legal`; a row with a lexer of its own drafts nothing, so that no draft fills it."""
+        # a lexer of the row's own takes no drafts, which would fill it up
         return 0 if self._alone else max(0, self._reach([*output, *draft]) - len(output))
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
-        """See `RowConstraint.forced`; a row with several end tokens is not forced to take one of them."""
-        found = list[int]()
+        run = list[int]()
         while (
             not self._alone
-            and len(found) < limit
-            and self._reach([*output, *found]) == len(output) + len(found)
+            and len(run) < limit
+            and self._reach([*output, *run]) == len(output) + len(run)
             and not self._over
         ):
             if self._matcher.is_stopped():
-                found += [self._end] if len(self._ends) == 1 and self._matcher.is_accepting() else []
+                # with several end tokens none of them is forced
+                run += [self._end] if len(self._ends) == 1 and self._matcher.is_accepting() else []
                 break
-            run = self._matcher.compute_ff_tokens()
-            if not run:
+            more = self._matcher.compute_ff_tokens()
+            if not more:
                 break
-            found += run
-        return found[:limit]
+            run += more
+        return run[:limit]
 
     def problem(self, output: Sequence[int]) -> str | None:
-        """See `RowConstraint.problem`."""
         if self._alone is None and self._shared_masks(output, ()) is None:
             self._leave()
         if self._alone:
@@ -224,16 +222,16 @@ class GrammarState:
         if reached < len(output):
             self._matcher.compute_bitmask()  # a lexer that has stopped refuses every token, and says so only here
             return None if self._matcher.is_error() else self._filled(1 + len(draft), 0)
-        found, size = self._filled(1 + len(draft), 255), 4 * self._words
+        masks, size = self._filled(1 + len(draft), 255), 4 * self._words
         if draft:
             question = [(self._matcher, 0, list(draft))]
-            _executor().unsafe_compute_mask_ptr_with_draft_token(question, found.ctypes.data, size, len(found))
+            _executor().unsafe_compute_mask_ptr_with_draft_token(question, masks.ctypes.data, size, len(masks))
         else:
-            self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, size)
-        self._compiled.masks_asked(self._matcher, len(found))
-        if self._matcher.is_error() or self._compiled.is_spent or self._stops_early(found, draft):
+            self._matcher.unsafe_compute_mask_ptr(masks.ctypes.data, size)
+        self._compiled.masks_asked(self._matcher, len(masks))
+        if self._matcher.is_error() or self._compiled.is_spent or self._stops_early(masks, draft):
             return None
-        return found
+        return masks
 
     def _stops_early(self, masks: Bits, draft: Sequence[int]) -> bool:
         """Whether a draft token was refused that its mask allows: the lexer has stopped."""
@@ -245,7 +243,7 @@ class GrammarState:
         return False
 
     def _masks_alone(self, output: Sequence[int], draft: Sequence[int]) -> Bits:
-        """The same masks by a lexer of the row's own, one after the other."""
+        """Masks by a lexer of the row's own, computed one after the other."""
         alone = self._alone or self._leave()
         masks = self._filled(1 + len(draft), 255)
         for count in range(1 + len(draft)):
@@ -273,9 +271,9 @@ class GrammarState:
         same = _common(self._consumed, tokens)
         if same < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - same)
-        end = next((at for at in range(same, len(tokens)) if tokens[at] in self._model_ends), len(tokens))
-        taken = self._matcher.try_consume_tokens(list(tokens[same:end])) if same < end else 0
-        reached = same + taken
+        end = next((i for i in range(same, len(tokens)) if tokens[i] in self._model_ends), len(tokens))
+        num_consumed = self._matcher.try_consume_tokens(list(tokens[same:end])) if same < end else 0
+        reached = same + num_consumed
         self._consumed = list(tokens[:reached])
         self._over = reached < len(tokens) and tokens[reached] in self._ends and bool(self._matcher.is_accepting())
         return reached + self._over
@@ -326,19 +324,19 @@ class _OwnLexer:
                 del self._consumed[same:]
                 self._last = self._next_mask()
         self._illegal_at = -1
-        for at in range(same, len(tokens)):
+        for position, token in enumerate(tokens[same:], same):
             if self._failure:
                 return None
-            if tokens[at] in self._model_ends:
-                is_over = tokens[at] in self._ends and bool(self._matcher.is_accepting())
-                self._illegal_at = -1 if is_over else at
+            if token in self._model_ends:
+                is_over = token in self._ends and bool(self._matcher.is_accepting())
+                self._illegal_at = -1 if is_over else position
                 return None
-            is_allowed = bool(self._last[tokens[at] // 8] >> (tokens[at] % 8) & 1)
-            is_taken = bool(self._matcher.try_consume_tokens([tokens[at]]))
+            is_allowed = bool(self._last[token // 8] >> (token % 8) & 1)
+            is_taken = bool(self._matcher.try_consume_tokens([token]))
             if not is_taken and not is_allowed and not self._matcher.is_error():
-                self._illegal_at = at
+                self._illegal_at = position
                 return None
-            self._consumed.append(tokens[at])
+            self._consumed.append(token)
             self._last = self._next_mask(has_failed=not is_taken)
         return self._last
 
@@ -358,12 +356,12 @@ def _executor() -> Any:
     return load_llguidance().LLExecutor(1)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
-    shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
         return shorter
-    return next(at for at in range(shorter) if one[at] != other[at])
+    return next(position for position in range(shorter) if first[position] != second[position])
 
 
 class RowConstraint(Protocol):
@@ -389,5 +387,5 @@ class RowConstraint(Protocol):
 
 
 def constraint_of(row: Row) -> RowConstraint | None:
-    """The row's, if it has one; the loop does not know what it is."""
+    """The row's constraint, if it has one; to the loop it is just an object."""
     return cast("RowConstraint | None", row.constraint)

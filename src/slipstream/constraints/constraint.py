@@ -47,19 +47,19 @@ class Constraint:
     megabytes: int = field(init=False, repr=False, compare=False)  # what it takes compiled, where that is known
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
             raise UsageError(
-                f"constraint: {' and '.join(given) or 'nothing'} given; allowed: one of {', '.join(KINDS)}"
+                f"constraint: {' and '.join(kinds) or 'nothing'} given; allowed: one of {', '.join(KINDS)}"
             )
         if self.whitespace not in WHITESPACE:
             raise UsageError(f"constraint: whitespace={self.whitespace!r}; allowed: {', '.join(WHITESPACE)}")
-        if self.schemas and given != ["grammar"]:
-            raise UsageError(f"constraint: schemas with {given[0]}; allowed: with a grammar that names them")
-        if self.whitespace != "compact" and not (given[0].startswith("json") or self.schemas):
-            raise UsageError(f"constraint: whitespace={self.whitespace!r} with {given[0]}; allowed: with JSON alone")
-        object.__setattr__(self, "text", self._grammar(given[0]))
-        trial = check_grammar(given[0], self.text, self.regex or self.text)
+        if self.schemas and kinds != ["grammar"]:
+            raise UsageError(f"constraint: schemas with {kinds[0]}; allowed: with a grammar that names them")
+        if self.whitespace != "compact" and not (kinds[0].startswith("json") or self.schemas):
+            raise UsageError(f"constraint: whitespace={self.whitespace!r} with {kinds[0]}; allowed: with JSON alone")
+        object.__setattr__(self, "text", self._grammar(kinds[0]))
+        trial = check_grammar(kinds[0], self.text, self.regex or self.text)
         object.__setattr__(self, "megabytes", trial.megabytes)
 
     def _grammar(self, kind: str) -> str:
@@ -83,9 +83,9 @@ class Constraint:
         chosen = self.choice
         if isinstance(chosen, str) or not isinstance(chosen, Sequence) or not chosen:
             raise UsageError(f"constraint: choice={chosen!r}; allowed: a list of texts that is not empty")
-        for one in chosen:
-            if not _is_text(one):
-                raise UsageError(f"constraint: choice has {one!r:.80}; allowed: texts of valid Unicode, not empty")
+        for text in chosen:
+            if not _is_text(text):
+                raise UsageError(f"constraint: choice has {text!r:.80}; allowed: texts of valid Unicode, not empty")
         return list(chosen)
 
     def to_dict(self) -> dict[str, Any]:

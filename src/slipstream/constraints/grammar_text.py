@@ -185,8 +185,8 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
 
 def reason(message: str) -> str:
     """What a message of llguidance says, as a sentence that follows the constraint's name."""
-    if found := re.search(r"row has (\d+) items; max is (\d+)", message):
-        return f"it has {found[1]} alternatives at one place, more than {found[2]}"
+    if numbers := re.search(r"row has (\d+) items; max is (\d+)", message):
+        return f"it has {numbers[1]} alternatives at one place, more than {numbers[2]}"
     if "ff_tokens" in message:
         return "it demands a text without an end, or a very long one"
     if "Too many items" in message:

@@ -47,12 +47,12 @@ class Trial:
     megabytes: int = 0  # that it takes
 
 
-def check_grammar(kind: str, grammar: str, given: str) -> Trial:
+def check_grammar(kind: str, grammar: str, expression: str) -> Trial:
     """Refuse what llguidance cannot read, or not within the limits.
 
-    kind: of the constraint; given: the expression, or else the grammar, whose length counts.
+    kind: of the constraint; expression: the regular expression, or else the grammar, whose length counts.
     """
-    if is_small(kind, given):
+    if is_small(kind, expression):
         limits = LIMITS.parser_limits(LIMITS.lexer_cost)
         is_wrong, messages = load_llguidance().LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
         trial = Trial(messages[0] if is_wrong else "")
@@ -64,9 +64,9 @@ def check_grammar(kind: str, grammar: str, given: str) -> Trial:
     return trial
 
 
-def is_small(kind: str, given: str) -> bool:
+def is_small(kind: str, expression: str) -> bool:
     """Whether a grammar is compiled in milliseconds for certain."""
-    return len(given) <= SMALL and not MULTIPLIES[kind].search(given)
+    return len(expression) <= SMALL and not MULTIPLIES[kind].search(expression)
 
 
 @dataclass
@@ -165,10 +165,10 @@ def _walked(matcher: Any) -> str:
     for step in range(32):
         mask = matcher.compute_bitmask()
         legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
-        taken = legal and matcher.try_consume_tokens([draw.choice(legal)])
+        is_consumed = legal and matcher.try_consume_tokens([draw.choice(legal)])
         if step == 0 and matcher.is_error():
             return str(matcher.get_error())
-        if not taken or matcher.is_stopped():
+        if not is_consumed or matcher.is_stopped():
             break
     return ""
 

@@ -206,16 +206,16 @@ def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -
 
     Where rounding leaves the residual no mass, p itself. scale: [B, K + 1] or None for 1.
     """
-    here = _distribution_at(p, accepted)
+    target = _distribution_at(p, accepted)
     if draft.width == 0:
-        return here
+        return target
     column = accepted.clamp(max=draft.width - 1)[:, None]
     if draft.probs is None:
-        q = torch.zeros_like(here).scatter_(1, draft.tokens.gather(1, column), 1.0)
+        q = torch.zeros_like(target).scatter_(1, draft.tokens.gather(1, column), 1.0)
     else:
         q = _distribution_at(draft.probs, column[:, 0])
     weight = 1.0 if scale is None else scale.gather(1, accepted[:, None])
-    residual = here.double().mul_(weight).sub_(q).clamp_(min=0.0)
+    residual = target.double().mul_(weight).sub_(q).clamp_(min=0.0)
     mass = residual.sum(-1, keepdim=True)
     rejected = (accepted[:, None] < draft.lengths_on_device) & (mass > 0)
-    return torch.where(rejected, residual / mass.clamp(min=1e-300), here.double()).float()
+    return torch.where(rejected, residual / mass.clamp(min=1e-300), target.double()).float()

@@ -28,7 +28,7 @@ class Sampler(Protocol):
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
 
     def drafted(self) -> None:
-        """The draft is made: what failed while it was scored says nothing, its verification asks again."""
+        """The draft is made: forget what failed while it was scored, its verification asks again."""
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
@@ -43,7 +43,7 @@ class Sampler(Protocol):
         """[B, J] the target's own token at every position: what plain decoding would commit there."""
 
     def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
-        """[B, K + 1] the same of a tree: after the committed tokens, and after each node on its own path."""
+        """[B, K + 1] the target's own token in a tree: after the committed tokens, and after each node."""
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
@@ -87,7 +87,10 @@ class Extender(Protocol):
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after `tokens`, whose acceptance_prob this is, and those of all up to each of them."""
+        """Up to `length` tokens after `tokens`, and for each the probability that all up to it are accepted.
+
+        acceptance_prob: that of `tokens`.
+        """
 
 
 @runtime_checkable
@@ -99,7 +102,7 @@ class Learner(Protocol):
 
 
 class DraftScorer(Protocol):
-    """A draft model with its cached tokens: what a drafter needs of a `Session`; see there."""
+    """A draft model and its KV cache: what a drafter needs of a `Session`."""
 
     @property
     def backend(self) -> Backend:
@@ -116,7 +119,7 @@ class DraftScorer(Protocol):
 
 
 class Policy(Protocol):
-    """Decides how much to draft. `observe` learns from what was decided; each round asks for lengths once."""
+    """Decides how much to draft. `lengths` is called once a round; only `observe` learns."""
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
@@ -200,29 +203,29 @@ class AttendedLengths(Protocol):
 class Checkpoints(Protocol):
     """Optional capability of a backend whose state is known at some positions only, as that of recurrent layers is.
 
-    A forward begins at such a position and makes those of its own tokens that are not settled known as well.
+    A forward begins at such a position, and the state becomes known at those of its tokens that are not yet final.
     """
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Said before a forward of a slot: its text is true up to `position`; no later forward of it begins before."""
+        """Called before a forward of a slot: its text is final up to `position`; no later forward begins before."""
 
 
 @runtime_checkable
 class LongTexts(Protocol):
-    """Optional capability of a backend: from some length on a text is read otherwise, from its first token on.
+    """Optional capability of a backend that reads long texts otherwise than short ones, from their first token on.
 
-    longest_short: the most tokens of a text that is read as short ones are; None if all are read alike. reads_anew:
-    whether that is so for a text that becomes long as it is generated; else what it began with stays as it was read.
+    longest_short: the most tokens of a short text; None if all are read alike. reads_anew: a text that becomes long as
+    it is generated is read again; else what was read of it stays.
     """
 
     longest_short: int | None
     reads_anew: bool
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
-        """Said before forwards of a slot: how its text is read."""
+        """Called before forwards of a slot: whether its text is a long one."""
 
 
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:

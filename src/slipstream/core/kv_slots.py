@@ -1,6 +1,6 @@
 """Which tokens each slot of a KV cache holds: assigning slots, reading prompts, reusing prefixes, moving branches.
 
-Committed tokens are the only truth; a slot is a memo of a prefix of them. `SLIPSTREAM_DEBUG` audits the ids behind it.
+Committed tokens are the only truth; a slot caches a prefix of them. SLIPSTREAM_DEBUG=1 checks the ids at each write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError
 
 PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
-ASKED = 8  # idle slots, those used longest ago, among which a place is looked for
+IDLE_CANDIDATES = 8  # idle slots, those used longest ago, one of which gives way to what an ended row has left
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -49,18 +49,21 @@ class Shapes:
     def width_for(self, width: int, rows: int) -> int:
         """The smallest allowed width that holds `width` tokens of each of `rows` rows."""
         widths = self.alone if rows == 1 and self.alone else self.widths
-        at = bisect_left(widths, width)
-        return widths[at] if at < len(widths) else width
+        index = bisect_left(widths, width)
+        return widths[index] if index < len(widths) else width
 
     def total_for(self, tokens: int) -> int | None:
         """The smallest allowed number of tokens of a ragged forward that has `tokens`; None if there is none."""
         if not self.widths:
             return tokens
-        at = bisect_left(self.totals, tokens)
-        return self.totals[at] if at < len(self.totals) else None
+        index = bisect_left(self.totals, tokens)
+        return self.totals[index] if index < len(self.totals) else None
 
     def tree_total_for(self, tokens: int, rows: int) -> int | None:
-        """The same of a forward over trees: those of one row take the layers as a chain of as many tokens would."""
+        """The smallest allowed number of tokens of a forward over trees that has `tokens`; None if there is none.
+
+        A single row's tree takes the layers as a chain of as many tokens would.
+        """
         if rows > 1 or not self.widths:
             return self.total_for(tokens)
         padded = self.width_for(tokens, 1)
@@ -74,11 +77,10 @@ EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 
 class SlotState:
     """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
-    branches: how many nodes of a draft tree stand behind these, at places that are not their positions.
-
-    Whether the draft tokens became true is read off the row's round number `round` once that is committed.
-    shapes: those of the forwards that computed it. is_long: how these read the text, but for its beginning where that
-    was short, if begins_short; see `LongTexts`.
+    round: the number of the row's round that drafted them; once that is committed it says which of them became true.
+    branches: nodes of a draft tree that are stored behind these, at places that are not their positions.
+    shapes: those of the forwards that computed it. is_long: whether they read the text as a long one (see `LongTexts`);
+    begins_short: whether they read its beginning as a short one, before it became long.
     """
 
     row: Row | None = None
@@ -104,19 +106,19 @@ class SlotState:
         """How many leading tokens of `row` the slot holds."""
         if self.row is None:
             return 0
-        own = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
+        num_true = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
         if self.row is row:
-            return own
+            return num_true
         # another row's slot: reuse the common beginning, but always leave one token to feed
-        return common_beginning(self.row.tokens, row.tokens, max(0, min(own, len(row.tokens) - 1)))
+        return common_beginning(self.row.tokens, row.tokens, max(0, min(num_true, len(row.tokens) - 1)))
 
 
-def common_beginning(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+def common_beginning(first: Sequence[int], second: Sequence[int], limit: int) -> int:
     """How many of the first `limit` tokens are the same in both; found by halving, slices being compared at once."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1
@@ -136,12 +138,13 @@ class CacheAudit:
         if len(cached) < start:
             raise SlipstreamError(f"KV cache: slot {slot} holds {len(cached)} tokens, written at {start}")
         slot_state = self._slot_states[slot]
-        true = slot_state.row.tokens if slot_state.row is not None else []
-        upto = min(start, len(true))
-        if cached[:upto] != true[:upto]:
-            at = next(i for i in range(upto) if cached[i] != true[i])
+        committed = slot_state.row.tokens if slot_state.row is not None else []
+        count = min(start, len(committed))
+        if cached[:count] != committed[:count]:
+            position = next(i for i in range(count) if cached[i] != committed[i])
+            token, expected = cached[position], committed[position]
             raise SlipstreamError(
-                f"KV cache: slot {slot} position {at} holds token {cached[at]}, committed is {true[at]}"
+                f"KV cache: slot {slot} position {position} holds token {token}, committed is {expected}"
             )
         self._ids[slot] = cached[:start] + tokens
 
@@ -204,7 +207,7 @@ class SlotTable:
             self.read_chunk(slot, row, end, answers)
 
     def read_chunk(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
-        """The next chunk of the same."""
+        """Read one chunk of a row's tokens; see `read`."""
         state = self.states[slot]
         chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
         width = self.shapes.prompt_width_for(len(chunk))
@@ -233,55 +236,55 @@ class SlotTable:
         return logits[:, min(last, width - 1), None]
 
     def assign_slot(self, slot: int, row: Row) -> None:
-        """Make a slot hold what is cached of its row, copying from the slot that holds most of it.
+        """Give a slot to a row, with what is cached of it: copied from the slot that holds most.
 
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
         state, is_long = self.states[slot], self.is_long(row)
         self.set_reading(slot, row)
         if state.row is row and not self._still_holds(state, row):
+            # the text has become long, and is read anew
             self.states[slot] = SlotState(row, round=len(row.rounds), shapes=self.shapes, is_long=is_long)
             return
         if state.row is row:
             state.is_long, state.begins_short = is_long, state.begins_short or is_long > state.is_long
             if state.round != len(row.rounds):
-                known = self._compact_accepted_path(slot, state, row) if state.branches else state.valid(row)
-                state.base = state.written = self.checkpoint(slot, known)
+                # the round of its draft is committed: what was accepted stays, the rest is overwritten
+                num_cached = self._compact_accepted_path(slot, state, row) if state.branches else state.valid(row)
+                state.base = state.written = self.checkpoint(slot, num_cached)
             return
         cached = [self.reusable_prefix(i, row) for i in range(len(self.states))]
-        most = max(cached)
-        # of several that hold as much the row's own: it is never worth more to have computed something once again
-        source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
+        # of several that hold as much the row's own, which is given up below, so that nothing is cached twice
+        source = max(range(len(self.states)), key=lambda i: (cached[i], self.states[i].row is row))
         self._save(slot, source, row)
-        left = self.states[source]
-        begins_short = left.row is row and (left.begins_short or is_long > left.is_long)
-        new = SlotState(row, most, most, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
+        old, count = self.states[source], cached[source]
+        begins_short = old.row is row and (old.begins_short or is_long > old.is_long)
+        new = SlotState(row, count, count, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
         self.copy(source, slot, new)
-        if source != slot and (left.row is row or (left.is_idle and not self._keep_value(source, row))):
+        if source != slot and (old.row is row or (old.is_idle and not self._keep_value(source, row))):
             self.states[source] = SlotState()
 
     def _save(self, slot: int, source: int, row: Row) -> None:
-        """Before a row takes a slot: what an ended row has left there goes to the idle slot that is needed least."""
-        ended, need = self.states[slot], self._keep_value(slot, row)
-        idle = [i for i, state in enumerate(self.states) if need and i not in (slot, source) and state.is_idle]
-        longest_ago = sorted(idle, key=lambda i: self.states[i].last_step)[:ASKED]
-        least, place = min(((self._keep_value(i, row), i) for i in longest_ago), default=(need, slot))
-        if ended.row is not None and least < need:
-            known = self.checkpoint(slot, ended.valid(ended.row))
-            kept = replace(ended, base=known, written=known, round=len(ended.row.rounds), branches=0)
+        """Before a row takes a slot: what an ended row has left there goes to the idle slot that is worth least."""
+        ended, value = self.states[slot], self._keep_value(slot, row)
+        idle = [i for i, state in enumerate(self.states) if value and i not in (slot, source) and state.is_idle]
+        longest_ago = sorted(idle, key=lambda i: self.states[i].last_step)[:IDLE_CANDIDATES]
+        least_value, place = min(((self._keep_value(i, row), i) for i in longest_ago), default=(value, slot))
+        if ended.row is not None and least_value < value:
+            count = self.checkpoint(slot, ended.valid(ended.row))
+            kept = replace(ended, base=count, written=count, round=len(ended.row.rounds), branches=0)
             self.copy(slot, place, kept)
 
     def _keep_value(self, slot: int, entering: Row) -> int:
-        """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
-
-        What a row has left that was given up without an end is nobody's.
-        """
+        """How much an idle slot is worth keeping: more the later it was used; 0 if no later request could reuse it."""
         state = self.states[slot]
-        if state.row is None or not state.is_idle:
+        if state.row is None or not state.is_idle:  # in use, or of a row that was given up without an end
             return 0
         row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
+        # the row that enters has this prompt too, and soon holds it itself
         if entering.group == row.group and common_beginning(entering.tokens, row.tokens, length) >= length:
             return 0
+        # so may another slot
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
         return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
@@ -296,14 +299,11 @@ class SlotTable:
 
     def _compact_accepted_path(self, slot: int, state: SlotState, row: Row) -> int:
         """Move the accepted nodes of a tree to their positions; returns how many tokens are cached then."""
-        done = row.rounds[state.round]
-        path = (done.path or ())[: done.num_accepted_tokens]
-        if len(path) > done.num_accepted_on_chain:
+        round = row.rounds[state.round]
+        path, in_place = (round.path or ())[: round.num_accepted_tokens], round.num_accepted_on_chain
+        if len(path) > in_place:
             assert isinstance(self.backend, TreeForwards)
-            places, start = (
-                [state.base + node for node in path[done.num_accepted_on_chain :]],
-                state.base + done.num_accepted_on_chain,
-            )
+            places, start = [state.base + node for node in path[in_place:]], state.base + in_place
             self.backend.move(slot, places, start)
             if self.audit:
                 self.audit.move(slot, places, start)
@@ -315,7 +315,7 @@ class SlotTable:
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Before a forward: the text of a slot is true up to `position`, and no later forward begins before."""
+        """Before a forward: the text of a slot is final up to `position`, and no later forward begins before."""
         if self._checkpoints is not None:
             self._checkpoints.mark_final(slot, position)
 
@@ -324,33 +324,35 @@ class SlotTable:
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
     def _still_holds(self, state: SlotState, row: Row) -> bool:
-        """Whether what is cached of a row, which may have become long since, stands as it is."""
+        """Whether what is cached of a row may stay, though its text may have become long since."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
         return is_long and self._long_texts is not None and not self._long_texts.reads_anew
 
     def set_reading(self, slot: int, row: Row) -> None:
-        """Before a forward: whose text it reads in a slot, as far as that matters to the model."""
+        """Before a forward of a slot: tell the model whether it reads the row's text as a long one."""
         if self._long_texts is not None and self.longest_short is not None:
             self._long_texts.read_as(slot, is_long=self.is_long(row))
 
     def reusable_prefix(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""
         state = self.states[slot]
-        other, known = state.row, self.checkpoint(slot, state.valid(row))
-        if other is row:
-            return known if self._still_holds(state, row) else 0
-        if other is None or state.is_long != self.is_long(row) or state.begins_short:
+        owner, count = state.row, self.checkpoint(slot, state.valid(row))
+        if owner is row:
+            return count if self._still_holds(state, row) else 0
+        # read as another kind of text, the same tokens have other keys and values
+        if owner is None or state.is_long != self.is_long(row) or state.begins_short:
             return 0
-        if state.shapes != self.shapes or other.group != row.group:
+        # other shapes may round otherwise, and groups share nothing
+        if state.shapes != self.shapes or owner.group != row.group:
             return 0
         if self.shapes.reuse > 1:
             # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
-            known = min(known, other.prompt_length - 1)
-            if not known == row.prompt_length - 1 == other.prompt_length - 1:
-                known -= known % self.shapes.reuse
-        return known
+            count = min(count, owner.prompt_length - 1)
+            if not count == row.prompt_length - 1 == owner.prompt_length - 1:
+                count -= count % self.shapes.reuse
+        return count
 
     def first_missing(self, slot: int, row: Row, width: int) -> int:
         """The first position whose key and value the slot lacks; at least one token is always fed.
@@ -369,8 +371,8 @@ class SlotTable:
         nodes: of trees, as many nodes, of which lengths[i] are the main chain.
         """
         for slot, row in enumerate(rows):
-            true, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]
-            state = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes, branches)
+            base, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]
+            state = SlotState(row, base, base + lengths[slot], len(row.rounds), self.shapes, branches)
             state.is_long, state.begins_short = self.is_long(row), self.states[slot].begins_short
             self.states[slot] = state
 
@@ -379,10 +381,7 @@ class SlotTable:
         return self.backend.forward(self.clamp_to_vocabulary(inputs), starts, first_slot=first_slot, logits=logits)
 
     def clamp_to_vocabulary(self, inputs: Tensor) -> Tensor:
-        """Token ids that the model has: a draft model with a smaller head may be shown others.
-
-        Its drafts may then be poor, never wrong.
-        """
+        """Token ids within the model's vocabulary; a draft model's may be smaller than the target's."""
         return inputs.clamp(max=self.backend.vocab_size - 1)
 
 

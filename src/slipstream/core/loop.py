@@ -78,7 +78,7 @@ class Batch:
             try:
                 self._commit_row(i, line[:2], line[2:] if path is None else [line[2 + node] for node in path])
                 logprobs[i] = self._logprobs(i, self.rows[i].tokens[starts[i] :], path)
-            except Exception as error:  # of its stop check or the like; what is committed can be no more repeated
+            except Exception as error:  # a stop check's, say: what is committed cannot be decoded once more
                 self.rows[i].fail(error)
         tokens = [tuple(row.tokens[start:]) for row, start in zip(self.rows, starts, strict=True)]
         seconds = clock.stop()
@@ -126,22 +126,21 @@ class Batch:
         if position > accepted:
             position, error = accepted, _no_token(row) if next_token < 0 else None
         tokens = [*draft[:position]] if error else [*draft[:accepted], next_token]
-        most = self._most(row)
-        if most is not None and position >= most:  # what follows is for a forward that reads a long text
-            tokens, error = tokens[:most], None
+        max_tokens = self._max_tokens(row)
+        if max_tokens is not None and position >= max_tokens:  # what follows is for a forward that reads a long text
+            tokens, error = tokens[:max_tokens], None
         committed = row.commit(tokens)
         if error is not None and row.finish_reason is None:
             row.fail(error)
         self.sampler.advance(i, committed)
 
-    def _most(self, row: Row) -> int | None:
-        """The most tokens a round may commit: behind the one that makes a text long, others would be chosen."""
+    def _max_tokens(self, row: Row) -> int | None:
+        """How many tokens a round may commit: after the one that makes a text long, the model may choose others."""
         short = self.longest_short
         return None if short is None or len(row.tokens) > short else short + 1 - len(row.tokens)
 
 
 def _has_unaccepted_tail(length: int, accepted: int, parents: Sequence[int] | None, path: Sequence[int] | None) -> bool:
-    """Whether the draft has tokens after those that were accepted."""
     if parents is None or path is None:
         return accepted < length
     return (path[-1] if path else -1) in parents
@@ -205,8 +204,8 @@ class Engine:
 
     def _drafts(self, row: Row, running: Sequence[Row]) -> bool:
         """Whether the draft model will read a new row, as it reads all rows of a batch; what it begins it ends."""
-        begun = self.draft_session is not None and self.draft_session.holds(row)
-        return begun or any(map(self.drafts_for, (row, *running)))
+        has_begun = self.draft_session is not None and self.draft_session.holds(row)
+        return has_begun or any(map(self.drafts_for, (row, *running)))
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:

@@ -21,14 +21,14 @@ _MASK = (1 << 64) - 1
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """The index of the greatest of each [..., V], of equals the first, as `torch.argmax` gives it; [...] int64.
+    """Index of the maximum over V; ties take the first. [..., V] -> [...] int64, as `torch.argmax(scores, -1)`.
 
     On processors NumPy's takes a tenth of the time, which is a tenth of a small model's round.
     """
     if scores.device.type != "cpu":
         return scores.argmax(-1)
-    known = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
-    return torch.from_numpy(np.asarray(known.detach().numpy().argmax(-1)))
+    exact = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores  # NumPy has no bfloat16
+    return torch.from_numpy(np.asarray(exact.detach().numpy().argmax(-1)))
 
 
 Words = NDArray[np.uint64]
@@ -99,7 +99,7 @@ class Race:
         """
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
         blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
-        winners = [argmax(self.speeds(distributions, some)) for distributions, some in blocks]
+        winners = [argmax(self.speeds(distributions, block_bits)) for distributions, block_bits in blocks]
         return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
 
     def speeds(self, probs: Tensor, bits: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ class Race:
         if probs.device.type == "cpu":
             possible = np.flatnonzero(probs.detach().numpy() > 0)
             if len(possible) * SPARSE < probs.numel():
-                at, flat = torch.from_numpy(possible), probs.new_zeros(probs.numel())
-                noise = _exponential(self._steps[at % probs.shape[1]] + bits[at // probs.shape[1]])
-                flat[at] = probs.reshape(-1)[at] / noise
+                index, flat = torch.from_numpy(possible), probs.new_zeros(probs.numel())
+                noise = _exponential(self._steps[index % probs.shape[1]] + bits[index // probs.shape[1]])
+                flat[index] = probs.reshape(-1)[index] / noise
                 return flat.view_as(probs)
         return probs / _exponential(self._steps + bits[:, None])
 

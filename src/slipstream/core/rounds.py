@@ -85,10 +85,7 @@ class Round:
     @property
     def chain(self) -> tuple[int, ...]:
         """The draft's main chain."""
-        if self.parents is None:
-            return self.draft
-        end = next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
-        return self.draft[:end]
+        return self.draft if self.parents is None else self.draft[: chain_end(self.parents)]
 
     @property
     def unaccepted(self) -> tuple[int, ...]:
@@ -100,19 +97,12 @@ class Round:
     @property
     def num_levels(self) -> int:
         """How deep the draft goes: the length of a chain."""
-        if self.parents is None:
-            return len(self.draft)
-        levels: list[int] = []
-        for parent in self.parents:
-            levels.append(1 if parent < 0 else levels[parent] + 1)
-        return max(levels, default=0)
+        return len(self.draft) if self.parents is None else 1 + max(depths(self.parents), default=-1)
 
     @property
     def num_accepted_on_chain(self) -> int:
         """Accepted tokens that are the beginning of the main chain."""
-        if self.path is None:
-            return self.num_accepted_tokens
-        return next((at for at, node in enumerate(self.path) if node != at), len(self.path))
+        return self.num_accepted_tokens if self.path is None else num_consecutive(self.path)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -126,8 +116,26 @@ class Round:
         extra = len(self.tokens) - self.num_accepted_tokens
         drafter: tuple[Origin, Origin] = ("accepted", "forced")
         before, end = self.forced[0], len(self.draft) - self.forced[1]
-        accepted = tuple(drafter[not before <= at < end] for at in range(self.num_accepted_tokens))
+        accepted = tuple(drafter[not before <= index < end] for index in range(self.num_accepted_tokens))
         return (*accepted, *(last,) * extra)
+
+
+def num_consecutive(numbers: Sequence[int], first: int = 0) -> int:
+    """How many numbers at the beginning are first, first + 1, ..."""
+    return next((i for i, number in enumerate(numbers) if number != first + i), len(numbers))
+
+
+def chain_end(parents: Sequence[int]) -> int:
+    """Where the main chain of an arranged tree ends: its first node follows -1, each other the one before it."""
+    return num_consecutive(parents, -1)
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes each node of an arranged tree has before it."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
@@ -136,9 +144,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[T
     Takes one transfer from the device.
     """
     logprobs = logits[: len(tokens)].float().log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.int64).to(logits.device)[:, None])
+    chosen = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.int64).to(logits.device)[:, None])
     values, ids = logprobs.topk(count, dim=-1)
-    table = torch.cat([own.double(), values.double(), ids.double()], dim=1).tolist()  # ids are exact in float64
+    table = torch.cat([chosen.double(), values.double(), ids.double()], dim=1).tolist()  # ids are exact in float64
     return tuple(
         TokenLogprobs(token, line[0], tuple(zip(map(int, line[1 + count :]), line[1 : 1 + count], strict=True)))
         for token, line in zip(tokens, table, strict=True)

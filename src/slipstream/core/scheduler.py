@@ -84,13 +84,17 @@ class Scheduler:
             yield from self.step()
 
     def _admit(self) -> None:
-        """Ended rows leave; rows whose prompts are read, the next short prompt, or else the last row take their place.
-
-        While no row is running nothing is delayed, so all rows that have a place begin together.
-        """
+        """Ended rows leave, and rows that wait take their places."""
         self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
         self._reading = [row for row in self._reading if row.finish_reason is None]
         self._room = self.prompt_budget * self._share_of_new()
+        self._fill_places_of_ended()
+        self._begin_waiting()
+        if not any(row.rounds for row in self._running):
+            # no row under way is delayed, so all that have a place begin together
+            self._running, self._reading = self._running + self._reading, []
+
+    def _fill_places_of_ended(self) -> None:
         place = 0
         while place < len(self._running):
             if self._running[place].finish_reason is None:
@@ -100,17 +104,18 @@ class Scheduler:
                 self._room -= self._running[place].prompt_length
             elif place == len(self._running) - 1:
                 self._running.pop()
-            else:
+            else:  # running rows occupy the first slots, so the last one moves down
                 self._running[place] = self._running.pop()
+
+    def _begin_waiting(self) -> None:
         while self._reading and self.engine.has_read(self._reading[0], self._running):
             self._running.append(self._reading.pop(0))
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
+            # behind a prompt that is read in pieces, even a short one waits its turn
             delays = bool(self._reading) or not self._is_short(row)
             (self._reading if delays else self._running).append(row)
             self._room -= 0 if delays else row.prompt_length
-        if not any(row.rounds for row in self._running):
-            self._running, self._reading = self._running + self._reading, []
 
     def _share_of_new(self) -> int:
         """How many times as many rows wait to begin, and have a place, as are under way; at least 1."""
@@ -119,7 +124,7 @@ class Scheduler:
         return max(1, new // max(1, running))
 
     def _is_short(self, row: Row) -> bool:
-        """Whether a prompt can be read in this step, besides those of the rows that it has admitted already."""
+        """Whether this step can read a prompt besides those of the rows it has admitted already."""
         return row.prompt_length <= self._room
 
     def _read_ahead(self) -> None:

@@ -2,7 +2,8 @@
 
 Committed tokens are the only truth; a cache holds a prefix of them. Whatever a caller asks for, a session feeds what
 the cache lacks and nothing else: prompts, the tokens after a rejection, a conversation's next turn and a prompt that
-begins like another one are all this one mechanism. This module knows neither acceptance nor sampling.
+begins like another one are all this one mechanism. This module knows no sampling, and of acceptance only `match`,
+which a backend may compute within its forward.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from slipstream.core.types import Draft, Row, Verdict
 class InputBatch:
     """What the KV cache lacks of some rows up to the end of their drafts.
 
-    missing[i]: committed tokens, to be written from position starts[i] on; behind them stand the draft's columns from
-    number fed[i] on, `drafted` in all. width: of the forward, padding included, if all rows take as much.
+    missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
+    which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take
+    as many tokens, padding included.
     """
 
     starts: list[int]
@@ -43,7 +45,7 @@ class InputBatch:
         return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
 
     def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
-        """The rectangle, on the model's device; what is about to be cached is audited."""
+        """`rectangle` on the model's device, audited before it is cached."""
         inputs = self.rectangle(draft.to(table.backend.device))
         if table.audit:
             for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
@@ -53,14 +55,15 @@ class InputBatch:
     def rectangle(self, draft: Tensor) -> Tensor:
         """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""
         device, count, width = draft.device, self.drafted, self.width
-        shift = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]  # from input to draft
-        table = [[by, *tail, *[0] * (width - len(tail))] for by, tail in zip(shift, self.missing, strict=True)]
+        # input column i holds draft column i + shift; the shifts travel to the device in front of the tokens
+        shifts = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]
+        table = [[shift, *tail, *[0] * (width - len(tail))] for shift, tail in zip(shifts, self.missing, strict=True)]
         columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
         inputs = columns[:, 1:]
         if not count:
             return inputs
-        if len(set(shift)) == 1:
-            inputs[:, len(self.missing[0]) : count - shift[0]] = draft[:, self.fed[0] :]
+        if len(set(shifts)) == 1:
+            inputs[:, len(self.missing[0]) : count - shifts[0]] = draft[:, self.fed[0] :]
             return inputs
         source = torch.arange(width, device=device) + columns[:, :1]
         drafted = draft.gather(1, source.clamp(0, count - 1))
@@ -72,18 +75,18 @@ def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
     if len(set(counts)) == 1:
         return logits[:, counts[0] - keep : counts[0]]
     first = torch.tensor([count - keep for count in counts])[:, None]
-    at = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
-    return logits[torch.arange(len(counts), device=logits.device)[:, None], at]
+    columns = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
+    return logits[torch.arange(len(counts), device=logits.device)[:, None], columns]
 
 
 class BatchLayout(Protocol):
-    """A strategy of `Session`."""
+    """How rows of different lengths share a forward."""
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`."""
+        """Read what rows lack; see `Session.prefill`."""
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
@@ -96,11 +99,9 @@ class Rectangle:
     """All rows as wide as the widest; prompts are read one by one."""
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """None."""
         return None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`; never two rows together."""
         answers: dict[int, Tensor] = {}
         for slot, row in enumerate(rows):
             table.assign_slot(slot, row)
@@ -111,11 +112,9 @@ class Rectangle:
         return in_order(answers, len(rows)) if answer else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        """One padded forward."""
         return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """See `BatchLayout`."""
         return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
 
 
@@ -123,10 +122,10 @@ class PromptReader(Protocol):
     """What the loop and the scheduler ask of a draft model; `Session` says what each does."""
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room."""
+        """Make room for rows of a length."""
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
-        """Move what is cached to the slots of a batch."""
+        """Move what is cached of a batch's rows to their slots."""
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """Read prompts of rows that are not in a batch yet."""
@@ -135,7 +134,7 @@ class PromptReader(Protocol):
         """Whether a row's prompt is cached but for its last token."""
 
     def holds(self, row: Row) -> bool:
-        """Whether some of a row is cached in its name."""
+        """Whether a slot is the row's, with some of it cached."""
 
 
 class Session:
@@ -191,15 +190,15 @@ class Session:
         self.slot_states[:] = [SlotState() for _ in self.slot_states]
 
     def with_shapes(self, shapes: Shapes) -> Session:
-        """The same model and cache under other shapes; sessions that share a cache may take turns."""
+        """A session over this model and cache that keeps to other shapes; the two may take turns."""
         other = copy(self)
         other.table = replace(self.table, shapes=shapes)  # shares the states, which are the truth about the cache
         return other
 
     def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
-        """Read what rows lack up to their last token, where that is much, in chunks.
+        """Read in chunks what rows lack up to their last token, if they lack much.
 
-        answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
+        answer: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
         """
         return self.layout.prefill(self.table, rows, answer=answer and self.answers)
 
@@ -211,10 +210,10 @@ class Session:
             table.assign_slot(slot, row)
             while room > 0 and not self.has_read(row, slot):
                 end, before, base = len(row.tokens) - 1, table.prefill_tokens, table.states[slot].base
-                any_cut = table.shapes.reuse == 1  # wherever a prompt is cut, the bits are the same
-                if room < budget and min(end - base, PROMPT_UNIT if any_cut else table.shapes.chunk) > room:
-                    return
-                end = min(end, base + room) if any_cut else end
+                may_cut = table.shapes.reuse == 1  # wherever a prompt is cut, the bits are the same
+                if room < budget and min(end - base, PROMPT_UNIT if may_cut else table.shapes.chunk) > room:
+                    return  # too little room is left for another piece
+                end = min(end, base + room) if may_cut else end
                 table.read_chunk(slot, row, end, {})
                 room -= table.prefill_tokens - before
 
@@ -224,7 +223,7 @@ class Session:
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
 
     def holds(self, row: Row) -> bool:
-        """Whether some of a row is cached in its name."""
+        """Whether a slot is the row's, with some of it cached."""
         return any(state.row is row and state.base > 0 for state in self.slot_states)
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
@@ -237,8 +236,8 @@ class Session:
         """A row's text is about to change: only its first `length` tokens, drafts included, are what is cached."""
         for slot, state in enumerate(self.slot_states):
             if state.row is row:
-                known = min(max(state.base, state.written), length)
-                state.base = state.written = self.table.checkpoint(slot, known)
+                count = min(max(state.base, state.written), length)
+                state.base = state.written = self.table.checkpoint(slot, count)
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
@@ -267,23 +266,23 @@ class Session:
         """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
         assert isinstance(self.backend, TreeForwards) and draft.parents is not None
         batch, device = self._input_batch(rows, draft.tokens[:, :0], 1), self.backend.device
-        segments, source, at, columns = list[TreeSegment](), list[int](), 0, []
-        behind = torch.tensor([token for tail in batch.missing for token in tail], dtype=torch.int64)
-        known = 0
-        for slot, (row, tail, own) in enumerate(zip(rows, batch.missing, draft.parents, strict=True)):
-            segments += segments_of(slot, batch.starts[slot], len(row.tokens), own)
-            nodes = range(slot * draft.width, slot * draft.width + len(own))
-            source += [*range(draft.tokens.numel() + known, draft.tokens.numel() + known + len(tail)), *nodes]
-            root = at + len(tail) - 1
-            columns.append([min(root + i, root + len(own)) for i in range(draft.width + 1)])
-            known, at = known + len(tail), at + len(tail) + len(own)
-        tokens = torch.cat([draft.tokens.flatten().to(device), behind.to(device)])[torch.tensor(source, device=device)]
+        segments, columns = list[TreeSegment](), list[list[int]]()
+        tails = [token for tail in batch.missing for token in tail]
+        # a row's input is what its cache lacks, then its nodes: as indices into the draft followed by all tails
+        inputs, next_tail = list[int](), draft.tokens.numel()
+        for slot, (row, tail, parents) in enumerate(zip(rows, batch.missing, draft.parents, strict=True)):
+            segments += segments_of(slot, batch.starts[slot], len(row.tokens), parents)
+            root, first_node = len(inputs) + len(tail) - 1, slot * draft.width
+            columns.append([min(root + i, root + len(parents)) for i in range(draft.width + 1)])
+            inputs += [*range(next_tail, next_tail + len(tail)), *range(first_node, first_node + len(parents))]
+            next_tail += len(tail)
+        tokens = torch.cat([draft.tokens.flatten().to(device), torch.tensor(tails, dtype=torch.int64).to(device)])
+        tokens = tokens[torch.tensor(inputs, device=device)]
         if self.table.audit:
             self._audit_tree(batch, tokens.tolist(), draft.lengths)
-        total = self.shapes.tree_total_for(at, len(rows)) or at
-        tokens = torch.cat([tokens, tokens.new_zeros(total - at)])
-        widths = self.shapes.widths
-        logits = self.backend.forward_tree(self.table.clamp_to_vocabulary(tokens), segments, widths=widths)
+        total = self.shapes.tree_total_for(len(inputs), len(rows)) or len(inputs)
+        tokens = self.table.clamp_to_vocabulary(torch.cat([tokens, tokens.new_zeros(total - len(inputs))]))
+        logits = self.backend.forward_tree(tokens, segments, widths=self.shapes.widths)
         self.table.note_cached(rows, chain_lengths(draft), draft.lengths)
         return logits[torch.tensor(columns, device=device)]
 

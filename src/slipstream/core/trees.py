@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slipstream.core.rounds import chain_end, depths, num_consecutive
 from slipstream.core.types import Draft, Sibling
 from slipstream.errors import UsageError
 
@@ -43,12 +44,10 @@ class TreeForwards(Protocol):
     """
 
     @property
-    def branching(self) -> bool:
-        """See above."""
+    def branching(self) -> bool: ...
 
     @property
-    def flat(self) -> bool:
-        """See above."""
+    def flat(self) -> bool: ...
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
@@ -103,12 +102,12 @@ def arranged(draft: Draft) -> Draft:
     assert draft.parents is not None
     orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
     parents = tuple(_renumbered(old, order) for old, order in zip(draft.parents, orders, strict=True))
-    branching = any(parent != node - 1 for own in parents for node, parent in enumerate(own))
+    branching = any(chain_end(row) < len(row) for row in parents)
     return replace(_taken(draft, orders), parents=parents if branching else None)
 
 
 def main_chain(draft: Draft) -> Draft:
-    """Of an arranged tree the main chain alone."""
+    """The main chain of an arranged tree, as a draft."""
     return draft if draft.parents is None else _taken(draft, [range(n) for n in chain_lengths(draft)])
 
 
@@ -117,19 +116,6 @@ def chain_lengths(draft: Draft) -> tuple[int, ...]:
     if draft.parents is None:
         return draft.lengths
     return tuple(map(chain_end, draft.parents))
-
-
-def chain_end(parents: Sequence[int]) -> int:
-    """Where the main chain of an arranged tree ends."""
-    return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes each node of an arranged tree has before it."""
-    known: list[int] = []
-    for parent in parents:
-        known.append(0 if parent < 0 else known[parent] + 1)
-    return known
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -148,19 +134,19 @@ def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> lis
     begins = [node for node in range(end, len(parents)) if node == end or parents[node] != node - 1]
     for begin, stop in pairwise([*begins, len(parents)]):
         path = path_to(parents, parents[begin])
-        away = next((depth for depth, node in enumerate(path) if node != depth), len(path))
-        detour = tuple(base + node for node in path[away:])
+        detour = tuple(base + node for node in path[num_consecutive(path) :])
         segments.append(TreeSegment(slot, base + len(path), stop - begin, base + begin, detour))
     return segments
 
 
 def check_parents(draft: Draft, drafter: str) -> None:
     """Refuse what is no tree."""
-    for own, length in zip(draft.parents or (), draft.lengths, strict=True):
-        if len(own) != length or any(not -1 <= parent < length for parent in own) or len(_order(own)) != length:
+    for parents, length in zip(draft.parents or (), draft.lengths, strict=True):
+        is_in_range = len(parents) == length and all(-1 <= parent < length for parent in parents)
+        if not is_in_range or len(_order(parents)) != length:  # nodes of a circle are not reached
             raise UsageError(
-                f"drafter {drafter} returned parents={list(own)!r} for {length} tokens; allowed: for each token the "
-                "number of the one it follows, -1 for the committed text, and no circles"
+                f"drafter {drafter} returned parents={list(parents)!r} for {length} tokens; allowed: for each token "
+                "the number of the one it follows, -1 for the committed text, and no circles"
             )
     if draft.probs is not None:
         raise UsageError(f"drafter {drafter} returned a tree with probs; allowed: trees of one-hot drafts (probs=None)")
@@ -175,17 +161,17 @@ def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     """
     assert draft.parents is not None
     device, width = choice.device, draft.width
-    padded = [[*own, *[width] * (width - len(own))] for own in draft.parents]  # padding is nobody's child
+    padded = [[*row, *[width] * (width - len(row))] for row in draft.parents]  # padding is nobody's child
     parents = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
-    at = torch.full((len(padded), 1), -1, dtype=torch.int64, device=device)
-    accepted, walking, path = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), []
-    for _ in range(1 + max(max(depths(own), default=-1) for own in draft.parents)):
-        children = (parents == at) & (draft.tokens == choice.gather(1, at + 1)) & walking
+    node = torch.full((len(padded), 1), -1, dtype=torch.int64, device=device)
+    accepted, walking, path = torch.zeros_like(node), torch.ones_like(node, dtype=torch.bool), []
+    for _ in range(1 + max(max(depths(row), default=-1) for row in draft.parents)):
+        children = (parents == node) & (draft.tokens == choice.gather(1, node + 1)) & walking
         walking = children.any(1, keepdim=True)
-        at = torch.where(walking, children.long().argmax(1, keepdim=True), at)
+        node = torch.where(walking, children.long().argmax(1, keepdim=True), node)
         accepted = accepted + walking
-        path.append(at)
-    return accepted[:, 0], choice.gather(1, at + 1)[:, 0], torch.cat(path, 1)
+        path.append(node)
+    return accepted[:, 0], choice.gather(1, node + 1)[:, 0], torch.cat(path, 1)
 
 
 def _order(parents: Sequence[int]) -> list[int]:
@@ -205,12 +191,12 @@ def _order(parents: Sequence[int]) -> list[int]:
 
 
 def _renumbered(parents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    place = {node: at for at, node in enumerate(order)} | {-1: -1}
-    return tuple(place[parents[node]] for node in order)
+    new_number = {node: number for number, node in enumerate(order)} | {-1: -1}
+    return tuple(new_number[parents[node]] for node in order)
 
 
 def _taken(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
-    """Of each row the tokens of these numbers, in this order."""
+    """The draft with the tokens of these numbers only, in this order, row by row."""
     lengths = tuple(map(len, orders))
     width = max(lengths, default=0)
     index = torch.tensor([[*order, *[0] * (width - len(order))] for order in orders], dtype=torch.int64)

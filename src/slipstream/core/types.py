@@ -143,13 +143,14 @@ class Verdict:
 class Row:
     """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
 
-    `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
-    string is complete with it. error: why the row failed, with finish reason "error". messages: the chat that the
-    prompt was rendered from, if it was, for draft models with a format of their own. open_end: how many tokens at its
-    end may change yet, or are read again. prediction: token ids that the output will probably resemble. together: all
-    rows of a call that returns when the last of them has ended.
-    constraint: what its text must be, known to the sampler alone. group: rows of different groups share no cached
-    tokens and no learned texts, but averages of acceptance and cost.
+    completes_stop: called with each committed output token once, in order; whether a stop string is complete with it.
+    error: why the row failed, with finish reason "error".
+    messages: the chat that the prompt was rendered from, for draft models with a chat format of their own.
+    open_end: trailing tokens that may still change, or are read again.
+    prediction: token ids that the output will probably resemble.
+    call_rows: all rows of a call that returns when the last of them has ended.
+    constraint: what its text must be; only the sampler knows what this object means.
+    group: rows of different groups share no cached tokens and no learned texts, but averages of acceptance and cost.
     """
 
     index: int
@@ -213,24 +214,24 @@ class Row:
     def true_length(self, round_index: int, base: int) -> int:
         """How many leading tokens, as they stood in the given round with its draft, are committed now.
 
-        A round that never reached its commit (it was interrupted) vouches for the `base` tokens before it only.
+        Of a round that was interrupted before its commit only the `base` tokens before it are.
         """
         if round_index >= len(self.rounds):
             return base
-        done = self.rounds[round_index]
-        return done.start + done.num_accepted_on_chain
+        round = self.rounds[round_index]
+        return round.start + round.num_accepted_on_chain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a drafter declares about itself. `auto`, `--help`, the bench and the tests go by this and by no name.
+    """What a drafter declares about itself; `auto`, `--help`, the bench and the tests go by this alone.
 
     samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`) under rules other
     than `match`. Under `match`, and under `auto` where it is one of ours (`Setup.coupled`), every draft is one-hot.
-    needs_forwards: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
+    needs_forwards: each drafted token takes a forward of a model; else drafting is free.
     plans_itself: it compares costs itself while it drafts, so that the policy need not before.
-    has_own_cache: it has a KV cache of its own that must read a text before the first draft.
-    knows_confidence: it knows a probability of each token it drafts, by which it can stop early.
+    has_own_cache: it has a KV cache of its own, which must read a text before the first draft.
+    knows_confidence: it knows how confident it is of each token it drafts, and can stop early.
     default_length: tokens per round where neither the user nor measured costs say how many.
     preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
     needs_draft_model, needs_cost_model: what must be there for that.

@@ -33,41 +33,37 @@ TRAITS = Traits(knows_confidence=True, default_length=4)
 
 
 class SharedCacheSession:
-    """Scores drafts with some layers of `whole`'s model, from what `whole`'s cache holds of the committed tokens.
+    """Scores drafts with some layers of the target, from what the target's cache holds of the committed tokens.
 
     It serves to draft: a draft begins with a call without draft tokens, and everything it wrote is forgotten by the
-    next. `whole` must score the rows, or nothing, in between.
+    next. In between the target must score these rows, or nothing.
     """
 
-    def __init__(self, whole: Session, layers: Sequence[int]) -> None:
+    def __init__(self, target: Session, layers: Sequence[int]) -> None:
         """layers: numbers from 0 on, rising."""
-        self._whole, self._own = whole, Session(layer_subset(whole.backend, layers))
-        self._own.table.audit = whole.table.audit  # one cache, one audit
+        self._target, self._layers = target, Session(layer_subset(target.backend, layers))
+        self._layers.table.audit = target.table.audit  # one cache, one audit
 
     @property
     def backend(self) -> Backend:
-        """The chosen layers."""
-        return self._own.backend
+        return self._layers.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        """See `Session.score`."""
         if not draft.shape[1]:
             self._begin(rows)
-        return self._own.score(rows, draft, lengths, keep)
+        return self._layers.score(rows, draft, lengths, keep)
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """See `Session.draft_greedy`."""
         self._begin(rows)
-        return self._own.draft_greedy(rows, steps, vocab_size)
+        return self._layers.draft_greedy(rows, steps, vocab_size)
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """See `Session.keep_drafts`."""
-        self._own.keep_drafts(lengths)
+        self._layers.keep_drafts(lengths)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         """A new draft begins where the target's cache ends."""
-        self._whole.prefill(rows)
-        self._own.slot_states[:] = map(copy, self._whole.slot_states)
+        self._target.prefill(rows)
+        self._layers.slot_states[:] = map(copy, self._target.slot_states)
 
 
 def remembered_layers(backend: Backend) -> tuple[int, ...] | None:
@@ -129,8 +125,8 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
     stop is as with `model`.
     """
-    given = ARGUMENT.fullmatch(argument)
-    if given is None:
+    match = ARGUMENT.fullmatch(argument)
+    if match is None:
         raise UsageError(
             f"drafter='layer_skip:{argument}'; allowed: layer_skip, layer_skip:LAYERS (the first ones), "
             "a list like layer_skip:0-7,12, each with +p=PERCENT from 0 to 99, or layer_skip:p=PERCENT"
@@ -140,8 +136,8 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
             "drafter='layer_skip' drafts with the target's layers; allowed: a setup with the target's session"
         )
     backend = setup.target.backend
-    layers = default_layers(backend) if given[1] is None else parse_layers(given[1], backend)
-    percent = given[2] or given[3]
+    layers = default_layers(backend) if match[1] is None else parse_layers(match[1], backend)
+    percent = match[2] or match[3]
     session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))
 

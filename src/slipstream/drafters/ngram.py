@@ -30,11 +30,11 @@ class _Index:
                     self._after[tuple(tokens[end - size : end])] = end
         self._indexed = max(self._indexed, len(tokens))
         for size in reversed(self._sizes):
-            at = self._after.get(tuple(tokens[len(tokens) - size :])) if size <= len(tokens) else None
-            if at is not None:
+            start = self._after.get(tuple(tokens[len(tokens) - size :])) if size <= len(tokens) else None
+            if start is not None:
                 # a match that reaches the end of the text goes on with its own copy: periodic text stays periodic
-                period = len(tokens) - at
-                return [tokens[at + j % period] for j in range(length)]
+                period = len(tokens) - start
+                return [tokens[start + j % period] for j in range(length)]
         return []
 
 

@@ -99,14 +99,14 @@ class _Table:
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
         """What may follow, of what kind and where it leads, in the order of `_likeliest` and each token once.
 
-        Of the target's ranking all tokens are told, best first, and of every context the most frequent one.
+        The target's ranking gives all its tokens, best first, and every context the most frequent one.
         """
-        (before, token), told = place, list[int]()
+        (before, token), seen = place, list[int]()
         ends, last = (before, self._last) if token < 0 else (self._after(before, token), token)
         for token, kind in self._known(ends, last):
-            if token not in told:
+            if token not in seen:
                 yield token, kind, (ends, token)
-                told.append(token)
+                seen.append(token)
 
     def _known(self, ends: list[int], last: int) -> Iterator[tuple[int, int]]:
         first = max(self._shortest, 2)
@@ -194,7 +194,7 @@ class NgramTableDrafter:
             learn(acceptance_model, row, *self._guesses[row])
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS, ranks=3)
         deepest = -(-length // (1 + branches)) if self.fixed_tree else None
-        nodes = grown(lambda at, prob: likely.followers(table.alternatives(at), prob), table.end, length, deepest)
+        nodes = grown(lambda place, prob: likely.followers(table.alternatives(place), prob), table.end, length, deepest)
         self._guesses[row] = len(row.tokens), nodes
         return nodes
 
@@ -203,9 +203,9 @@ class NgramTableDrafter:
         if not self.fill:
             return
         top = logits.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1).indices
-        told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
+        lines: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
         paths = [range(draft.width)] * len(rows) if verdict.path is None else verdict.path.tolist()
-        for row, path, (accepted, *others) in zip(rows, paths, told, strict=True):
+        for row, path, (accepted, *others) in zip(rows, paths, lines, strict=True):
             table = self._tables.get(row)
             if table is None:
                 continue  # never asked for a draft

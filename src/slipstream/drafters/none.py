@@ -20,7 +20,6 @@ class NoDrafter:
     device: torch.device
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """The empty draft."""
         return Draft.empty(len(rows), self.device)
 
 

@@ -37,7 +37,7 @@ TRAITS = Traits(samples=False, needs_forwards=False, branches=True, default_leng
 
 
 class FollowerTable:
-    """The likeliest followers of contexts, best first, with their weights.
+    """For each context of a few tokens, the tokens that followed it, most likely first, with their weights.
 
     A ranking of n tokens gives them the weights `width`, `width` - 1, ...; the sums of earlier ones fade. Contexts are
     numbers (`_contexts`). When SPAN have been entered, those not seen among the SPAN before are dropped.
@@ -54,26 +54,26 @@ class FollowerTable:
     def enter(self, contexts: Sequence[int], ranking: Sequence[int]) -> None:
         """Note what the target ranked highest behind a position, which is the end of all these contexts."""
         for context in contexts:
-            known = self._find(context)
+            weights = self._find(context)
             ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))
-            self._young[context] = ranks if known is None else self._merged(ranks, known)
+            self._young[context] = ranks if weights is None else self._merged(ranks, weights)
         if len(self._young) >= SPAN:
             self._old, self._young = self._young, {}
 
     def best(self, contexts: Sequence[int], count: int = 1) -> tuple[list[int], int] | None:
         """The `count` likeliest followers of the last of these contexts that is known, and which that is."""
-        for at in range(len(contexts) - 1, -1, -1):
-            known = self._find(contexts[at])
-            if known is not None:
-                return list(islice(known, count)), at
+        for index in range(len(contexts) - 1, -1, -1):
+            weights = self._find(contexts[index])
+            if weights is not None:
+                return list(islice(weights, count)), index
         return None
 
     def _find(self, context: int) -> dict[int, float] | None:
-        known = self._young.get(context)
-        return self._old.get(context) if known is None else known
+        weights = self._young.get(context)
+        return self._old.get(context) if weights is None else weights
 
-    def _merged(self, ranks: dict[int, float], known: dict[int, float]) -> dict[int, float]:
-        for token, weight in known.items():
+    def _merged(self, ranks: dict[int, float], earlier: dict[int, float]) -> dict[int, float]:
+        for token, weight in earlier.items():
             ranks[token] = ranks.get(token, 0.0) + KEEP * weight
         return dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
 
@@ -124,19 +124,19 @@ class TokenRecyclingDrafter:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""
         size = min(self.width, logits.shape[-1])
         top = logits.topk(size, dim=-1).indices
-        told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
+        lines: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
         paths: list[Sequence[int]] = [range(draft.width)] * len(rows)
         if verdict.path is not None:
             paths = verdict.path.tolist()
-        for i, (row, length, (accepted, *others)) in enumerate(zip(rows, draft.lengths, told, strict=True)):
+        for i, (row, length, (accepted, *others)) in enumerate(zip(rows, draft.lengths, lines, strict=True)):
             tokens, rankings = others[:length], others[draft.width :]
             parents = range(-1, length - 1) if draft.parents is None else draft.parents[i]
             texts = [row.tokens[-CONTEXT:]]  # of the root and of each node
             for parent, token in zip(parents, tokens, strict=True):
                 texts.append([*texts[parent + 1], token][-CONTEXT:])
-            own = self._own.get(row)
+            row_table = self._own.get(row)
             common = self._commons.of(row.group)
-            tables = [common] if own is None else [common, own]
+            tables = [common] if row_table is None else [common, row_table]
             # where a draft repeats itself, accepted tokens have the last word
             path = [0, *(1 + node for node in paths[i][:accepted])]
             for j in (*sorted({*range(length + 1)} - {*path}), *path):
@@ -176,10 +176,10 @@ class TokenRecyclingDrafter:
 
     def _tree(self, row: Row, text: list[int], length: int) -> list[Node]:
         """Up to `length` nodes, the likeliest first."""
-        tables, most = self._tables(row), 1 + self.branches
-        likely = Alternatives(cache(partial(self._chance, row)), most, len(PRIOR), ranks=1 + len(BESIDE))
-        deepest = -(-length // most) if self.fixed_tree else None
-        return grown(lambda at, prob: likely.followers(self._known(tables, most, at), prob), text, length, deepest)
+        tables, count = self._tables(row), 1 + self.branches
+        likely = Alternatives(cache(partial(self._chance, row)), count, len(PRIOR), ranks=1 + len(BESIDE))
+        deepest = -(-length // count) if self.fixed_tree else None
+        return grown(lambda end, prob: likely.followers(self._known(tables, count, end), prob), text, length, deepest)
 
     def _known(
         self, tables: Sequence[FollowerTable], count: int, text: list[int]

@@ -28,7 +28,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Prompt, further_seeds
 from slipstream.text.results import Result, result_of
 from slipstream.tokenization.tokenizer import Tokenizer
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 
 FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
 NEEDED = "lines in OpenAI's format need {}; run: pip install 'slipstream-lm[server]'"

@@ -24,10 +24,12 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
     construct = cls.__init__
 
     def __init__(self: T, **options: Any) -> None:
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in options:
-            if name not in known:
-                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}{did_you_mean(name, *known)}")
+            if name not in allowed:
+                raise UsageError(
+                    f"unknown option {name!r}; allowed: {', '.join(allowed)}{did_you_mean(name, *allowed)}"
+                )
         construct(self, **options)
 
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # keeps the real signature visible to `help`
@@ -110,18 +112,19 @@ class SamplingParams:
         self._check_collections()
 
     def _check_prediction(self) -> None:
-        given = self.prediction
-        if given is None:
+        prediction = self.prediction
+        if prediction is None:
             return
         ids = (
-            isinstance(given, Sequence)
-            and not isinstance(given, str | bytes)
-            and len(given) > 0
-            and all(map(_is_id, given))
+            isinstance(prediction, Sequence)
+            and not isinstance(prediction, str | bytes)
+            and len(prediction) > 0
+            and all(map(_is_id, prediction))
         )
-        if not (ids or _is_text(given)):
+        if not (ids or _is_text(prediction)):
             raise UsageError(
-                f"prediction={given!r:.60}; allowed: None, a non-empty text of valid Unicode, or a list of token ids"
+                f"prediction={prediction!r:.60}; allowed: None, a non-empty text of valid Unicode, or a list of token "
+                "ids"
             )
         if self.num_draft_tokens == 0:
             raise UsageError("prediction with num_draft_tokens=0, which drafts nothing; allowed: None or at least 1")
@@ -163,8 +166,8 @@ class SamplingParams:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them; processors, which are code, are left out."""
-        told = {name: value for name, value in vars(self).items() if name != "logits_processors"}
-        return told | {"constraint": None if self.constraint is None else self.constraint.to_dict()}
+        options = {name: value for name, value in vars(self).items() if name != "logits_processors"}
+        return options | {"constraint": None if self.constraint is None else self.constraint.to_dict()}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have; the message names the field and the id."""

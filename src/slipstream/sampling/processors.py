@@ -50,7 +50,7 @@ class BatchProcessor:
         """Forget how row number `row` failed in other branches of a tree than the one with these tokens."""
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        """Edit the scores."""
+        """Edit the scores [B, J, V] in place; position j has seen first + j draft tokens."""
         raise AssertionError(f"{type(self).__name__} is not active")
 
     def drafted(self) -> None:
@@ -69,7 +69,7 @@ class ConstraintMasks(BatchProcessor):
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows, self._vocab_size = rows, vocab_size
         self._constraints = [constraint_of(row) for row in rows]
-        self.active = any(one is not None for one in self._constraints)
+        self.active = any(constraint is not None for constraint in self._constraints)
         self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
         self._failures: dict[int, tuple[int, Exception]] = {}
 
@@ -181,17 +181,17 @@ def ask(processor: Processor, context: Tensor, scores: Tensor, *, wait: bool = F
     wait: look for NaN even on a device that would have to be waited for.
     """
     answer = processor(context, scores.clone())
-    found = f"a {type(answer).__name__}"
+    received = f"a {type(answer).__name__}"
     if isinstance(answer, Tensor):
         if answer.shape == scores.shape and answer.dtype == scores.dtype:
             if not (wait or answer.device.type == "cpu") or not bool(answer.isnan().any()):
                 return answer
-            found = "NaN"
+            received = "NaN"
         else:
-            found = f"{answer.dtype} of shape {tuple(answer.shape)}"
+            received = f"{answer.dtype} of shape {tuple(answer.shape)}"
     raise UsageError(
-        f"logits_processors: {_name(processor)} returned {found}; allowed: scores without NaN, {scores.dtype} of shape "
-        f"{tuple(scores.shape)} like those it was given"
+        f"logits_processors: {_name(processor)} returned {received}; allowed: scores without NaN, {scores.dtype} of "
+        f"shape {tuple(scores.shape)} like those it was given"
     )
 
 
@@ -270,11 +270,11 @@ class Penalties(BatchProcessor):
         drafted_counts = self._occurrences(ids, drafted)[:, first:]
         counts = self._counts.gather(1, ids)[:, None] + drafted_counts
         seen = self._seen.gather(1, ids)[:, None] | (drafted_counts > 0)
-        at = ids[:, None].expand_as(counts)
-        s = scores.gather(2, at)
+        index = ids[:, None].expand_as(counts)
+        s = scores.gather(2, index)
         repeated = torch.where(s < 0, s * self._repetition, s / self._repetition)
         s = torch.where(seen, repeated, s) - self._presence * (counts > 0) - self._frequency * counts
-        scores.scatter_(2, at, s)  # a token that is listed twice has the same score twice
+        scores.scatter_(2, index, s)  # a token that is listed twice has the same score twice
 
     @staticmethod
     def _occurrences(ids: Tensor, drafted: Tensor) -> Tensor:
@@ -323,8 +323,8 @@ class BadWords(BatchProcessor):
         begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
         bias = torch.zeros_like(begun, dtype=scores.dtype).masked_fill_(begun, NEVER)
         positions = torch.arange(scores.shape[1], device=scores.device)
-        at = self._row[:, None], positions, self._last[:, None].expand_as(bias)
-        scores.index_put_(at, bias, accumulate=True)
+        index = self._row[:, None], positions, self._last[:, None].expand_as(bias)
+        scores.index_put_(index, bias, accumulate=True)
 
 
 class MinTokens(BatchProcessor):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
-from slipstream.core.trees import depths, path_to
+from slipstream.core.rounds import depths
+from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Options, Warp
@@ -35,8 +36,8 @@ class Sampler:
         self.all_greedy = all(row.params.temperature == 0 for row in rows)
         self._groups = list(_groups(self.rows, device))
         self._seeds: dict[Stream, Words] = {}
-        made = [kind(self.rows, vocab_size, device) for kind in KINDS]
-        self._processors = [processor for processor in made if processor.active]
+        processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
+        self._processors = [processor for processor in processors if processor.active]
         self.plain = self.all_greedy and not self._processors
         self.branching = not any(processor.may_fail for processor in self._processors)
 
@@ -60,7 +61,7 @@ class Sampler:
 
         guess: the draft may yet be cut into other tokens; without the processors that may fail at one.
         """
-        processors = [one for one in self._processors if not (guess and one.may_fail)]
+        processors = [processor for processor in self._processors if not (guess and processor.may_fail)]
         if not processors:
             return logits.float()
         scores = logits.to(torch.float32, copy=True)
@@ -89,7 +90,7 @@ class Sampler:
         return self._choose(scores, self._token_keys(scores.shape[1]))
 
     def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
-        """The same of a tree, [B, K + 1]: after the committed tokens, and after each node behind its own path."""
+        """`choose` on a tree, [B, K + 1]: after the committed tokens, and after each node, which has seen its path."""
         if self.plain:
             return argmax(logits)
         scores = self._node_scores(logits, draft) if self._processors else logits.float()
@@ -102,14 +103,14 @@ class Sampler:
         if not self._groups:
             return self._choose(scores, None)
         assert draft.parents is not None
-        seen = [[0, *(1 + depth for depth in depths(own))] for own in draft.parents]
-        offsets = torch.tensor([[*own, *[0] * (scores.shape[1] - len(own))] for own in seen], dtype=torch.int64)
-        keys = self._token_keys(1 + max(map(max, seen)))
+        offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
+        padded = torch.tensor([[*row, *[0] * (scores.shape[1] - len(row))] for row in offsets], dtype=torch.int64)
+        keys = self._token_keys(1 + max(map(max, offsets)))
         assert keys is not None
-        return self._choose(scores, keys.gather(1, offsets.to(keys.device, non_blocking=True)))
+        return self._choose(scores, keys.gather(1, padded.to(keys.device, non_blocking=True)))
 
     def _follow(self, chosen: Sequence[Sequence[int]], draft: Draft) -> None:
-        """Of the failures in a tree only those on the path that is taken remain. chosen: [B, K + 1] tokens."""
+        """Forget the failures in a tree but those on the path that is taken. chosen: [B, K + 1] tokens."""
         assert draft.parents is not None
         for i in list(self.failures):
             tokens, path = draft.tokens[i].tolist(), [-1]
@@ -124,10 +125,10 @@ class Sampler:
         """`scores` of a tree, along the path to each of its leaves."""
         assert draft.parents is not None
         scores = logits.to(torch.float32, copy=True)
-        leaves = [[node for node in range(len(own)) if node not in own] or [-1] for own in draft.parents]
+        leaves = [[node for node in range(len(parents)) if node not in parents] or [-1] for parents in draft.parents]
         for number in range(max(map(len, leaves))):
-            ends = [own[min(number, len(own) - 1)] for own in leaves]
-            paths = [path_to(own, end) for own, end in zip(draft.parents, ends, strict=True)]
+            ends = [parents[min(number, len(parents) - 1)] for parents in leaves]
+            paths = [path_to(parents, end) for parents, end in zip(draft.parents, ends, strict=True)]
             along = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
             tokens = draft.tokens.new_zeros(along.shape[:2])
             for row, path in enumerate(paths):
@@ -214,8 +215,8 @@ class Sampler:
 
 
 def _one_hot(scores: Tensor) -> Tensor:
-    best, at = scores.max(-1, keepdim=True)
-    return torch.zeros_like(scores).scatter_(-1, at, torch.isneginf(best).logical_not().to(scores.dtype))
+    best, index = scores.max(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(-1, index, torch.isneginf(best).logical_not().to(scores.dtype))
 
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:

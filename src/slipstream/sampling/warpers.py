@@ -86,14 +86,14 @@ def keep_top_p_selected(scores: Tensor, top_p: Tensor, highest: Highest | None =
     probs, undecided = scores.softmax(-1), torch.arange(len(scores))
     least = scores.new_empty(len(scores), 1)
     if highest is not None:
-        least, sure = _least_kept(highest, probs, top_p)
-        undecided = undecided[~sure]
+        least, is_decided = _least_kept(highest, probs, top_p)
+        undecided = undecided[~is_decided]
     for count in SELECTED:
         if not len(undecided) or count > scores.shape[1] // 4:
             break
-        found, sure = _least_kept(Highest(*scores[undecided].topk(count, dim=-1)), probs[undecided], top_p)
-        least[undecided] = found
-        undecided = undecided[~sure]
+        least_kept, is_decided = _least_kept(Highest(*scores[undecided].topk(count, dim=-1)), probs[undecided], top_p)
+        least[undecided] = least_kept
+        undecided = undecided[~is_decided]
     result = torch.where(scores < least, NEVER, scores)
     if len(undecided):
         result[undecided] = keep_top_p_sorted(scores[undecided], top_p)

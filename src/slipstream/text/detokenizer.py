@@ -56,7 +56,7 @@ class StopStrings:
         if not self._stops:
             return text
         pending = self._pending + text
-        ends = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        ends = [position for stop in self._stops if (position := pending.find(stop)) >= 0]
         if ends:
             self.found, self._pending = True, ""
             return pending[: min(ends)]

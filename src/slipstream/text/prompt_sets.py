@@ -56,11 +56,11 @@ def chosen_prompts(
     prompts: Sequence[NamedPrompt], source: str, *, categories: list[str] | None = None, limit: int | None = None
 ) -> list[NamedPrompt]:
     """The prompts of these categories (all by default), at most `limit` of each. source: where they are, in errors."""
-    known = sorted({p.category for p in prompts})
+    allowed = sorted({p.category for p in prompts})
     for category in categories or []:
-        if category not in known:
-            near = did_you_mean(category, *known)
-            raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(known)}{near}")
+        if category not in allowed:
+            near = did_you_mean(category, *allowed)
+            raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(allowed)}{near}")
     return _limited([p for p in prompts if not categories or p.category in categories], limit)
 
 

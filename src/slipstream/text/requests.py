@@ -102,10 +102,10 @@ def _plain(prompt: Any) -> Any:
 
 def _one(index: int, item: Any) -> Any:
     """An item of a list of prompts; an array or a tokenizer's mapping must be one prompt."""
-    found = read_prompts(item)
-    if not found.single and isinstance(item, Tensor | np.ndarray | Mapping):
-        raise UsageError(f"prompt {index} holds {len(found.items)} prompts; allowed: one per item of a list")
-    return found.items[0] if found.single else item
+    prompts = read_prompts(item)
+    if not prompts.single and isinstance(item, Tensor | np.ndarray | Mapping):
+        raise UsageError(f"prompt {index} holds {len(prompts.items)} prompts; allowed: one per item of a list")
+    return prompts.items[0] if prompts.single else item
 
 
 def _from_array(array: Any, name: str = "prompt") -> Prompts:
@@ -127,10 +127,10 @@ def _from_tokenizer(inputs: Mapping[str, Any]) -> Prompts:
         raise UsageError("attention_mask and input_ids differ in shape; allowed: one shape")
     rows = []
     for index, (tokens, real) in enumerate(zip(ids.items, mask.items, strict=True)):
-        places = [at for at, value in enumerate(real) if value]
+        places = [place for place, value in enumerate(real) if value]
         if places and places[-1] - places[0] >= len(places):
             raise UsageError(f"attention_mask: row {index} has padding inside; allowed: padding on the left or right")
-        rows.append([tokens[at] for at in places])
+        rows.append([tokens[place] for place in places])
     return Prompts(rows, ids.single)
 
 
@@ -192,13 +192,13 @@ class RequestReader:
 
     def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
         """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
-        given = _one_each(params, len(prompts))
+        all_params = _one_each(params, len(prompts))
         groups: list[list[Row]] = []
-        for prompt, own in zip(prompts, given, strict=True):
-            one = replace(own, n=1) if isinstance(own, SamplingParams) and own.n > 1 else own
-            first = self._row(len(groups), _single(prompt), one, chat)
-            seeds = further_seeds(first.seed, own.n)
-            others = [self._row(len(groups), first.tokens, replace(one, seed=seed), chat) for seed in seeds]
+        for prompt, request in zip(prompts, all_params, strict=True):
+            per_text = replace(request, n=1) if isinstance(request, SamplingParams) and request.n > 1 else request
+            first = self._row(len(groups), _single(prompt), per_text, chat)
+            seeds = further_seeds(first.seed, request.n)
+            others = [self._row(len(groups), first.tokens, replace(per_text, seed=seed), chat) for seed in seeds]
             for other in others:
                 other.messages = first.messages
             groups.append([first, *others])
@@ -207,7 +207,7 @@ class RequestReader:
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
-        return [self._row(i, _single(prompt), one, chat) for i, (prompt, one) in pairs]
+        return [self._row(i, _single(prompt), row_params, chat) for i, (prompt, row_params) in pairs]
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
         if not isinstance(params, SamplingParams):
@@ -264,19 +264,19 @@ class RequestReader:
 
     def _prediction(self, params: SamplingParams) -> Sequence[int]:
         """A request's prediction as token ids without special ones; nothing without one."""
-        given, tokenizer = params.prediction, self.target.tokenizer
-        if given is None:
+        prediction, tokenizer = params.prediction, self.target.tokenizer
+        if prediction is None:
             return ()
         if self.no_predictions:
             raise UsageError(f"prediction with {self.no_predictions}, or no prediction")
-        if not isinstance(given, str):
-            return tuple(given)
+        if not isinstance(prediction, str):
+            return tuple(prediction)
         if tokenizer is None:
             raise UsageError(
-                f"prediction={given!r:.60} is text but there is no tokenizer; allowed: a list of token ids"
+                f"prediction={prediction!r:.60} is text but there is no tokenizer; allowed: a list of token ids"
             )
-        if not (ids := tokenizer.bare(given)):
-            raise UsageError(f"prediction={given!r:.60} has no tokens; allowed: a text that has some")
+        if not (ids := tokenizer.bare(prediction)):
+            raise UsageError(f"prediction={prediction!r:.60} has no tokens; allowed: a text that has some")
         return ids
 
     def _stop_watch(self, params: SamplingParams) -> VisibleText | None:
@@ -288,22 +288,22 @@ class RequestReader:
 
 
 def further_seeds(seed: int, n: int) -> list[int]:
-    """Of the second to n-th text of a request with this seed."""
-    return [key(seed, at) >> 1 for at in range(1, n)]
+    """Seeds of the second to n-th text of a request with this seed."""
+    return [key(seed, number) >> 1 for number in range(1, n)]
 
 
 def _one_each(params: Any, count: int) -> list[Any]:
-    one = SamplingParams() if params is None else params
-    given = list(params) if isinstance(params, list | tuple) else [one] * count
-    if len(given) != count:
-        raise UsageError(f"params: {len(given)} given for {count} prompts; allowed: one, or one per prompt")
-    return given
+    default = SamplingParams() if params is None else params
+    all_params = list(params) if isinstance(params, list | tuple) else [default] * count
+    if len(all_params) != count:
+        raise UsageError(f"params: {len(all_params)} given for {count} prompts; allowed: one, or one per prompt")
+    return all_params
 
 
 def _single(prompt: Any) -> Any:
     """One prompt as a text, a list of token ids or a list of chat messages."""
-    found = read_prompts(prompt)
-    one = found.items[0]
-    if not found.single or not (isinstance(one, str) or is_ids(one) or is_chat(one)):
+    prompts = read_prompts(prompt)
+    item = prompts.items[0]
+    if not prompts.single or not (isinstance(item, str) or is_ids(item) or is_chat(item)):
         raise UsageError(f"prompt {prompt!r:.80}; allowed: {ALLOWED}")
-    return one
+    return item

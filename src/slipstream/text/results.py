@@ -52,53 +52,53 @@ class Stats:
     def of(cls, rounds: Iterable[Round], *, lossless: bool = True) -> Stats:
         """Fold rounds, of one row or of many."""
         stats, steps = cls(lossless=lossless), set()
-        for done in rounds:
-            stats._count(done)
-            if done.step not in steps:
-                steps.add(done.step)
-                stats._time(done)
+        for round in rounds:
+            stats._count(round)
+            if round.step not in steps:
+                steps.add(round.step)
+                stats._time(round)
         stats.num_steps = len(steps)
         return stats
 
     def add_step(self, rounds: Sequence[Round]) -> None:
         """Fold all rounds of one more step."""
-        for done in rounds:
-            self._count(done)
+        for round in rounds:
+            self._count(round)
         self._time(rounds[0])
         self.num_steps += 1
 
-    def _count(self, done: Round) -> None:
+    def _count(self, round: Round) -> None:
         self.num_rounds += 1
-        self.num_output_tokens += len(done.tokens)
-        if not done.draft:
-            self.num_rejected_rounds += done.rejected
-            if done.num_prediction_tokens is not None:
+        self.num_output_tokens += len(round.tokens)
+        if not round.draft:
+            self.num_rejected_rounds += round.rejected
+            if round.num_prediction_tokens is not None:
                 self.accepted_prediction_tokens = self.accepted_prediction_tokens or 0
                 self.rejected_prediction_tokens = self.rejected_prediction_tokens or 0
             return
-        self.num_forced_tokens += done.origins.count("forced")
-        done = done.without_forced
-        self.num_draft_tokens += done.num_draft_tokens
-        self.num_accepted_tokens += done.num_accepted_tokens
-        self.num_rejected_rounds += done.rejected
-        if done.num_prediction_tokens is not None:
-            accepted = min(done.num_prediction_tokens, done.num_accepted_tokens)
-            rejected = done.num_prediction_tokens - accepted
+        self.num_forced_tokens += round.origins.count("forced")
+        round = round.without_forced
+        self.num_draft_tokens += round.num_draft_tokens
+        self.num_accepted_tokens += round.num_accepted_tokens
+        self.num_rejected_rounds += round.rejected
+        if round.num_prediction_tokens is not None:
+            accepted = min(round.num_prediction_tokens, round.num_accepted_tokens)
+            rejected = round.num_prediction_tokens - accepted
             self.accepted_prediction_tokens = (self.accepted_prediction_tokens or 0) + accepted
             self.rejected_prediction_tokens = (self.rejected_prediction_tokens or 0) + rejected
-        longer = done.num_levels - len(self.drafted_per_position)
+        longer = round.num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)
-        for position in range(done.num_levels):
+        for position in range(round.num_levels):
             self.drafted_per_position[position] += 1
-            self.accepted_per_position[position] += position < done.num_accepted_tokens
+            self.accepted_per_position[position] += position < round.num_accepted_tokens
 
-    def _time(self, done: Round) -> None:
-        self.draft_seconds += done.seconds.draft
-        self.verify_seconds += done.seconds.verify
-        self.accept_seconds += done.seconds.accept
-        self.prefill_seconds += done.seconds.prefill
-        self.total_seconds += done.seconds.total
+    def _time(self, round: Round) -> None:
+        self.draft_seconds += round.seconds.draft
+        self.verify_seconds += round.seconds.verify
+        self.accept_seconds += round.seconds.accept
+        self.prefill_seconds += round.seconds.prefill
+        self.total_seconds += round.seconds.total
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -153,17 +153,17 @@ class Result:
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of each output token, if the request asked for them with `SamplingParams(logprobs=K)`."""
-        told = [done.logprobs for done in self.rounds if done.logprobs is not None]
-        return [one for round_ in told for one in round_] if told else None
+        """One record per output token, if the request asked for them with `SamplingParams(logprobs=K)`."""
+        by_round = [round.logprobs for round in self.rounds if round.logprobs is not None]
+        return [token for tokens in by_round for token in tokens] if by_round else None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
         plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
-            "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
-            "rounds": [_round(done) for done in self.rounds],
+            "logprobs": None if self.logprobs is None else [asdict(token) for token in self.logprobs],
+            "rounds": [_round(round) for round in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
         }
 
@@ -176,7 +176,7 @@ class Result:
 
 
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:
-    """What a finished row became. lossless: whether it keeps the target's distribution."""
+    """The result of a finished row. lossless: whether it keeps the target's distribution."""
     assert row.finish_reason is not None
     text = "" if tokenizer is None else visible_text(tokenizer, params_of(row), row.output)
     return Result(
@@ -192,9 +192,9 @@ def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Resul
     )
 
 
-def _round(done: Round) -> dict[str, Any]:
-    told = asdict(replace(done, note=None, logprobs=None))
-    return {name: value for name, value in told.items() if name not in ("note", "logprobs")}
+def _round(round: Round) -> dict[str, Any]:
+    values = asdict(replace(round, note=None, logprobs=None))
+    return {name: value for name, value in values.items() if name not in ("note", "logprobs")}
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,12 @@ class Chunk:
 def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) -> Iterator[Chunk]:
     """A row's rounds as they come, with their text; raises what the row failed with."""
     text = None if tokenizer is None else VisibleText(tokenizer, params_of(row))
-    for done in rounds:
+    for round in rounds:
         piece = ""
         if text is not None:
-            piece = "".join(map(text.push, done.tokens))
-            piece += text.flush() if done.finish_reason is not None else ""
-        yield Chunk(piece, done.tokens, done.origins, done)
+            piece = "".join(map(text.push, round.tokens))
+            piece += text.flush() if round.finish_reason is not None else ""
+        yield Chunk(piece, round.tokens, round.origins, round)
     if row.error is not None:
         raise row.error
 
@@ -228,5 +228,5 @@ def statistics_line(stats: Stats, drafter: str) -> str:
     line = f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}{forced}"
     if stats.accepted_prediction_tokens is None:
         return line
-    told = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"
-    return f"{line}, prediction: {told}"
+    counts = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"
+    return f"{line}, prediction: {counts}"

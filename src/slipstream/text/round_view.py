@@ -98,19 +98,21 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
     """The rounds of one row, in order."""
     shown = None if tokenizer is None else TextStream(tokenizer)
     drafted = accepted = 0
-    for number, done in enumerate(rounds, 1):
-        own = done.without_forced
-        drafted, accepted = drafted + own.num_draft_tokens, accepted + own.num_accepted_tokens
-        committed = [Piece(o, _push(shown, t)) for o, t in zip(done.origins, done.tokens, strict=True)]
-        if done.finish_reason is not None and shown is not None and committed:
+    for number, round in enumerate(rounds, 1):
+        proposed = round.without_forced
+        drafted, accepted = drafted + proposed.num_draft_tokens, accepted + proposed.num_accepted_tokens
+        committed = [Piece(o, _push(shown, t)) for o, t in zip(round.origins, round.tokens, strict=True)]
+        if round.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
-        kept = done.num_accepted_tokens
-        for place in range(done.num_accepted_on_chain, kept):
+        kept = round.num_accepted_tokens
+        for place in range(round.num_accepted_on_chain, kept):
             committed[place] = Piece("branch", committed[place].text)
-        over = done.unaccepted if done.rejected or done.path is not None else ()
+        over = round.unaccepted if round.rejected or round.path is not None else ()
         pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in over), *committed[kept:])
-        predicted = bool(done.num_prediction_tokens)
-        yield RoundView(number, pieces, own.num_draft_tokens, own.num_accepted_tokens, drafted, accepted, predicted)
+        predicted = bool(round.num_prediction_tokens)
+        yield RoundView(
+            number, pieces, proposed.num_draft_tokens, proposed.num_accepted_tokens, drafted, accepted, predicted
+        )
 
 
 def legend() -> Text:
@@ -139,14 +141,14 @@ def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Text:
 
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
     """The text in the colours of its tokens, and a table of rounds to unfold."""
-    found = list(views(rounds, tokenizer))
-    text = "".join(_span(piece) for view in found for piece in view.pieces if piece.kind != "rejected")
+    all_views = list(views(rounds, tokenizer))
+    text = "".join(_span(piece) for view in all_views for piece in view.pieces if piece.kind != "rejected")
     lines = "".join(
         f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
-        for view in found
+        for view in all_views
     )
     marks = ", ".join(f'<span style="{_CSS[kind]}">{"".join(MARKS[kind])[:1]}{m}</span>' for kind, m in _LEGEND)
-    summary = f"{len(found)} rounds, acceptance {found[-1].acceptance}" if found else "no rounds"
+    summary = f"{len(all_views)} rounds, acceptance {all_views[-1].acceptance}" if all_views else "no rounds"
     return (
         f'<div style="white-space:pre-wrap;font-family:monospace">{text}</div>'
         f"<details><summary>{summary}; {marks}</summary>"

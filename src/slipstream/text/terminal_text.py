@@ -14,5 +14,5 @@ PICTURES = (
 
 
 def harmless(text: str) -> str:
-    """The same text with pictures of its control characters, such as \N{SYMBOL FOR ESCAPE}; tabs and line ends stay."""
+    """A text whose control characters are pictures, such as \N{SYMBOL FOR ESCAPE}; tabs and line ends stay."""
     return text if text.isprintable() else text.translate(PICTURES)

@@ -44,12 +44,12 @@ class GuardedEngine(Engine):
 
     @classmethod
     def of(cls, engine: Engine, *sessions: Session | None) -> GuardedEngine:
-        """The same engine, guarded."""
+        """A guarded engine of the parts of another."""
         parts = {part.name: getattr(engine, part.name) for part in fields(Engine)}
         return cls(**parts, sessions=[session for session in sessions if session is not None])
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """See `Engine.batch`; empty if a row's options cannot be prepared, which `step` then reports."""
+        """The rows' batch; an empty one if a row's options cannot be prepared, which `step` then reports."""
         try:
             return super().batch(rows)
         except Exception:
@@ -58,7 +58,6 @@ class GuardedEngine(Engine):
             return super().batch([])
 
     def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
-        """See `Engine.read_ahead`."""
         read = super().read_ahead
         try:
             read(running, new, budget)
@@ -68,7 +67,6 @@ class GuardedEngine(Engine):
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
-        """See `Engine.step`."""
         begun = [len(row.rounds) for row in batch.rows]
         try:
             rounds = super().step(batch, clock, read_ahead) if batch.rows else []
@@ -86,24 +84,24 @@ class GuardedEngine(Engine):
         self._tidy(rows)
         for place, row in enumerate(rows):
             if row.finish_reason is None:
-                self._guarded(row, partial(self._alone, rows, place, begun[place], error))
+                self._end_on_failure(row, partial(self._alone, rows, place, begun[place], error))
         if all(row.error is not None for row in rows):
             try:
                 self.check(error)
             except BaseException:
-                for row in rows:  # it is not theirs, and another engine may go on with them
+                for row in rows:  # the error is not the rows', and another engine may go on with them
                     if not row.rounds[-1].tokens:
                         row.rounds.pop()
                     row.finish_reason = row.error = None
                 raise
-        return [done for row, count in zip(rows, begun, strict=True) for done in row.rounds[count:]]
+        return [round for row, count in zip(rows, begun, strict=True) for round in row.rounds[count:]]
 
     def _alone(self, rows: Sequence[Row], place: int, begun: int, error: BaseException) -> None:
-        """One row's part of the step. What stands in the first slot, which a row on its own uses, is kept meanwhile."""
+        """One row's part of the step, in slot 0, whose content is kept elsewhere meanwhile."""
         row = rows[place]
         if len(rows) == 1:
             raise error
-        if len(row.rounds) > begun:  # it is committed; what failed was to learn from it
+        if len(row.rounds) > begun:  # its round is committed; what failed was to learn from it
             self._policy(row).observe([row])
             return
         for session in self.sessions:
@@ -118,13 +116,14 @@ class GuardedEngine(Engine):
         return self.predicting.policy if self.predicting is not None and row.prediction else self.policy
 
     def _end_failing(self, rows: Sequence[Row], work: Callable[[int], object]) -> bool:
-        """Do some work for each row, by its place, and end those that fail; returns whether one has."""
+        """Do some work for each row, by its place, and end those that fail; returns whether any did."""
         for place, row in enumerate(rows):
-            self._guarded(row, partial(work, place))
-        self._ended += [row.rounds[-1] for row in rows if row.error is not None]
-        return bool(self._ended)
+            self._end_on_failure(row, partial(work, place))
+        failed = [row.rounds[-1] for row in rows if row.error is not None]
+        self._ended += failed
+        return bool(failed)
 
-    def _guarded(self, row: Row, work: Callable[[], object]) -> None:
+    def _end_on_failure(self, row: Row, work: Callable[[], object]) -> None:
         """Do some work for a row, which is ended if it fails."""
         try:
             work()
@@ -181,8 +180,8 @@ def forget_round(session: Session) -> None:
             state.branches = 0
 
 
-def exchange(session: Session, place: int, taken: int) -> None:
-    """Exchange what slot 0 and another one hold, through one behind the first `taken` that no row goes on in.
+def exchange(session: Session, place: int, num_rows: int) -> None:
+    """Exchange what slot 0 and another one hold, through an idle slot after those of the batch's rows.
 
     Where there is no memory for that, nothing is done, and the rows are read again.
     """
@@ -190,12 +189,12 @@ def exchange(session: Session, place: int, taken: int) -> None:
         return
     table = session.table
     with suppress(Exception):
-        free = [slot for slot in range(taken, len(table.states)) if table.states[slot].is_idle]
+        free = [slot for slot in range(num_rows, len(table.states)) if table.states[slot].is_idle]
         spare = free[-1] if free else len(table.states)
         session.reserve(spare + 1, 0)
         for slot in (0, place):
             if (row := table.states[slot].row) is not None:
-                table.assign_slot(slot, row)  # brings together what it has accepted
+                table.assign_slot(slot, row)  # moves the accepted nodes of a tree to their positions
         for source, slot in ((0, spare), (place, 0), (spare, place)):
             table.copy(source, slot, table.states[source])
         table.states[spare] = SlotState()

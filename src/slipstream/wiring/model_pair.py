@@ -1,7 +1,8 @@
-"""A target and perhaps a draft model, with their KV caches and the lock that comes with them."""
+"""A target and perhaps a draft model with their KV caches and their lock, and a fingerprint of what texts depend on."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
-from slipstream.models.backend_capabilities import Releasing
+from slipstream.models.backend_capabilities import LayerSubsets, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
@@ -25,7 +26,9 @@ from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_to
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
+from slipstream.tokenization.tokenizer import TokenizerDetails
 from slipstream.tokenization.vocabulary_bridge import bridge_between
+from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 
@@ -57,44 +60,47 @@ class ModelPair:
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
         refuse_unused(load_options_of(config), target, draft)
-        given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
-        with ExclusiveUse(given):  # they are tried and calibrated now
+        callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
+        with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
             if draft is None and draft_tokenizer is not None:
                 raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
-            spoken = tokenizer if draft_tokenizer is None and is_loaded(draft) else draft_tokenizer
-            drafting = load_draft(draft, config, spoken, beside=loaded.backend.device)
-            return cls._of_loaded(loaded, drafting, config)
+            if draft_tokenizer is None and is_loaded(draft):
+                draft_tokenizer = tokenizer
+            loaded_draft = load_draft(draft, config, draft_tokenizer, beside=loaded.backend.device)
+            return cls._of_loaded(loaded, loaded_draft, config)
 
     @classmethod
     def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
-        own = None if draft is None else make_session(draft.backend)
-        bridged = _bridged(target, draft, own, config)
+        draft_session = None if draft is None else make_session(draft.backend)
+        bridged = _bridged(target, draft, draft_session, config)
         shapes, calibration = choose_shapes(target, config.reproducible, config.max_batch_size)
         if isinstance(target.backend, Releasing):
             target.backend.release()
         session = make_session(target.backend, shapes)
-        pair = cls(target, draft, session, own, calibration, bridged, _windowed(own, bridged, config))
+        windowed = _windowed(draft_session, bridged, config)
+        pair = cls(target, draft, session, draft_session, calibration, bridged, windowed)
         return pair._with_draft_times(config.max_batch_size)
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
-        """The same target and cache with another draft model, or none."""
+        """A pair of this target, its cache included, and another draft model, or none."""
         tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
-        return self._beside(load_draft(_inner(draft), config, tokenizer, beside=self.target.backend.device), config)
+        return self._with_loaded_draft(
+            load_draft(_inner(draft), config, tokenizer, beside=self.target.backend.device), config
+        )
 
-    def _beside(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
-        """The same target and cache with a draft model that is loaded."""
-        own = None if draft is None else make_session(draft.backend)
-        bridged = _bridged(self.target, draft, own, config)
-        windowed = _windowed(own, bridged, config)
-        pair = replace(self, draft=draft, draft_session=own, bridged=bridged, windowed=windowed)
+    def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
+        session = None if draft is None else make_session(draft.backend)
+        bridged = _bridged(self.target, draft, session, config)
+        windowed = _windowed(session, bridged, config)
+        pair = replace(self, draft=draft, draft_session=session, bridged=bridged, windowed=windowed)
         return pair._with_draft_times(config.max_batch_size)
 
     def current(self, config: DecoderConfig) -> ModelPair:
         """The models as their owners have them now.
 
-        These same ones if nothing was changed; where weights have other values and no copies, what was cached is
-        dropped. A model that was changed otherwise is tried anew, as if it were another one.
+        If nothing was changed, this pair. If only weights have other values, this pair as well, with empty caches,
+        unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
         """
         models = [self.target] if self.draft is None else [self.target, self.draft]
         changed = [loaded for loaded in models if loaded.view is not None and _is_changed(loaded.view)]
@@ -111,7 +117,7 @@ class ModelPair:
         if draft is not None and draft in changed:
             draft = wrap_again(draft, draft_options_of(config))
         if self.target not in changed:
-            return self._beside(draft, config)
+            return self._with_loaded_draft(draft, config)
         return self._of_loaded(wrap_again(self.target, load_options_of(config)), draft, config)
 
     def num_writes(self) -> int:
@@ -120,12 +126,12 @@ class ModelPair:
         return sum(loaded.view.num_writes() for loaded in models if loaded is not None and loaded.view is not None)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
-        """The same models and caches under the forward shapes of other settings."""
+        """A pair of these models and caches that keeps to the forward shapes of other settings."""
         shapes, calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
         return replace(self, target_session=self.target_session.with_shapes(shapes), calibration=calibration)
 
-    def _with_draft_times(self, most: int) -> ModelPair:
-        """The same, knowing what drafts of `most` rows take where the target's forwards were timed too."""
+    def _with_draft_times(self, max_rows: int) -> ModelPair:
+        """This pair with the time of drafts of up to `max_rows` rows, if the target's forwards were timed too."""
         scorer, draft, session = self.draft_scorer(), self.draft, self.draft_session
         if scorer is None or draft is None or session is None:
             return replace(self, draft_times=NOT_TIMED)
@@ -134,15 +140,15 @@ class ModelPair:
             return replace(self, draft_times=NOT_TIMED)
 
         def measure() -> DraftTimes:
-            session.reserve(most, 2 * TEXT)
-            found = time_drafts(scorer, most)
+            session.reserve(max_rows, 2 * TEXT)
+            times = time_drafts(scorer, max_rows)
             session.forget()
             if isinstance(draft.backend, Releasing):
                 draft.backend.release()
                 session.slot_states.clear()  # there are no such slots any more
-            return found
+            return times
 
-        return replace(self, draft_times=remembered_draft_times(draft, measure, most))
+        return replace(self, draft_times=remembered_draft_times(draft, measure, max_rows))
 
     def exclusive_use(self) -> ExclusiveUse:
         """The lock of these models."""
@@ -179,7 +185,8 @@ class ModelPair:
     def tokens_in_memory(self) -> tuple[int, int]:
         """How many tokens the caches hold in all their slots: the target's and the draft model's."""
         sessions = (self.target_session, self.draft_session)
-        target, draft = (sum(m.valid(m.row) for m in s.slot_states if m.row is not None) if s else 0 for s in sessions)
+        states = ([] if session is None else session.slot_states for session in sessions)
+        target, draft = (sum(slot.valid(slot.row) for slot in slots if slot.row is not None) for slots in states)
         return target, draft
 
     @torch.inference_mode()
@@ -188,6 +195,26 @@ class ModelPair:
         self.target_session.reserve(1, len(row.tokens) + 1)
         nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
         return self.target_session.score([row], nothing, [0])[0, 0]
+
+
+def fingerprint_of(target: Loaded, shapes: Shapes) -> str:
+    """Equal for decoders that give the same bytes for the same request and seed: weights, tokenizer, chat template,
+    ends of texts, forward shapes and versions.
+    """
+    backend = target.backend
+    weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
+    tokenizer = target.tokenizer
+    parts = (
+        target.fingerprint,
+        weights,
+        tokenizer.digest() if isinstance(tokenizer, TokenizerDetails) else type(tokenizer).__name__,
+        target.end_ids,
+        replace(shapes, alone=(), totals=()),  # which of the shapes that agree are used is a matter of speed
+        backend.device.type,
+        torch.__version__,
+        __version__,
+    )
+    return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _inner(model: Any) -> Any:
@@ -199,13 +226,13 @@ def _inner(model: Any) -> Any:
     return unwrapped(model)
 
 
-def _tokenizer(given: Any, name: str) -> Any:
-    """A tokenizer that was handed over under this name, or None."""
-    if given is None:
+def _tokenizer(tokenizer: Any, name: str) -> Any:
+    """A tokenizer that a caller passed as this argument, or None."""
+    if tokenizer is None:
         return None
     from slipstream.tokenization.hf_tokenizer import tokenizer_in
 
-    return tokenizer_in(given, name)
+    return tokenizer_in(tokenizer, name)
 
 
 def _is_changed(view: View) -> bool:
@@ -214,14 +241,14 @@ def _is_changed(view: View) -> bool:
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
-    """What reads a part of long prompts, unless all of them are wanted; "auto" reads what fits the model's context."""
-    wanted = config.draft_context
-    if wanted not in ("auto", "full") and (session is None or bridged is not None):
+    """What reads a part of long prompts, unless they are read in full; "auto" reads what fits the model's context."""
+    length = config.draft_context
+    if length not in ("auto", "full") and (session is None or bridged is not None):
         what = "but there is no draft model" if session is None else "but the draft model has another vocabulary"
-        raise UsageError(f"draft_context={wanted!r}, {what}; allowed: 'auto' or 'full'")
-    if session is None or bridged is not None or wanted == "full":
+        raise UsageError(f"draft_context={length!r}, {what}; allowed: 'auto' or 'full'")
+    if session is None or bridged is not None or length == "full":
         return None
-    return WindowedSession(session, None if wanted == "auto" else int(wanted))
+    return WindowedSession(session, None if length == "auto" else int(length))
 
 
 def _bridged(

@@ -60,8 +60,8 @@ class PromptScores:
             table.audit.write(self.slot, self._read, piece)
         logits = table.forward(inputs, [self._read], self.slot, logits=True)[0]
         follow = tokens[self._read + 1 : self._read + len(piece) + 1]
-        found = token_logprobs(logits, follow, self.count) if follow else ()
-        self.values[self._read :] = found
+        logprobs = token_logprobs(logits, follow, self.count) if follow else ()
+        self.values[self._read :] = logprobs
         self._read += len(piece)
         table.note_read(self.slot, len(piece))
         return len(piece)

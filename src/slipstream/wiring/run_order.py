@@ -34,16 +34,15 @@ def ordered(items: Sequence[T], row_of: Callable[[T], Row | None], reuse: int) -
     """
     unit, rows = max(reuse, SHORTEST_BEGINNING), [row_of(item) for item in items]
     groups: dict[object, list[int]] = {}
-    for at, row in enumerate(rows):
-        beginning = tuple(row.tokens[:unit]) if row is not None and row.prompt_length > unit else at
-        groups.setdefault(beginning, []).append(at)
+    for number, row in enumerate(rows):
+        beginning = tuple(row.tokens[:unit]) if row is not None and row.prompt_length > unit else number
+        groups.setdefault(beginning, []).append(number)
 
-    def work(at: int) -> int:
-        row = rows[at]
+    def work(number: int) -> int:
+        row = rows[number]
         return 0 if row is None else row.prompt_length + row.params.max_tokens
 
     for group in groups.values():
         group.sort(key=work, reverse=True)
-    return [
-        items[at] for group in sorted(groups.values(), key=lambda group: work(group[0]), reverse=True) for at in group
-    ]
+    longest_first = sorted(groups.values(), key=lambda group: work(group[0]), reverse=True)
+    return [items[number] for group in longest_first for number in group]

@@ -23,7 +23,7 @@ from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
 from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 
 PREDICTION = "prediction"  # the source of what a request's prediction drafted
 

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.trees import chain_end, depths
+from slipstream.core.rounds import chain_end, depths
 from slipstream.errors import UsageError
 
 

@@ -59,17 +59,17 @@ class BridgeEstimate:
 def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
     """Try the bridge on the first CHARACTERS of a text."""
     text = text[:CHARACTERS]
-    ours, theirs = bridge.target.encode(text).ids, bridge.draft.encode(text).ids
-    ends = _ends(bridge.draft.texts, theirs)
-    own_ends = _ends(bridge.target.texts, ours)
+    target_ids, draft_ids = bridge.target.encode(text).ids, bridge.draft.encode(text).ids
+    ends = _ends(bridge.draft.texts, draft_ids)
+    own_ends = _ends(bridge.target.texts, target_ids)
     shared = bridge.target.ids.keys() & bridge.draft.ids.keys()
-    count = max(1, len(ours))
-    kept, proposed, steps = _trials(bridge, text, ours)
+    count = max(1, len(target_ids))
+    kept, proposed, steps = _trials(bridge, text, target_ids)
     return BridgeEstimate(
         shared=len(shared),
         of_target=len(shared) / max(1, len(bridge.target.ids)),
         of_draft=len(shared) / max(1, len(bridge.draft.ids)),
-        known=sum(bridge.target.texts[token] in shared for token in ours) / count,
+        known=sum(bridge.target.texts[token] in shared for token in target_ids) / count,
         aligned=len(set(own_ends) & set(ends)) / count,
         kept=kept / max(1, proposed),
         per_step=kept / max(1, steps),
@@ -78,17 +78,17 @@ def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
     )
 
 
-def _trials(bridge: VocabularyBridge, text: str, ours: list[int]) -> tuple[int, int, int]:
+def _trials(bridge: VocabularyBridge, text: str, target_ids: list[int]) -> tuple[int, int, int]:
     """Tokens that are right, tokens proposed and draft tokens, where the text's own next words are drafted."""
-    ends, data = _ends(bridge.target.texts, ours), text.encode()
+    ends, data = _ends(bridge.target.texts, target_ids), text.encode()
     kept = proposed = steps = 0
-    for at in range(EVERY, len(ours) - 2 * DRAFTED, EVERY):
-        rest = data[ends[at - 1] : ends[at - 1] + 16 * DRAFTED].decode(errors="ignore")
+    for position in range(EVERY, len(target_ids) - 2 * DRAFTED, EVERY):
+        rest = data[ends[position - 1] : ends[position - 1] + 16 * DRAFTED].decode(errors="ignore")
         drafted = bridge.draft.encode(rest).ids[:DRAFTED]
-        continuation = Continuation(bridge, ours[:at])
+        continuation = Continuation(bridge, target_ids[:position])
         for token in drafted:
             continuation.add(token)
-        tokens, true = continuation.tokens(), ours[at : at + 2 * DRAFTED]
+        tokens, true = continuation.tokens(), target_ids[position : position + 2 * DRAFTED]
         right = next((i for i, (a, b) in enumerate(zip(tokens, true, strict=False)) if a != b), len(tokens))
         kept, proposed, steps = kept + right, proposed + len(tokens), steps + len(drafted)
     return kept, proposed, steps
@@ -96,8 +96,8 @@ def _trials(bridge: VocabularyBridge, text: str, ours: list[int]) -> tuple[int, 
 
 def _ends(texts: list[bytes | None], ids: list[int]) -> list[int]:
     """Where each token ends, in bytes."""
-    ends, at = [], 0
+    ends, end = [], 0
     for token in ids:
-        at += len(texts[token] or b"")
-        ends.append(at)
+        end += len(texts[token] or b"")
+        ends.append(end)
     return ends

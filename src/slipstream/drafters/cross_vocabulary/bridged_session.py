@@ -43,7 +43,7 @@ class DraftText:
         tokens: all of the row's. A character that is not complete yet is read byte by byte.
         """
         ids = list[int]()
-        done = 0  # of ids, that nothing will change any more
+        num_settled = 0  # ids that nothing will change any more
         for token in tokens[self.read :]:
             written = self.bridge.target.texts[token]
             if written is not None:
@@ -54,15 +54,15 @@ class DraftText:
                 self.tail += self.bridge.special_names.get(token, b"")
                 continue
             ids += [*self._tail_ids(), special]
-            done, self.tail, self.beginning = len(ids), b"", False
+            num_settled, self.tail, self.beginning = len(ids), b"", False
         self.read = len(tokens)
         encoding, text, pending = self._encoded()
         first = first_unsettled(encoding, text, self.longest_tail)
         ids += encoding.ids + self.bridge.draft.spelled(pending)
         if first:
-            done += first
+            num_settled += first
             self.tail, self.beginning = text[encoding.starts[first] :].encode() + pending, False
-        self.settled += done
+        self.settled += num_settled
         return ids
 
     def _without_added_space(self, text: bytes) -> bytes:
@@ -71,10 +71,10 @@ class DraftText:
         return text.removeprefix(b" ") if added else text
 
     def _encoded(self) -> tuple[Encoding, str, bytes]:
-        """The tail's whole characters in draft tokens and as text, and the bytes of one that is not complete."""
-        whole = len(self.tail) - unfinished(self.tail)
-        text = self.tail[:whole].decode(errors="replace")
-        return self.bridge.draft.encode(text, beginning=self.beginning), text, self.tail[whole:]
+        """The tail's complete characters in draft tokens and as text, and the bytes of one that is not complete."""
+        complete = len(self.tail) - unfinished(self.tail)
+        text = self.tail[:complete].decode(errors="replace")
+        return self.bridge.draft.encode(text, beginning=self.beginning), text, self.tail[complete:]
 
     def _tail_ids(self) -> list[int]:
         encoding, _, pending = self._encoded()
@@ -87,14 +87,15 @@ def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
     Every common pre-tokenizer begins a new piece at a space after something else, and no common token reaches over one.
     """
     starts, words = encoding.starts, 0
-    for at in range(len(starts) - 1, 0, -1):
-        begins = starts[at] > starts[at - 1] and text[starts[at]] == " " and not text[starts[at] - 1].isspace()
+    for token in range(len(starts) - 1, 0, -1):
+        start = starts[token]
+        begins = start > starts[token - 1] and text[start] == " " and not text[start - 1].isspace()
         words += begins
         if begins and words == KEPT_WORDS:
-            return at
+            return token
     if len(text) <= longest:
         return 0
-    return next((at for at in range(1, len(starts)) if starts[at] > max(starts[at - 1], len(text) // 2)), 0)
+    return next((token for token in range(1, len(starts)) if starts[token] > max(starts[token - 1], len(text) // 2)), 0)
 
 
 @dataclass
@@ -120,7 +121,6 @@ class BridgedSession:
 
     @property
     def backend(self) -> Backend:
-        """The draft model."""
         return self.session.backend
 
     @property
@@ -129,52 +129,48 @@ class BridgedSession:
         return max(1, self.backend.max_length // 4)
 
     def reserve(self, rows: int, length: int) -> None:
-        """See `Session.reserve`; length: in the target's tokens, more is reserved where a text turns out longer."""
+        """Make room. length: in the target's tokens; more is reserved where a text turns out longer."""
         length = max(self._reserved[1], min(length, self.backend.max_length))
         self._reserved = max(self._reserved[0], rows), length
         self.session.reserve(rows, length)
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
-        """See `Session.move_to_slots`."""
         self.session.move_to_slots([self._counterpart(row).row for row in rows])
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
-        """See `Session.read_ahead`."""
-        own = {slot: self._updated(row, 1) for slot, row in rows.items()}
-        self._make_room(max(own, default=0) + 1, list(own.values()), 1)
-        self.session.read_ahead(own, budget)
+        counterparts = {slot: self._updated(row, 1) for slot, row in rows.items()}
+        self._make_room(max(counterparts, default=0) + 1, list(counterparts.values()), 1)
+        self.session.read_ahead(counterparts, budget)
 
     def has_read(self, row: Row) -> bool:
-        """See `Session.has_read`."""
         return self.session.has_read(self._updated(row, 1))
 
     def holds(self, row: Row) -> bool:
-        """See `Session.holds`."""
-        known = self._rows.get(row)
-        return known is not None and self.session.holds(known.row)
+        counterpart = self._rows.get(row)
+        return counterpart is not None and self.session.holds(counterpart.row)
 
     def draft_rows(self, rows: Sequence[Row], steps: int) -> list[Row]:
         """The rows' texts in draft tokens, with what the target has committed since, and room for a draft."""
-        own = [self._updated(row, steps) for row in rows]
-        self._make_room(len(own), own, steps)
-        return own
+        counterparts = [self._updated(row, steps) for row in rows]
+        self._make_room(len(counterparts), counterparts, steps)
+        return counterparts
 
     def note_drafted(self, rows: Sequence[Row], drafted: Sequence[Sequence[int]]) -> None:
         """Draft tokens that are about to be fed after the rows' texts: all of this round so far."""
         for row, tokens in zip(rows, drafted, strict=True):
             self._rows[row].drafted = list(tokens)
 
-    def _make_room(self, count: int, own: Sequence[Row], steps: int) -> None:
+    def _make_room(self, count: int, counterparts: Sequence[Row], steps: int) -> None:
         rows, length = self._reserved
-        needed = max((len(row.tokens) for row in own), default=0) + steps
+        needed = max((len(row.tokens) for row in counterparts), default=0) + steps
         if count > rows or needed > length:
             self.reserve(max(rows, count), max(length, min(needed + needed // 4 + SPARE, self.backend.max_length)))
 
     def _counterpart(self, row: Row) -> _Counterpart:
-        known = self._rows.get(row)
-        if known is None:
-            known = self._rows[row] = self._made(row)
-        return known
+        counterpart = self._rows.get(row)
+        if counterpart is None:
+            counterpart = self._rows[row] = self._made(row)
+        return counterpart
 
     def _made(self, row: Row) -> _Counterpart:
         """Chat messages are rendered by the draft model's own template, other texts begin as its tokenizer begins."""
@@ -203,28 +199,28 @@ class BridgedSession:
 
     def _updated(self, row: Row, steps: int) -> Row:
         """The row's counterpart, caught up with the committed tokens; the cache keeps what did not change."""
-        one = self._counterpart(row)
-        own, start = one.row, one.text.settled
-        tail = one.text.follow(row.tokens)
-        was = own.tokens[start:] + one.drafted
-        same = next((at for at, (a, b) in enumerate(zip(was, tail, strict=False)) if a != b), min(len(was), len(tail)))
-        self.session.keep(own, start + same)
-        own.tokens[start:] = tail if start or tail else self._something()
-        one.drafted = []
-        self._shorten(one, steps)
-        own.open_end = max(1, len(own.tokens) - one.text.settled)
-        return own
+        counterpart = self._counterpart(row)
+        draft_row, start = counterpart.row, counterpart.text.settled
+        tail = counterpart.text.follow(row.tokens)
+        was = draft_row.tokens[start:] + counterpart.drafted
+        same = next((i for i, (a, b) in enumerate(zip(was, tail, strict=False)) if a != b), min(len(was), len(tail)))
+        self.session.keep(draft_row, start + same)
+        draft_row.tokens[start:] = tail if start or tail else self._something()
+        counterpart.drafted = []
+        self._shorten(counterpart, steps)
+        draft_row.open_end = max(1, len(draft_row.tokens) - counterpart.text.settled)
+        return draft_row
 
     def _something(self) -> list[int]:
         """A text without any token begins with the draft model's end, as documents do that follow each other."""
         return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
 
-    def _shorten(self, one: _Counterpart, steps: int) -> None:
+    def _shorten(self, counterpart: _Counterpart, steps: int) -> None:
         """Forget the beginning of a text that does not fit the draft model's context."""
-        most, tokens = self.backend.max_length, one.row.tokens
-        if len(tokens) + steps <= most:
+        max_length, tokens = self.backend.max_length, counterpart.row.tokens
+        if len(tokens) + steps <= max_length:
             return
-        removed = min(len(tokens) - most // 2, one.text.settled - one.opening)
-        self.session.keep(one.row, one.opening)
-        del tokens[one.opening : one.opening + removed]
-        one.text.settled -= removed
+        removed = min(len(tokens) - max_length // 2, counterpart.text.settled - counterpart.opening)
+        self.session.keep(counterpart.row, counterpart.opening)
+        del tokens[counterpart.opening : counterpart.opening + removed]
+        counterpart.text.settled -= removed

@@ -59,15 +59,15 @@ class Continuation:
         else:
             text, complete = _whole(self._text)
             ids = target.encode(text).ids
-        known = next((at for at, number in enumerate(ids) if not self._is_text(number)), len(ids))
-        ended = self._end is not None and complete and known == len(ids)
-        return ids[:known] + ([self._end] if ended and self._end is not None else [])
+        num_texts = next((i for i, number in enumerate(ids) if not self._is_text(number)), len(ids))
+        ended = self._end is not None and complete and num_texts == len(ids)
+        return ids[:num_texts] + ([self._end] if ended and self._end is not None else [])
 
     def _is_text(self, number: int) -> bool:
         return number < self._bridge.target.head_size and self._bridge.target.texts[number] is not None
 
-    def chances(self, own: Sequence[float]) -> list[float]:
-        """The probability of each of `tokens()`, from the draft model's own of each draft token.
+    def chances(self, draft_probs: Sequence[float]) -> list[float]:
+        """The probability of each of `tokens()`. draft_probs: the draft model's, of each draft token.
 
         A draft token counts where it begins: a token of the target's that begins inside one is as good as certain.
         """
@@ -77,22 +77,22 @@ class Continuation:
             bounds.append(bounds[-1] + len(text))
         if self._end is not None and texts and not texts[-1]:
             bounds[-1] += 1
-        begun = list(zip(self._begins, own, strict=False))
-        return [prod(chance for at, chance in begun if low <= at < high) for low, high in pairwise(bounds)]
+        begun = list(zip(self._begins, draft_probs, strict=False))
+        return [prod(chance for begin, chance in begun if low <= begin < high) for low, high in pairwise(bounds)]
 
 
 def _context(bridge: VocabularyBridge, committed: Sequence[int]) -> list[int]:
     """The last committed tokens from the beginning of a word on, where one is near; never a special token."""
-    target, at = bridge.target, len(committed)
-    fallback = at
-    while at > 0 and len(committed) - at < MOST_CONTEXT and (text := target.texts[committed[at - 1]]) is not None:
-        at -= 1
+    texts, first = bridge.target.texts, len(committed)
+    fallback = first
+    while first > 0 and len(committed) - first < MOST_CONTEXT and (text := texts[committed[first - 1]]) is not None:
+        first -= 1
         if 0x80 <= text[0] < 0xC0:  # inside a character
             continue
-        if len(committed) - at <= CONTEXT:
-            fallback = at
+        if len(committed) - first <= CONTEXT:
+            fallback = first
         elif text[:1] == b" ":
-            return list(committed[at:])
+            return list(committed[first:])
     return list(committed[fallback:])
 
 

@@ -40,8 +40,8 @@ class SharedTokens:
     def __init__(self, bridge: VocabularyBridge, vocab_size: int, device: torch.device) -> None:
         pairs = sorted(bridge.shared.items())
         self.vocab_size = vocab_size
-        self.in_target = torch.tensor([mine for mine, _ in pairs], dtype=torch.int64, device=device)
-        self.in_draft = torch.tensor([theirs for _, theirs in pairs], dtype=torch.int64, device=device)
+        self.in_target = torch.tensor([target_id for target_id, _ in pairs], dtype=torch.int64, device=device)
+        self.in_draft = torch.tensor([draft_id for _, draft_id in pairs], dtype=torch.int64, device=device)
         self.draft_id = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         self.draft_id[self.in_target] = self.in_draft
         size = bridge.draft.head_size
@@ -67,11 +67,10 @@ class SharedTokenScorer:
 
     @property
     def backend(self) -> Backend:
-        """The draft model."""
         return self._bridged.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        """See `DraftScorer.score`: logits over the target's vocabulary, after drafts of shared tokens."""
+        """Logits over the target's vocabulary, after drafts of shared tokens."""
         if draft.shape[1] == 0:
             self._own = self._bridged.draft_rows(rows, self._longest)
         fed = self._shared.draft_id[draft.to(self._shared.draft_id.device)]
@@ -83,7 +82,6 @@ class SharedTokenScorer:
         return None
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """See `DraftScorer.keep_drafts`."""
         self._bridged.session.keep_drafts(lengths)
 
 
@@ -105,8 +103,8 @@ class SharedTokenDrafter:
             return draft
         probs = draft.probs.nan_to_num(0.0)
         sampled = probs.gather(-1, draft.tokens[..., None])[..., 0] > 0
-        whole = sampled.long().cumprod(-1).sum(-1).tolist()
-        return replace(draft, probs=probs).cut(whole)
+        num_sampled = sampled.long().cumprod(-1).sum(-1).tolist()
+        return replace(draft, probs=probs).cut(num_sampled)
 
 
 class CrossVocabularyDrafter:
@@ -126,23 +124,26 @@ class CrossVocabularyDrafter:
         if width == 0:
             return Draft.empty(len(rows), sampler.device)
         texts = [Continuation(self._bridge, row.tokens) for row in rows]
-        own = self._bridged.draft_rows(rows, width)
+        draft_rows = self._bridged.draft_rows(rows, width)
         chances: list[list[float]] = [[] for _ in rows]
-        steps = self._in_one_call(own, width, texts, sampler) or self._step_by_step(
-            own, lengths, width, texts, chances, sampler
+        steps = self._in_one_call(draft_rows, width, texts, sampler) or self._step_by_step(
+            draft_rows, lengths, width, texts, chances, sampler
         )
         proposals = [text.tokens()[:length] if length else [] for text, length in zip(texts, lengths, strict=True)]
         draft = replace(Draft.from_lists(proposals, sampler.device), steps=steps)
         if self._stop is None:
             return draft
-        known = [text.chances(its)[:n] if n else [] for text, its, n in zip(texts, chances, draft.lengths, strict=True)]
-        return annotated(draft, self._stop, rows, lengths, known)
+        by_row = zip(texts, chances, draft.lengths, strict=True)
+        token_chances = [text.chances(probs)[:length] if length else [] for text, probs, length in by_row]
+        return annotated(draft, self._stop, rows, lengths, token_chances)
 
-    def _in_one_call(self, own: Sequence[Row], width: int, texts: Sequence[Continuation], sampler: Sampler) -> int:
+    def _in_one_call(
+        self, draft_rows: Sequence[Row], width: int, texts: Sequence[Continuation], sampler: Sampler
+    ) -> int:
         """Greedy drafts where the draft model makes them without returning to the host; 0 where it does not."""
         if self._stop is not None or not sampler.plain:
             return 0
-        drafted = self._bridged.session.draft_greedy(own, width, self._shared.head_size)
+        drafted = self._bridged.session.draft_greedy(draft_rows, width, self._shared.head_size)
         if drafted is None:
             return 0
         tokens: list[list[int]] = drafted.tolist()
@@ -154,7 +155,7 @@ class CrossVocabularyDrafter:
 
     def _step_by_step(
         self,
-        own: Sequence[Row],
+        draft_rows: Sequence[Row],
         lengths: Sequence[int],
         width: int,
         texts: Sequence[Continuation],
@@ -164,23 +165,23 @@ class CrossVocabularyDrafter:
         """A forward of the draft model per token, while a row wants more; returns how many. Fills in `chances`."""
         rows, session, device = sampler.rows, self._bridged.session, self._bridged.backend.device
         drafted: list[list[int]] = [[] for _ in rows]
-        wanted = [min(n, width) for n in lengths]
+        draft_lengths = [min(n, width) for n in lengths]
         for j in range(width):
             fed = torch.tensor(drafted, dtype=torch.int64).reshape(len(rows), j).to(device)
-            logits = session.score(own, fed, [j] * len(rows), keep=1)[:, 0].to(sampler.device)
+            logits = session.score(draft_rows, fed, [j] * len(rows), keep=1)[:, 0].to(sampler.device)
             chosen, probs = self._choose(logits, texts, sampler)
-            told = probs.tolist() if self._stop is not None else [1.0] * len(rows)
+            confidences = probs.tolist() if self._stop is not None else [1.0] * len(rows)
             for i, token in enumerate(chosen.tolist()):
                 texts[i].add(token)
                 drafted[i].append(token)
-                chances[i].append(told[i])
+                chances[i].append(confidences[i])
             self._bridged.note_drafted(rows, drafted)
             over = [text.over for text in texts]
             if self._stop is not None:
-                stopped = self._stop.ends(rows, wanted, chances, False)
+                stopped = self._stop.ends(rows, draft_lengths, chances, False)
                 over = [a or b for a, b in zip(over, stopped, strict=True)]
-            wanted = [min(want, j + 1) if end else want for want, end in zip(wanted, over, strict=True)]
-            if max(wanted) <= j + 1:
+            draft_lengths = [min(want, j + 1) if end else want for want, end in zip(draft_lengths, over, strict=True)]
+            if max(draft_lengths) <= j + 1:
                 return j + 1
         return width
 
@@ -196,8 +197,8 @@ class CrossVocabularyDrafter:
         shared, offsets = self._shared, [len(text.tokens()) for text in texts]
         scores = self._scores(shared.of(logits)[:, None], texts, offsets, sampler)
         probs = sampler.probs(scores)[:, 0].nan_to_num(0.0)
-        at = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
-        winner = sampler.draw_at(probs, at, max(offsets)).clamp(min=0)
+        positions = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
+        winner = sampler.draw_at(probs, positions, max(offsets)).clamp(min=0)
         heats = [row.params.temperature or 1e-3 for row in sampler.rows]
         heat = torch.tensor(heats, dtype=torch.float32).to(sampler.device)[:, None]
         all_scores = torch.logsumexp(logits.float() / heat, -1, keepdim=True)
@@ -216,7 +217,7 @@ class CrossVocabularyDrafter:
         drafted = Draft.from_lists([text.tokens() for text in texts], sampler.device).tokens
         scores = torch.empty_like(logits, dtype=torch.float32)
         for offset in sorted(set(offsets)):
-            rows = [i for i, own in enumerate(offsets) if own == offset]
+            rows = [i for i, row_offset in enumerate(offsets) if row_offset == offset]
             scores[rows] = sampler.scores(logits, drafted, first=offset, guess=True)[rows]
         return scores
 
@@ -226,8 +227,8 @@ def build(setup: Setup, argument: str) -> Drafter:
 
     Without acceptance by `match` it drafts tokens that both vocabularies have.
     """
-    given = re.fullmatch(r"p=(\d{1,2})", argument)
-    if argument and given is None:
+    match = re.fullmatch(r"p=(\d{1,2})", argument)
+    if argument and match is None:
         raise UsageError(
             f"drafter='cross_vocabulary:{argument}'; allowed: 'cross_vocabulary', or 'cross_vocabulary:p=PERCENT' "
             "from 0 to 99"
@@ -236,7 +237,7 @@ def build(setup: Setup, argument: str) -> Drafter:
     if bridged is None:
         lacking = "; give draft=... (command line: --draft)" if setup.session is None else "; allowed: 'model'"
         raise UsageError(f"drafter='cross_vocabulary' needs a draft model of another vocabulary{lacking}")
-    stop = stop_for(setup, given and int(given[1]))
+    stop = stop_for(setup, match and int(match[1]))
     shared = SharedTokens(bridged.bridge, setup.vocab_size, setup.device)
     if setup.coupled:
         return CrossVocabularyDrafter(bridged, shared, stop)

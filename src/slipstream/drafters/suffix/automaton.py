@@ -107,18 +107,18 @@ class SuffixAutomaton:
 
         occurrences: what to take for the match itself.
         """
-        state, known = match
+        state, length = match
         tokens, targets, count, link = self._token, self._target, self._count, self._link
         while True:
             while state and tokens[state] < 0:  # as `followed`
                 state = link[state]
-                known, occurrences = self._length[state], count[state]
+                length, occurrences = self._length[state], count[state]
             if not state:
                 return
             target = targets[state]
-            yield Step(tokens[state], known, count[target], occurrences)
-            known = min(known + 1, LIMIT)
-            state = self._holding(target, known)
+            yield Step(tokens[state], length, count[target], occurrences)
+            length = min(length + 1, LIMIT)
+            state = self._holding(target, length)
             occurrences = count[state]
 
     def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
@@ -138,26 +138,26 @@ class SuffixAutomaton:
     def alternatives(self, match: Match, occurrences: int) -> Iterator[tuple[Step, Match]]:
         """What followed the match and where it leads: first as `walk` goes, then others, in ever shorter contexts.
 
-        Of a context with more than SCANNED followers only the most frequent is told. The occurrences of a step are
-        those of its context in which no token told before it followed. occurrences: as for `walk`.
+        Of a context with more than SCANNED followers only the most frequent comes. The occurrences of a step are those
+        of its context in which none of the tokens before it followed. occurrences: as for `walk`.
         """
         tokens, targets, count = self._token, self._target, self._count
-        (state, known), told = match, list[int]()
+        (state, length), seen = match, list[int]()
         while state:
             usual, branch = tokens[state], self._branches.get(state)
-            if usual >= 0 and (branch is not None or usual not in told):
+            if usual >= 0 and (branch is not None or usual not in seen):
                 ranked = [(usual, targets[state])]
                 if branch is not None and len(branch) <= SCANNED:  # of equals those that came up last
                     ranked += sorted(reversed(branch.items()), key=lambda other: count[other[1]], reverse=True)
-                occurrences -= sum(count[branch[token]] for token in told if branch and token in branch)
+                occurrences -= sum(count[branch[token]] for token in seen if branch and token in branch)
                 for token, target in ranked:
-                    if token not in told:
-                        step, after = Step(token, known, count[target], occurrences), min(known + 1, LIMIT)
+                    if token not in seen:
+                        step, after = Step(token, length, count[target], occurrences), min(length + 1, LIMIT)
                         yield step, Match(self._holding(target, after), after)
-                        told.append(token)
+                        seen.append(token)
                         occurrences -= count[target]
             state, occurrences = self._link[state], count[self._link[state]]
-            known = self._length[state]
+            length = self._length[state]
 
     def memory_bytes(self) -> int:
         """Bytes taken, counted in full (time grows with the number of states)."""
@@ -183,33 +183,33 @@ class SuffixAutomaton:
         target = self._step(self._last, token)
         if target:  # an earlier text began like this one
             return self._of_length(self._last, token, target)
-        at, link, step = self._last, self._link, self._step
-        made = self._make(self._length[at] + 1, 0, 0, -1, 0)
+        state, link, step = self._last, self._link, self._step
+        new = self._make(self._length[state] + 1, 0, 0, -1, 0)
         while not target:
-            self._connect(at, token, made)
-            at = link[at]
-            if at < 0:
-                return made
-            target = step(at, token)
-        link[made] = self._of_length(at, token, target)
-        return made
+            self._connect(state, token, new)
+            state = link[state]
+            if state < 0:
+                return new
+            target = step(state, token)
+        link[new] = self._of_length(state, token, target)
+        return new
 
-    def _of_length(self, at: int, token: int, target: int) -> int:
+    def _of_length(self, state: int, token: int, target: int) -> int:
         """The state of the longest string of `at` with `token` behind it; split off `target` if that holds longer ones.
 
         Both halves have occurred in the same places so far, so they start with the same counts and followers.
         """
-        if self._length[target] == self._length[at] + 1:
+        if self._length[target] == self._length[state] + 1:
             return target
         same = self._link[target], self._count[target], self._token[target], self._target[target]
-        made = self._make(self._length[at] + 1, *same)
+        new = self._make(self._length[state] + 1, *same)
         if target in self._branches:
-            self._branches[made] = self._branches[target].copy()
-        self._link[target] = made
-        while at >= 0 and self._step(at, token) == target:
-            self._connect(at, token, made)
-            at = self._link[at]
-        return made
+            self._branches[new] = self._branches[target].copy()
+        self._link[target] = new
+        while state >= 0 and self._step(state, token) == target:
+            self._connect(state, token, new)
+            state = self._link[state]
+        return new
 
     def _make(self, length: int, link: int, count: int, token: int, target: int) -> int:
         self._length.append(length)

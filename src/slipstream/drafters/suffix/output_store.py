@@ -57,12 +57,12 @@ class SuffixStore:
 
     @property
     def automata(self) -> list[SuffixAutomaton]:
-        """Those that hold something, the newer first."""
+        """The automata that hold something, the newer first."""
         return [half.automaton for half in (self._newer, self._older) if half.texts]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens stored."""
+        """How many tokens are stored."""
         return self._newer.automaton.num_tokens + self._older.automaton.num_tokens
 
     def texts(self) -> Iterator[list[int]]:
@@ -152,8 +152,8 @@ class SuffixStore:
             raise UsageError(f"{name} is damaged: {len(parts['tokens'])} tokens, not those its texts should have")
         if int(parts["vocab_size"]) != self.vocab_size:
             raise UsageError(f"{name} has a vocabulary of {int(parts['vocab_size'])}; allowed: {self.vocab_size}")
-        theirs = str(parts["tokenizer"])
-        if self.tokenizer and theirs and theirs != self.tokenizer:
-            raise UsageError(f"{name} belongs to tokenizer {theirs!r}; allowed: {self.tokenizer!r}")
+        tokenizer = str(parts["tokenizer"])
+        if self.tokenizer and tokenizer and tokenizer != self.tokenizer:
+            raise UsageError(f"{name} belongs to tokenizer {tokenizer!r}; allowed: {self.tokenizer!r}")
         if (outside := (parts["tokens"] < 0) | (parts["tokens"] >= self.vocab_size)).any():
             raise UsageError(f"{name} is damaged: it holds the token id {int(parts['tokens'][outside][0])}")
