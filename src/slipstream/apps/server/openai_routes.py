@@ -63,13 +63,13 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
         if fields.stream:
             streaming = True
             return AnswerStream(live, writer, lambda: _over(service, live, 200))
-        whole = await until_gone(http, writer.collect())
+        whole_answer = await until_gone(http, writer.collect())
         _over(service, live, 200)
-        return JSONResponse(whole)
+        return JSONResponse(whole_answer)
     except Exception as error:
-        told = as_api_error(error)
-        log_answer(live, told.status)
-        raise told from error
+        refusal = as_api_error(error)
+        log_answer(live, refusal.status)
+        raise refusal from error
     finally:
         if not streaming:
             service.release(live)
@@ -105,8 +105,8 @@ async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ApiError(499, "the client has left")
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for future in (task, gone):
+            future.cancel()
 
 
 async def _gone(http: Request) -> None:
@@ -132,7 +132,7 @@ async def models(http: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelCard))
 async def model(http: Request, name: str) -> dict[str, Any]:
-    """The same by its name."""
+    """The model that is served, by its name."""
     card = _card(service_of(http))
     if name != card["id"]:
         raise ApiError(404, f"model {name!r:.200} is not served here", param="model", code="model_not_found")
@@ -227,7 +227,7 @@ async def health(http: Request) -> JSONResponse:
     """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
     status = "stalled" if service.is_stalled else service.state
-    ready = status == "ready" and service.engine is not None and service.engine.alive
+    ready = status == "ready" and service.engine is not None and service.engine.is_alive
     return JSONResponse({"status": status}, 200 if ready else 503)
 
 
@@ -249,10 +249,10 @@ async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
     service = service_of(http)
     service.check_ready()
-    running, most = service.engine_status.num_running, service.decoder.config.max_batch_size
+    running, max_rows = service.engine_status.num_running, service.decoder.config.max_batch_size
     gauges = {
         "vllm:num_requests_running": running,
         "vllm:num_requests_waiting": service.num_waiting,
-        "vllm:kv_cache_usage_perc": running / most,
+        "vllm:kv_cache_usage_perc": running / max_rows,
     }
     return Response(service.metrics.page(service.totals.fold(), gauges), media_type=CONTENT_TYPE_LATEST)
