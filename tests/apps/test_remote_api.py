@@ -11,8 +11,7 @@ import pytest
 from talk import Recorder
 
 from slipstream import SamplingParams
-from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat
-from slipstream.apps.chat.server_events import ServerEvent, events_of
+from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat, ServerEvent, events_of
 from slipstream.errors import SlipstreamError, UsageError
 
 ENDS = [b"SSH-2.0-x\r\n", b"", b"HTTP/1.1 500 x\r\ncontent-length: 99\r\n\r\n{", b"HTTP/1.1 x\r\n\r\n"]
