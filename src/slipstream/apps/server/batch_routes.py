@@ -17,7 +17,7 @@ from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, Fil
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
-from slipstream.apps.server.schemas import BatchList, BatchObject, Fields, FileDeleted, FileList, FileObject, answers
+from slipstream.apps.server.schemas import Fields
 from slipstream.errors import did_you_mean
 from slipstream.jobs.job_output import sync
 
@@ -170,7 +170,7 @@ def _runner(http: Request) -> BatchRunner:
     return runner
 
 
-@router.post("/files", response_model=None, responses=answers(FileObject), openapi_extra={"requestBody": FORM})
+@router.post("/files", response_model=None, openapi_extra={"requestBody": FORM})
 async def upload(http: Request) -> dict[str, Any]:
     """Keep a file of requests: a form with `file` and `purpose=batch`."""
     store = _runner(http).store
@@ -189,7 +189,7 @@ async def upload(http: Request) -> dict[str, Any]:
         return store.add_file(http.state.owner, form.filename or "", "batch", content).to_dict()
 
 
-@router.get("/files", response_model=None, responses=answers(FileList))
+@router.get("/files", response_model=None)
 async def files(
     http: Request, purpose: str = "", limit: Limit = 10000, after: str = "", order: Order = "desc"
 ) -> dict[str, Any]:
@@ -198,13 +198,13 @@ async def files(
     return _page(shown, http.state.owner, limit, after, order)
 
 
-@router.get("/files/{file_id}", response_model=None, responses=answers(FileObject))
+@router.get("/files/{file_id}", response_model=None)
 async def file(http: Request, file_id: str) -> dict[str, Any]:
     """What is known of a file."""
     return owned(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
 
 
-@router.delete("/files/{file_id}", response_model=None, responses=answers(FileDeleted))
+@router.delete("/files/{file_id}", response_model=None)
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
     """Remove a file."""
     store = _runner(http).store
@@ -220,7 +220,7 @@ async def content(http: Request, file_id: str) -> FileResponse:
     return FileResponse(store.content(record.id), media_type="application/jsonl")
 
 
-@router.post("/batches", response_model=None, responses=answers(BatchObject))
+@router.post("/batches", response_model=None)
 async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     """Begin a batch over a file."""
     runner, owner = _runner(http), http.state.owner
@@ -232,19 +232,19 @@ async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     return record.to_dict()
 
 
-@router.get("/batches", response_model=None, responses=answers(BatchList))
+@router.get("/batches", response_model=None)
 async def batches(http: Request, limit: Limit = 20, after: str = "") -> dict[str, Any]:
     """The caller's batches, the newest first."""
     return _page(_runner(http).store.batches, http.state.owner, limit, after)
 
 
-@router.get("/batches/{batch_id}", response_model=None, responses=answers(BatchObject))
+@router.get("/batches/{batch_id}", response_model=None)
 async def batch(http: Request, batch_id: str) -> dict[str, Any]:
     """How far a batch is."""
     return owned(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
 
 
-@router.post("/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchObject))
+@router.post("/batches/{batch_id}/cancel", response_model=None)
 async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
     """End a batch; its finished answers stay."""
     runner = _runner(http)

@@ -25,8 +25,6 @@ from slipstream.apps.server.schemas import (
     ConversationFields,
     Detokenized,
     DetokenizeFields,
-    ModelCard,
-    ModelList,
     Status,
     Tokenized,
     TokenizeFields,
@@ -123,14 +121,14 @@ def service_of(http: Request) -> Service:
     return service
 
 
-@router.get("/v1/models", response_model=None, responses=answers(ModelList))
+@router.get("/v1/models", response_model=None)
 @router.get("/v1/models/", include_in_schema=False)
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_card(service_of(http))]}
 
 
-@router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelCard))
+@router.get("/v1/models/{name:path}", response_model=None)
 async def model(http: Request, name: str) -> dict[str, Any]:
     """The model that is served, by its name."""
     card = _card(service_of(http))

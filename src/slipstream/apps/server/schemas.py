@@ -1,6 +1,6 @@
 """What clients may send and what answers look like, for validation and the OpenAPI document.
 
-Fields are OpenAI's, vLLM's at the top level, and ours.
+Fields are OpenAI's, vLLM's at the top level, and Slipstream's own.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StreamOptions(Fields):
 
 
 class SlipstreamOptions(Fields):
-    """Ours: rounds and the origin of every token in every chunk, and a receipt at the end."""
+    """Slipstream's own: rounds and the origin of every token in every chunk, and a receipt at the end."""
 
     rounds: StrictBool | None = None
 
@@ -297,7 +297,7 @@ class ToolChoice(Fields):
 
 
 class ConversationFields(Fields):
-    """What a chat template is told."""
+    """What a chat template is given besides messages."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -338,7 +338,10 @@ class DetokenizeFields(Fields):
 
 
 class Answer(BaseModel):
-    """Base of all; names of metrics and the like are added freely."""
+    """Base of the answers that the OpenAPI document describes; further fields are allowed.
+
+    Models, files and batches are OpenAI's objects, whose documentation describes them.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -356,24 +359,6 @@ class ErrorBody(Answer):
     """OpenAI's error object."""
 
     error: ErrorFields
-
-
-class ModelCard(Answer):
-    """The model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    system_fingerprint: str
-
-
-class ModelList(Answer):
-    """`GET /v1/models`."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
 
 
 class Tokenized(Answer):
@@ -414,7 +399,7 @@ class Version(Answer):
 
 
 class Usage(Answer):
-    """Counted tokens."""
+    """The tokens of a request and its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -431,7 +416,7 @@ class AnswerHead(Answer):
 
 
 class CompletionChoice(Answer):
-    """One text."""
+    """A text of a completion."""
 
     index: int
     text: str
@@ -457,7 +442,7 @@ class Message(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer."""
+    """An answer of a chat completion."""
 
     index: int
     message: Message
@@ -479,60 +464,6 @@ class ReplayResult(Answer):
     identical: bool
     first_difference: int | None
     seconds: float
-
-
-class FileObject(Answer):
-    """A file of requests or answers."""
-
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-
-
-class FileDeleted(Answer):
-    """`DELETE /v1/files/{file_id}`."""
-
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class BatchObject(Answer):
-    """A batch and how far it is."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    input_file_id: str
-    output_file_id: str | None
-    error_file_id: str | None
-    status: str
-    created_at: int
-    request_counts: dict[str, int]
-
-
-class Page(Answer):
-    """A part of a list."""
-
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileList(Page):
-    """`GET /v1/files`."""
-
-    data: list[FileObject]
-
-
-class BatchList(Page):
-    """`GET /v1/batches`."""
-
-    data: list[BatchObject]
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
