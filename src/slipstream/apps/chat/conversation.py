@@ -85,7 +85,7 @@ class Turn:
 
 
 def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The same options with another limit."""
+    """The options with another `max_tokens`, and no more `min_tokens` than that."""
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
 
 

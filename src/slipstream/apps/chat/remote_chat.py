@@ -124,7 +124,7 @@ class RemoteApi:
     def pieces(self, body: dict[str, Any], note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
         """The text of a streamed chat completion as it comes. SlipstreamError says what came where that is no text.
 
-        note: told what came besides a text.
+        note: called with a line about what came besides a text.
         """
         parts, head = AnswerParts(), bytearray()
         with self._failing(), self._open("/v1/chat/completions", body) as answer:
@@ -135,18 +135,18 @@ class RemoteApi:
                 chunk = _json(event.data)
                 if event.kind == "error" or _is_error(chunk):
                     raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
-                if parts.found and not chunk and event.data.strip():  # text would be missing without a word
+                if parts.has_choices and not chunk and event.data.strip():  # text would be missing without a word
                     raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(event.data)}")
                 if text := parts.take(chunk):
                     yield text
             kind = answer.headers.get_content_type()
-        if not parts.found:
+        if not parts.has_choices:
             answer_fields = _json(bytes(head))
             if _is_error(answer_fields):
                 raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(answer_fields))}")
             if text := parts.take(answer_fields):
                 yield text
-            if not parts.found:
+            if not parts.has_choices:
                 raise SlipstreamError(f"{self.url} sent {_described(bytes(head), kind)} instead of a streamed answer")
             parts.is_over = True
             note(f"{self.url} sent its answer whole, not as a stream")
@@ -193,9 +193,9 @@ def _is_address(url: str) -> bool:
 
 @dataclass
 class AnswerParts:
-    """What has come of an answer. found: a chunk with choices has come; is_over: the answer has ended."""
+    """What has come of an answer. has_choices: a chunk with choices has come; is_over: the answer has ended."""
 
-    found: bool = False
+    has_choices: bool = False
     is_over: bool = False
     has_text: bool = False
     refusal: str = ""
@@ -207,7 +207,7 @@ class AnswerParts:
         """The text of a chunk, or of a whole answer; parts of another shape have none."""
         texts = []
         for choice in _dictionaries(chunk.get("choices")):
-            self.found = True
+            self.has_choices = True
             self.is_over |= choice.get("finish_reason") is not None
             self.filtered |= choice.get("finish_reason") == "content_filter"
             part = choice.get("delta") or choice.get("message")

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChoiceState:
-    """Folds the events of one job."""
+    """One text of an answer, as the events of its job make it."""
 
     job: Job
     tokenizer: Tokenizer | None
@@ -70,7 +70,7 @@ class ChoiceState:
 
     @property
     def stats(self) -> Stats:
-        """Of the rounds so far; each is folded once, when it is first asked for."""
+        """Statistics of the rounds so far. Rounds are added when first asked for, as streams rarely need them."""
         for round in self.rounds[self._stats.num_rounds :]:
             self._stats.add_step([round])
         return self._stats
@@ -182,7 +182,7 @@ class Share:
 
 
 def shares(round: Round, facts: ModelFacts) -> list[Share]:
-    """Who drafted in a round: the request's prediction, the decoder's drafter; what a constraint forced is nobody's."""
+    """What each source drafted in a round: the request's prediction, and the drafter. Forced tokens have no source."""
     unforced = round.own
     predicted = unforced.num_prediction_tokens or 0
     parts = [
@@ -283,7 +283,7 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
 
 
 def _sources(round: Round, drafters: Sequence[Share]) -> list[str | None]:
-    """Of each committed token who drafted it, None for those that nobody did."""
+    """The source that drafted each committed token; None for tokens that were not drafted."""
     accepted = iter([share.source for share in drafters for _ in range(share.accepted)])
     return [next(accepted) if origin == "accepted" else None for origin in round.origins]
 

@@ -85,7 +85,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
-        """A finished choice."""
+        """A finished choice as an object of a whole answer."""
 
     def note(self, event: Event) -> None:
         """Take in an event of an answer that is sent whole."""
@@ -298,15 +298,15 @@ class ChatWriter(AnswerWriter):
         return {"token": self.token_name(token), "logprob": logprob, "bytes": None if data is None else list(data)}
 
 
-class _Place:
-    """How many characters of a text are there, token by token; a character counts with its last byte."""
+class _CharacterCount:
+    """Counts the characters of a text, token by token; a character counts with its last byte."""
 
     def __init__(self) -> None:
         self.characters = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, text: bytes) -> None:
-        """Go on behind a token."""
+        """Count the characters that a token completes."""
         self.characters += len(self._decoder.decode(text))
 
 
@@ -320,7 +320,7 @@ class CompletionWriter(AnswerWriter):
         super().__init__(live, fields, facts)
         self._echo, self._logprobs_wanted = bool(fields.echo), fields.logprobs is not None
         self.prompts: list[str] = [""] * len(live.jobs)
-        self._places = [_Place() for _ in live.jobs]
+        self._offsets = [_CharacterCount() for _ in live.jobs]
         self._opened: set[int] = set()
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
@@ -347,7 +347,7 @@ class CompletionWriter(AnswerWriter):
         shown = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
         if self._logprobs_wanted:
             logprobs = [entry for round in choice.rounds for entry in round.logprobs or ()]
-            self._places[index] = _Place()
+            self._offsets[index] = _CharacterCount()
             shown["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], logprobs)
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
@@ -369,14 +369,14 @@ class CompletionWriter(AnswerWriter):
         self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        place = self._places[choice.job.choice]
+        offset = self._offsets[choice.job.choice]
         for entry in (*prompt, *logprobs):
             token = entry if isinstance(entry, int) else entry.token_id
             columns["tokens"].append(self.token_name(token))
             columns["token_logprobs"].append(None if isinstance(entry, int) else entry.logprob)
             columns["top_logprobs"].append(None if isinstance(entry, int) else self._top(entry))
-            columns["text_offset"].append(place.characters)
-            place.add(self.facts.added_bytes(token))
+            columns["text_offset"].append(offset.characters)
+            offset.add(self.facts.added_bytes(token))
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:

@@ -200,13 +200,13 @@ async def files(
 
 @router.get("/files/{file_id}", response_model=None)
 async def file(http: Request, file_id: str) -> dict[str, Any]:
-    """What is known of a file."""
+    """A file's name, size and age."""
     return owned(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
 
 
 @router.delete("/files/{file_id}", response_model=None)
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
-    """Remove a file."""
+    """Remove a file that no unfinished batch needs."""
     store = _runner(http).store
     store.delete_file(owned(store.files, file_id, http.state.owner, "file"))
     return {"id": file_id, "object": "file", "deleted": True}
@@ -240,7 +240,7 @@ async def batches(http: Request, limit: Limit = 20, after: str = "") -> dict[str
 
 @router.get("/batches/{batch_id}", response_model=None)
 async def batch(http: Request, batch_id: str) -> dict[str, Any]:
-    """How far a batch is."""
+    """A batch and how many of its lines are answered."""
     return owned(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
 
 

@@ -180,12 +180,11 @@ class Prepared:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Its texts."""
         return [job.row for job in self.live.jobs]
 
 
 class BatchLines:
-    """The lines of one batch, as many at a time as the engine decodes."""
+    """Answers the lines of one batch, as many at a time as the engine decodes."""
 
     def __init__(self, service: Service, runner: BatchRunner, record: BatchRecord) -> None:
         self._service, self._store, self._reader, self._record = service, runner.store, runner.reader, record
@@ -353,7 +352,7 @@ class BatchRunner:
                 self.begin(record)
 
     def begin(self, record: BatchRecord) -> None:
-        """Run a batch."""
+        """Run a batch in a task of its own, unless the server ends."""
         if not self._stopped:
             self._tasks[record.id] = asyncio.ensure_future(self._run(record))
 

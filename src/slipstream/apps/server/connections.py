@@ -55,7 +55,6 @@ class BoundedConnection(H11Protocol):
                 min(others, key=lambda other: other.waiting_since).give_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers."""
         super().connection_lost(exc)
         _end(self._arrival)
         _end(self._stall)
@@ -73,12 +72,11 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """The client does not read: it gets `stalled` seconds."""
         super().pause_writing()
         self._stall = self.loop.call_later(self._limits.stalled, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         super().resume_writing()
         _end(self._stall)
 
@@ -89,7 +87,7 @@ class BoundedConnection(H11Protocol):
         return cycle is None or cycle.response_complete or cycle.more_body
 
     def give_up(self) -> None:
-        """Close it without a word."""
+        """Close the connection without an answer."""
         self.connections.discard(self)  # at once, so that it is not given up twice
         self.transport.abort()
 

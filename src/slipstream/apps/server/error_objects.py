@@ -185,12 +185,12 @@ def _without_indexes(place: Sequence[str | int]) -> str | None:
 
 def _address(error: Any) -> list[str | int]:
     """Where a mistake is, without the names that pydantic has for the kinds of a field's values."""
-    place = [part for at, part in enumerate(error["loc"]) if at or part not in SOURCES]
+    place = [part for index, part in enumerate(error["loc"]) if index or part not in SOURCES]
     return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
 
 
 def _is_name(part: str) -> bool:
-    """Whether this is a field of ours, or a key; kinds of values have other signs, or begin like classes."""
+    """Whether this is a field or a key; kinds of values have other signs, or begin like classes."""
     return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
 
 

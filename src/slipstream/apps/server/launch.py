@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address under which it can be called."""
         addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
         host = f"[{host}]" if ":" in host else host

@@ -238,13 +238,13 @@ async def live(http: Request) -> JSONResponse:
 
 @router.get("/version", response_model=None, responses=answers(Version))
 async def version() -> dict[str, str]:
-    """Slipstream's version."""
+    """The version of Slipstream that runs."""
     return {"version": slipstream.__version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
-    """Prometheus metrics."""
+    """Figures of the server as Prometheus reads them."""
     service = service_of(http)
     service.check_ready()
     running, max_rows = service.engine_status.num_running, service.decoder.config.max_batch_size

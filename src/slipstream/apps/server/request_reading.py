@@ -103,7 +103,7 @@ def _check_parameters(place: str, parameters: Any) -> None:
         near = did_you_mean(str(parameters["type"]), "object")
         raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'{near}", place)
     properties = parameters.get("properties", {})
-    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+    if not isinstance(properties, dict) or not all(isinstance(schema, dict | bool) for schema in properties.values()):
         raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
 
 
@@ -283,7 +283,7 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
 def _lines(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, special_tokens: bool | None
 ) -> list[int]:
-    """What stands for a conversation where there is no chat template: its texts, line by line."""
+    """A conversation without a chat template: its texts, line by line."""
     encode = _needed(tokenizer).bare if special_tokens is False else _needed(tokenizer).encode
     return encode("\n".join(message["content"] for message in messages))
 
