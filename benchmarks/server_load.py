@@ -14,15 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import httpx
 from load_client import Answer, Load, figures, run_load
-from server_processes import client_program, end_on_signals, slipstream_serve, transformers_serve
+from server_soak import PATIENCE_SECONDS, client_program, end_on_signals, last_line, slipstream_serve
 from terminal import in_one_line, positive
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
@@ -33,6 +39,37 @@ COLUMNS = (
     "tokens_per_second",
     *(f"{name}_ms_{p}" for name in ("first", "between", "per_token") for p in ("p50", "p99")),
 )
+
+
+@contextmanager
+def transformers_serve(program: str, folder: str, options: Sequence[str]) -> Iterator[str]:
+    """The address of `transformers serve` of a model's folder, with continuous batching."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [program, "serve", folder, "--continuous-batching", "--host", "127.0.0.1", "--port", str(port), *options]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | offline)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            with httpx.Client(trust_env=False) as client:
+                while not _is_ready(client, url):
+                    if process.poll() is not None:
+                        output.seek(0)
+                        raise SlipstreamError(f"transformers serve ended: {last_line(output.readlines())}")
+                    time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_SECONDS)
+
+
+def _is_ready(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def prompts_of(options: argparse.Namespace, count: int) -> list[str]:

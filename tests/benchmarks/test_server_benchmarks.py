@@ -7,7 +7,7 @@ import asyncio
 import json
 
 import pytest
-import storm_on_server
+import server_soak
 from load_client import Answer, Load, figures, run_load
 
 from slipstream import SamplingParams, SlipstreamError
@@ -76,11 +76,11 @@ def test_figures_are_those_of_the_times() -> None:
 def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_noticed() -> None:
     options = argparse.Namespace(requests=60, seed=3, at_once=8, longest=60)
     with running_server() as server:
-        found = storm_on_server.measure(server.url, options)
+        found = server_soak.measure(server.url, options)
         assert not found["wrong_texts"] and not found["health"]["not_ready"] and not found["internal_errors"]
         assert found["running_or_waiting"] == 0 and found["held"]["slipstream:tasks"][-1] <= 5
         body = json.dumps({"prompt": "A heron", "max_tokens": 5, "temperature": 0})
         right = {server.text("A heron", max_tokens=5, temperature=0)}
-        assert storm_on_server.wrong_texts(server.http, {body: right}) == []
-        assert storm_on_server.wrong_texts(server.http, {body: {"other"}}) == [f"200 {body}"]
-        assert storm_on_server.wrong_texts(server.http, {body: {*right, "other"}}) == [f"200 {body}"]
+        assert server_soak.wrong_texts(server.http, {body: right}) == []
+        assert server_soak.wrong_texts(server.http, {body: {"other"}}) == [f"200 {body}"]
+        assert server_soak.wrong_texts(server.http, {body: {*right, "other"}}) == [f"200 {body}"]

@@ -1,4 +1,4 @@
-"""Conversations for tests: a face that remembers, a toy and a tiny model to talk to, lines typed and refused."""
+"""Conversations for tests: a display that remembers, a toy and a tiny model to talk to, lines typed and refused."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so th
 
 
 class Recorder:
-    """A face that remembers; `stop_after` pieces it raises what Ctrl-C raises."""
+    """A display that remembers; `stop_after` pieces it raises what Ctrl-C raises."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -22,7 +22,7 @@ class Recorder:
         self.errors: list[str] = []
         self.stop_after: int | None = None
 
-    def piece(self, text: str) -> None:
+    def token(self, text: str) -> None:
         self.pieces.append(text)
         if self.stop_after is not None and text != "\n":
             self.stop_after -= 1
@@ -30,10 +30,10 @@ class Recorder:
                 self.stop_after = None
                 raise KeyboardInterrupt
 
-    def say(self, line: str | Text) -> None:
+    def show(self, line: str | Text) -> None:
         self.said.append(str(line))
 
-    def note(self, line: str) -> None:
+    def remark(self, line: str) -> None:
         self.notes.append(line)
 
     def error(self, line: str) -> None:
@@ -46,8 +46,8 @@ def toy(max_tokens: int = 24, draft: str | None = None, **options: Any) -> Chat:
 
 
 def face(chat: Chat) -> Recorder:
-    assert isinstance(chat.face, Recorder)
-    return chat.face
+    assert isinstance(chat.display, Recorder)
+    return chat.display
 
 
 def type_in(chat: Chat, *lines: str) -> str:

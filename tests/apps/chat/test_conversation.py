@@ -154,8 +154,8 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
 
 def test_text_is_printed_as_it_is(capsys) -> None:
     screen = chat_cli.Screen()
-    screen.piece("a :fish: [bold]b[/bold]\n")
-    screen.say("c :fish: [red]")
+    screen.token("a :fish: [bold]b[/bold]\n")
+    screen.show("c :fish: [red]")
     screen.error("d [e] :fish:")
     captured = capsys.readouterr()
     assert captured.out == "a :fish: [bold]b[/bold]\nc :fish: [red]\n" and captured.err == "error: d [e] :fish:\n"

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from slipstream import Constraint, SamplingParams, UsageError
-from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat, request_fields
-from slipstream.apps.chat.server_events import ServerEvent, events_of
-from slipstream.errors import SlipstreamError
+from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat, ServerEvent, events_of, request_fields
+from slipstream.errors import SlipstreamError, UsageError
 from tests.support.chat_fakes import Recorder
 from tests.support.markers import subcases
 

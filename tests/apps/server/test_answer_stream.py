@@ -15,7 +15,7 @@ from slipstream.apps.server import answers
 from slipstream.apps.server.answers import DONE, KEEP_ALIVE
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, notify_all
-from slipstream.apps.server.streaming import MOST_JOINED, AnswerStream, first_step
+from slipstream.apps.server.streaming import MAX_JOINED_EVENTS, AnswerStream, run_until_blocked
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
 from tests.support.running_server import PATIENCE, running_server
@@ -25,7 +25,7 @@ class Times:
     """Writes of an event when it was."""
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        return [{"at": event.at}]  # type: ignore[union-attr]
+        return [{"at": event.time}]  # type: ignore[union-attr]
 
     def sent(self, chunk: dict[str, Any]) -> bytes:
         return b"%d " % chunk["at"]
@@ -136,14 +136,14 @@ def test_a_slow_reader_delays_nobody_and_gets_everything_once_it_reads() -> None
 
 def test_a_step_of_many_rows_is_written_whole() -> None:
     async def run() -> None:
-        client = Client(rows=MOST_JOINED)
+        client = Client(rows=MAX_JOINED_EVENTS)
         async with answered(client) as running:
             for job in client.live.jobs:
                 client.live.add_event(Started(job.choice, 0, job.choice))
                 client.live.add_event(Ended(job.choice, "length", job.choice))
             client.live.notify()
             await asyncio.wait_for(running, PATIENCE)
-        expected = "".join(f"{at} {at} " for at in range(MOST_JOINED)) + DONE.decode()
+        expected = "".join(f"{at} {at} " for at in range(MAX_JOINED_EVENTS)) + DONE.decode()
         assert client.text == expected
         assert [one["more_body"] for one in client.messages[1:]] == [True, False]
 
@@ -209,7 +209,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
             client.reads.clear()
             step([client], 1)
             await a_turn()
-            waiting = client.stream._behind
+            waiting = client.stream._slow_send
             assert waiting is not None
             client.leaves.set()
             await asyncio.wait_for(running, PATIENCE)
@@ -220,7 +220,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
 
 
 def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SILENCE", 0.01)
+    monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.01)
 
     async def run() -> None:
         client = Client()
@@ -231,7 +231,7 @@ def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
-def test_the_rest_of_a_first_step_goes_on_where_it_waited() -> None:
+def test_the_rest_of_a_run_until_blocked_goes_on_where_it_waited() -> None:
     async def run() -> None:
         opened, said = asyncio.Event(), list[str]()
 
@@ -245,7 +245,7 @@ def test_the_rest_of_a_first_step_goes_on_where_it_waited() -> None:
 
         opened.set()
         opened.clear()
-        rest = first_step(work())
+        rest = run_until_blocked(work())
         assert rest is not None and said == ["begun"]
         task = asyncio.ensure_future(rest)
         await a_turn()
@@ -253,7 +253,7 @@ def test_the_rest_of_a_first_step_goes_on_where_it_waited() -> None:
         await task
         assert said == ["begun", "ended"]
         opened.clear()
-        rest = first_step(work())
+        rest = run_until_blocked(work())
         assert rest is not None
         task = asyncio.ensure_future(rest)
         await a_turn()

@@ -44,15 +44,12 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
 @subcases(
     "method, path, body",
     [
-        ("get", "/v1/models", None),
         ("get", "/health", None),
         ("get", "/tokenizer_info", None),
         ("post", "/tokenize", {"prompt": "a heron"}),
         ("post", "/detokenize", {"tokens": [97]}),
         ("post", "/v1/completions", {"prompt": "A heron", "max_tokens": 4, "logprobs": 1}),
         ("post", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
-        ("get", "/v1/files", None),
-        ("get", "/v1/batches", None),
         ("post", "/v1/slipstream/replay", {"request": {"prompt": "x", "temperature": 0}, "token_ids": [1]}),
     ],
 )

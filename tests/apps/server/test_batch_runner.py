@@ -38,5 +38,5 @@ def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(
 async def _cancelled(runner: BatchRunner, id: str) -> None:
     runner.start()
     runner.cancel(runner.store.batches[id])
-    while runner.store.batches[id].unfinished:
+    while runner.store.batches[id].is_unfinished:
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from slipstream.apps.server.batch_store import MOST_UPLOADS, BatchStore
+from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
 from tests.support.job_cases import by_id, chat, write
@@ -44,7 +44,7 @@ def begun(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/chat/com
 
 
 def ended(server: RunningServer, client: openai.OpenAI, batch: Any) -> Any:
-    server.wait_until(lambda: not server.service.background.store.batches[batch.id].unfinished)
+    server.wait_until(lambda: not server.service.background.store.batches[batch.id].is_unfinished)
     return client.batches.retrieve(batch.id)
 
 
@@ -467,7 +467,7 @@ def test_files_stay_with_their_key_when_another_is_revoked(tmp_path: Path) -> No
 
 def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text(KEYS)
-    monkeypatch.setattr("slipstream.apps.server.batch_store.MOST", 2)
+    monkeypatch.setattr("slipstream.apps.server.batch_store.MAX_RECORDS", 2)
     with running_server(
         batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys"), max_file_bytes=1024
     ) as server:
@@ -478,7 +478,7 @@ def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: p
         server.call(lambda: setattr(store, "max_bytes", 3))  # what bob's file has
         assert "allowed: fewer than 2 files and 3 bytes" in uploaded(server, "filename=x").text
         with ExitStack() as arriving:
-            for _ in range(MOST_UPLOADS):
+            for _ in range(MAX_UPLOADS):
                 arriving.enter_context(store.upload("cat"))
             with pytest.raises(ApiError, match="4 files are arriving already"):
                 arriving.enter_context(store.upload("cat"))

@@ -31,7 +31,7 @@ def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
 
 
 def test_the_first_request_waits_a_moment_for_those_that_come_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "GATHERING", PATIENCE)
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     with running_server() as server:
         service, late = server.service, LiveRequest("/v1/completions")
         server.call(lambda: service._preparing.add(late))

@@ -46,8 +46,8 @@ def ready(server):
         threading.Thread(target=hog, daemon=True).start()
     print(server.url, flush=True)
 
-launch.CLOSES = 4.0
-launch.FORCED = 0.1
+launch.CLOSING_SECONDS = 4.0
+launch.FORCED_SECONDS = 0.1
 import slipstream.apps.server.service as service
 service.ENGINE_STOP_SECONDS = 0.1
 serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)

@@ -170,7 +170,7 @@ def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
         (record,) = store.batches.values()
         pause = threading.Event()
         for _ in range(int(PATIENCE / 0.005)):  # not on the event loop, which ends with the engine
-            if server.server.should_exit or not record.unfinished:
+            if server.server.should_exit or not record.is_unfinished:
                 break
             pause.wait(0.005)
         if server.server.should_exit:

@@ -18,7 +18,7 @@ import pytest
 
 from slipstream.apps.server import launch
 from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
-from slipstream.apps.server.engine_thread import WaitingLine
+from slipstream.apps.server.engine_thread import FairQueue
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import MAX_UNREAD_EVENTS, Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.request_reading import rendered_prompts
@@ -342,7 +342,7 @@ def job(owner: str) -> Job:
 
 def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     async def orders() -> list[str]:
-        line = WaitingLine()
+        line = FairQueue()
         jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
         names = {id(one): f"{one.request.owner}{at}" for at, one in enumerate(jobs)}
         for one in jobs:
@@ -406,7 +406,7 @@ def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
 
 
 def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
-    line, many, few = WaitingLine(), LiveRequest("/", caller="a"), LiveRequest("/", caller="a")
+    line, many, few = FairQueue(), LiveRequest("/", caller="a"), LiveRequest("/", caller="a")
     rows = [Job(many, at, Row(at, [1], SamplingParams(), 0)) for at in range(5)]
     rows += [Job(few, at, Row(at, [1], SamplingParams(), 0)) for at in range(2)]
     for one in rows:
@@ -502,13 +502,13 @@ def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
     with running_server(request_timeout=50.0) as server:
 
         async def crowd() -> list[socket.socket]:
-            return await opened_sockets(server.url, launch.MOST_CONNECTIONS + 30, data)
+            return await opened_sockets(server.url, launch.MAX_CONNECTIONS + 30, data)
 
         sockets = asyncio.run(crowd())
         for _ in range(3):
             assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
             assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False).status_code == 200
-        assert server.call(lambda: len(server.server.server_state.connections)) <= launch.MOST_CONNECTIONS + 1
+        assert server.call(lambda: len(server.server.server_state.connections)) <= launch.MAX_CONNECTIONS + 1
         for one in sockets:
             one.close()
 

@@ -1,36 +1,104 @@
-"""A conversation: its turns, its settings and its answers. This module knows no terminal and no slash command.
+"""A conversation: its turns, settings and answers, and what can be said about it afterwards. Knows no terminal and no
+slash command.
 
 The turns are the only truth. Every prompt is made of all of them afresh, by the chat template or, for a model without
-one, as running text; how much of it the memory holds already is found by the decoder's session, token by token.
+one, as running text; how much of it is cached already is found by the decoder's session, token by token.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from slipstream.apps.chat.face import Face
-from slipstream.apps.chat.turn import Turn, shortened
+from rich.text import Text
+
+from slipstream.certificate.parity import TieJudge, verdict
+from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message
-from slipstream.text.results import Chunk
-from slipstream.text.round_view import round_lines
+from slipstream.text.results import Chunk, Stats, statistics_line
+from slipstream.text.round_view import round_lines, time_split
+
+
+class ChatDisplay(Protocol):
+    """The display a conversation writes to; that of the terminal is in `slipstream.apps.cli.chat`."""
+
+    def token(self, text: str) -> None:
+        """A part of the answer as it comes; the last one ends the line."""
+
+    def show(self, line: str | Text) -> None:
+        """What the user asked to see."""
+
+    def remark(self, line: str) -> None:
+        """A remark beside the answers."""
+
+    def error(self, line: str) -> None:
+        """Why something was not done."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, its answer, and how the answer came about.
+
+    params: as used, with the seed that was chosen. prefilled: prompt tokens the target had to read, the others being in
+    its KV cache; the last few of a prompt are read together with the first draft and not counted. coupled: every token
+    was the target's own draw.
+    """
+
+    user: str
+    answer: str
+    target: str
+    drafter: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    rounds: list[Round]
+    finish_reason: FinishReason | Literal["interrupted"]
+    prefilled: int
+    lossless: bool
+    coupled: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for round in self.rounds for token in round.tokens]
+
+    @property
+    def stats(self) -> Stats:
+        return Stats.of(self.rounds, lossless=self.lossless)
+
+    @property
+    def summary(self) -> str:
+        """One line: tokens, speed, drafter, acceptance, end."""
+        return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the rounds, for JSON."""
+        kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
+        counts = {"prompt_tokens": len(self.prompt_ids), "params": self.params.to_dict(), "stats": self.stats.to_dict()}
+        return {name: getattr(self, name) for name in kept} | counts
+
+
+def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The options with another `max_tokens`, and no more `min_tokens` than that."""
+    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
 
 
 @dataclass
 class Chat:
     """A conversation with a decoder.
 
-    speculative: False answers by plain decoding. cache: False empties the memory before every answer. debug: show the
+    speculative: False answers by plain decoding. cache: False empties the cache before every answer. debug: show the
     rounds after every answer. closed: the user wants to leave.
     """
 
     decoder: SpeculativeDecoder
-    face: Face
+    display: ChatDisplay
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str = ""
     speculative: bool = True
@@ -38,7 +106,7 @@ class Chat:
     debug: bool = False
     turns: list[Turn] = field(default_factory=list)
     closed: bool = False
-    _told_raw: str | None = None  # the target whose lack of a template has been mentioned
+    _target_without_template: str | None = None  # the target whose lack of a chat template has been mentioned
 
     def __post_init__(self) -> None:
         _refuse_wordless(self.decoder)
@@ -50,7 +118,7 @@ class Chat:
 
     @property
     def last(self) -> Turn:
-        """The last turn."""
+        """The last turn; UsageError before the first."""
         if not self.turns:
             raise UsageError("there is no turn yet; allowed: after the first answer")
         return self.turns[-1]
@@ -58,10 +126,10 @@ class Chat:
     @property
     def messages(self) -> list[Message]:
         """The conversation so far as chat messages."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            said += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
-        return said
+            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
+        return messages
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the prompt in which the user says `text` next."""
@@ -69,12 +137,12 @@ class Chat:
         if tokenizer is not None and tokenizer.has_chat_template:
             return self.decoder.encode([*self.messages, {"role": "user", "content": text}])
         name = self.decoder.target.name
-        if self._told_raw != name:
-            self._told_raw = name
-            self.face.note(f"{name} has no chat template: it continues the raw text of the conversation")
-        said = [self.system] if self.system else []
-        said += [turn.user + turn.answer for turn in self.turns]
-        return self.decoder.encode("\n".join([*said, text]), chat=False)
+        if self._target_without_template != name:
+            self._target_without_template = name
+            self.display.remark(f"{name} has no chat template: it continues the raw text of the conversation")
+        texts = [self.system] if self.system else []
+        texts += [turn.user + turn.answer for turn in self.turns]
+        return self.decoder.encode("\n".join([*texts, text]), chat=False)
 
     def ask(self, text: str) -> Turn | None:
         """Answer `text`, piece by piece; an interrupted answer stays as far as it came, unless nothing came."""
@@ -87,12 +155,12 @@ class Chat:
         try:
             for chunk in decoder.stream(ids, params):
                 chunks.append(chunk)
-                self.face.piece(chunk.text)
+                self.display.token(chunk.text)
         except KeyboardInterrupt:
             if not chunks:
-                self.face.note("interrupted before the first token: nothing is kept")
+                self.display.remark("interrupted before the first token: nothing is kept")
                 return None
-        self.face.piece("\n")
+        self.display.token("\n")
         turn = Turn(
             user=text,
             answer="".join(chunk.text for chunk in chunks),
@@ -112,20 +180,22 @@ class Chat:
 
     def _fitting(self, prompt_length: int) -> SamplingParams:
         """The options of the next answer: a seed, and no more tokens than the context has room for."""
-        context, wanted = self.decoder.target.backend.max_length, self.params.max_tokens
+        context, max_tokens = self.decoder.target.backend.max_length, self.params.max_tokens
         room = context - prompt_length
         if room < 1:
             raise UsageError(f"the conversation has {prompt_length} tokens; allowed: at most {context - 1}; see /reset")
-        if room < wanted:
-            self.face.note(f"room for {room} tokens, not {wanted}: the model's context is {context}; see /reset")
+        if room < max_tokens:
+            self.display.remark(
+                f"room for {room} tokens, not {max_tokens}: the model's context is {context}; see /reset"
+            )
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         prediction = self.params.prediction if self.speculative else None
-        return replace(shortened(self.params, min(room, wanted)), seed=seed, prediction=prediction)
+        return replace(shortened(self.params, min(room, max_tokens)), seed=seed, prediction=prediction)
 
     def _report(self, turn: Turn) -> None:
         if self.debug:
-            self.face.say(round_lines(turn.rounds, self.decoder.tokenizer))
-        self.face.note(turn.summary)
+            self.display.show(round_lines(turn.rounds, self.decoder.tokenizer))
+        self.display.remark(turn.summary)
 
     def retry(self) -> Turn | None:
         """Answer the last question again; the old answer goes when there is a new one."""
@@ -156,7 +226,7 @@ class Chat:
     def _loading(self, names: str | None) -> Iterator[None]:
         """Say what is loaded; running out of memory or files is one line too."""
         if names is not None:
-            self.face.note(f"loading {names} ...")
+            self.display.remark(f"loading {names} ...")
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
@@ -166,3 +236,52 @@ class Chat:
 def _refuse_wordless(decoder: SpeculativeDecoder) -> None:
     if decoder.tokenizer is None:
         raise UsageError(f"model {decoder.target.name!r} has no tokenizer; allowed: a model that can read text")
+
+
+def compare(chat: Chat) -> str:
+    """The last question answered by plain decoding: both speeds, and whether the texts are the same."""
+    turn, decoder = chat.last, chat.decoder
+    if turn.target != decoder.target.name:
+        raise UsageError(f"the last answer is by {turn.target}, not {decoder.target.name}; allowed: after /retry")
+    ids, params = turn.token_ids, turn.params
+    length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
+    plain_params = replace(shortened(params, length), prediction=None)
+    plain = decoder.using("none", num_draft_tokens="auto").generate(turn.prompt_ids, plain_params)
+    difference = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=turn.coupled)
+    fast, slow = _speed(turn.stats), _speed(plain.stats)
+    speeds = f"{turn.drafter} {fast:.1f} tok/s, plain {slow:.1f} tok/s: {fast / slow:.2f}x, prompt not counted"
+    return f"{speeds}; text {verdict(difference)}"
+
+
+def totals(chat: Chat) -> list[str]:
+    """Lines about the whole conversation."""
+    stats = Stats.of(round for turn in chat.turns for round in turn.rounds)
+    prompts, prefilled = sum(len(t.prompt_ids) for t in chat.turns), sum(t.prefilled for t in chat.turns)
+    interrupted = sum(turn.finish_reason == "interrupted" for turn in chat.turns)
+    lines = [f"{len(chat.turns)} turns, {interrupted} interrupted"]
+    if chat.turns:
+        drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
+        lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]
+        lines.append(f"time: {time_split(stats.to_dict()).partition(': ')[2]}")
+    return lines
+
+
+def save(chat: Chat, path: Path) -> None:
+    """Write the conversation as JSON: its messages, and how every answer came about."""
+    decoder = chat.decoder
+    value = {
+        "target": decoder.target.name,
+        "draft": None if decoder.draft is None else decoder.draft.name,
+        "config": vars(decoder.config),
+        "messages": chat.messages,
+        "turns": [turn.to_dict() for turn in chat.turns],
+    }
+    try:
+        path.expanduser().write_text(json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _speed(stats: Stats) -> float:
+    """Output tokens per second of decoding alone."""
+    return stats.num_output_tokens / max(stats.total_seconds - stats.prefill_seconds, 1e-9)

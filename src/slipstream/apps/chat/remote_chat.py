@@ -1,5 +1,5 @@
-"""A conversation with a model behind OpenAI's API, this project's server or any other. Whatever goes wrong there is
-one line.
+"""A conversation with a model behind OpenAI's API, this project's server or any other. Whatever goes wrong there is one
+line.
 """
 
 from __future__ import annotations
@@ -7,32 +7,77 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from http.client import HTTPException, HTTPMessage
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from slipstream.apps.chat.face import Face
-from slipstream.apps.chat.server_events import events_of
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line
 from slipstream.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    from slipstream.apps.chat.conversation import ChatDisplay
+
+LINE_END = re.compile(r"\r\n|\n|\r")
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
 WORDS = ("message", "detail", "errors", "msg", "reason", "error_message")  # what went wrong, as servers name it
-LONGEST_WHOLE = 4 << 20  # bytes of an answer that comes whole
-LONGEST_PAGE = 1 << 14  # characters of a page that are looked at
-LONGEST_EXCERPT = 300  # characters of what came instead of one
+MAX_WHOLE_BYTES = 4 << 20  # of an answer that comes whole
+MAX_PAGE_LENGTH = 1 << 14  # characters of a page that are read
+MAX_EXCERPT_LENGTH = 300  # characters of what came instead of one
 TAGS = re.compile(r"(?is)<(script|style)\b.*?</\1>|<[^<>]{0,1000}>")
-TIMEOUT = 600.0  # seconds without a sign of life
+TIMEOUT_SECONDS = 600.0  # without a sign of life
 ALWAYS = ("temperature", "max_tokens")  # the defaults of servers differ
 LEFT_OUT = ("n", "logprobs", "logits_processors")  # a chat has one text, shows no probabilities and sends no code
 COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """One event. kind: "message" where none is named."""
+
+    kind: str
+    data: str
+
+
+def events_of(pieces: Iterable[bytes]) -> Iterator[ServerEvent]:
+    """The events of a stream as they come; one that the stream ends in counts, as servers leave out the empty line."""
+    kind, data = "", list[str]()
+    for line in _lines(pieces):
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "data":
+            data.append(value)
+        elif name == "event":
+            kind = value
+        elif not line:
+            if data:
+                yield ServerEvent(kind or "message", "\n".join(data))
+            kind, data = "", []
+    if data:
+        yield ServerEvent(kind or "message", "\n".join(data))
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The lines of UTF-8 text, without the mark that it may begin with."""
+    decoder, rest, after_return = getincrementaldecoder("utf-8-sig")("replace"), "", False
+    for piece in pieces:
+        text = decoder.decode(piece)
+        if not text:
+            continue
+        # a carriage return ends its line at once, for what follows may take long; a line feed behind it is a part of it
+        rest += text[1:] if after_return and text[0] == "\n" else text
+        after_return = text[-1] == "\r"
+        *lines, rest = LINE_END.split(rest)
+        yield from lines
+    if rest:
+        yield rest
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -69,17 +114,17 @@ class RemoteApi:
     def models(self) -> list[str]:
         """The names of its models."""
         with self._failing(), self._open("/v1/models", None) as answer:
-            found = _json(answer.read())
-        if _is_error(found):
-            raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(found))}")
-        listed = found.get("data")
-        ids = [one.get("id") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+            answer_fields = _json(answer.read())
+        if _is_error(answer_fields):
+            raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(answer_fields))}")
+        listed = answer_fields.get("data")
+        ids = [item.get("id") for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
         return [name for name in ids if isinstance(name, str)]
 
     def pieces(self, body: dict[str, Any], note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
         """The text of a streamed chat completion as it comes. SlipstreamError says what came where that is no text.
 
-        note: told what came besides a text.
+        note: called with a line about what came besides a text.
         """
         parts, head = AnswerParts(), bytearray()
         with self._failing(), self._open("/v1/chat/completions", body) as answer:
@@ -90,18 +135,18 @@ class RemoteApi:
                 chunk = _json(event.data)
                 if event.kind == "error" or _is_error(chunk):
                     raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
-                if parts.found and not chunk and event.data.strip():  # text would be missing without a word
+                if parts.has_choices and not chunk and event.data.strip():  # text would be missing without a word
                     raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(event.data)}")
                 if text := parts.take(chunk):
                     yield text
             kind = answer.headers.get_content_type()
-        if not parts.found:
-            whole = _json(bytes(head))
-            if _is_error(whole):
-                raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(whole))}")
-            if text := parts.take(whole):
+        if not parts.has_choices:
+            answer_fields = _json(bytes(head))
+            if _is_error(answer_fields):
+                raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(answer_fields))}")
+            if text := parts.take(answer_fields):
                 yield text
-            if not parts.found:
+            if not parts.has_choices:
                 raise SlipstreamError(f"{self.url} sent {_described(bytes(head), kind)} instead of a streamed answer")
             parts.is_over = True
             note(f"{self.url} sent its answer whole, not as a stream")
@@ -119,7 +164,7 @@ class RemoteApi:
         if self.key is not None:
             headers["authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps(body).encode()
-        return _opener.open(Request(self.url + path, data, headers), timeout=TIMEOUT)
+        return _opener.open(Request(self.url + path, data, headers), timeout=TIMEOUT_SECONDS)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -148,9 +193,9 @@ def _is_address(url: str) -> bool:
 
 @dataclass
 class AnswerParts:
-    """What has come of an answer. found: a chunk with choices has come; is_over: the answer has ended."""
+    """What has come of an answer. has_choices: a chunk with choices has come; is_over: the answer has ended."""
 
-    found: bool = False
+    has_choices: bool = False
     is_over: bool = False
     has_text: bool = False
     refusal: str = ""
@@ -162,7 +207,7 @@ class AnswerParts:
         """The text of a chunk, or of a whole answer; parts of another shape have none."""
         texts = []
         for choice in _dictionaries(chunk.get("choices")):
-            self.found = True
+            self.has_choices = True
             self.is_over |= choice.get("finish_reason") is not None
             self.filtered |= choice.get("finish_reason") == "content_filter"
             part = choice.get("delta") or choice.get("message")
@@ -172,7 +217,11 @@ class AnswerParts:
                 self.thinks |= bool(part.get("reasoning_content") or part.get("reasoning"))
                 functions = [call.get("function") for call in _dictionaries(part.get("tool_calls"))]
                 functions.append(part.get("function_call"))
-                self.tools += [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
+                self.tools += [
+                    str(function["name"])
+                    for function in functions
+                    if isinstance(function, dict) and function.get("name")
+                ]
         self.has_text |= any(texts)
         return "".join(texts)
 
@@ -190,7 +239,7 @@ class AnswerParts:
 
 
 def _dictionaries(values: Any) -> list[dict[str, Any]]:
-    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def _text(value: Any) -> str:
@@ -201,7 +250,7 @@ def _text(value: Any) -> str:
 def _bytes_of(answer: Any, head: bytearray) -> Iterator[bytes]:
     """What comes, as it comes; its beginning stays in `head`."""
     while piece := answer.read1(1 << 16):
-        head += piece[: max(0, LONGEST_WHOLE - len(head))]
+        head += piece[: max(0, MAX_WHOLE_BYTES - len(head))]
         yield piece
 
 
@@ -222,30 +271,32 @@ def _reason(error: HTTPError) -> str:
 
 def _json(data: bytes | str) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, list) and len(found) == 1:  # as some servers wrap what went wrong
-        found = found[0]
-    return found if isinstance(found, dict) else {}
+        value = None
+    if isinstance(value, list) and len(value) == 1:  # as some servers wrap what went wrong
+        value = value[0]
+    return value if isinstance(value, dict) else {}
 
 
-def _is_error(found: dict[str, Any]) -> bool:
+def _is_error(fields: dict[str, Any]) -> bool:
     """Whether this says what went wrong: OpenAI's form, vLLM's, FastAPI's, and those of others."""
-    if not isinstance(found.get("choices"), list):
-        return bool(found.get("error")) or any(map(found.get, WORDS))
-    failed = any(one.get("error") or one.get("finish_reason") == "error" for one in _dictionaries(found["choices"]))
-    return failed or bool(found.get("error"))
+    if not isinstance(fields.get("choices"), list):
+        return bool(fields.get("error")) or any(map(fields.get, WORDS))
+    failed = any(
+        choice.get("error") or choice.get("finish_reason") == "error" for choice in _dictionaries(fields["choices"])
+    )
+    return failed or bool(fields.get("error"))
 
 
 def _reason_in(text: str) -> str:
     """What the other end says went wrong."""
-    found = _json(text)
-    if not found and not text.lstrip().startswith(("{", "[")):
+    fields = _json(text)
+    if not fields and not text.lstrip().startswith(("{", "[")):
         return _excerpt(text) or NO_REASON
-    told = [_said(found.get(name)) for name in ("error", *WORDS)]
-    told += [_said(choice.get("error")) for choice in _dictionaries(found.get("choices"))]
-    return _excerpt(next(filter(None, told), "")) or NO_REASON
+    reasons = [_said(fields.get(name)) for name in ("error", *WORDS)]
+    reasons += [_said(choice.get("error")) for choice in _dictionaries(fields.get("choices"))]
+    return _excerpt(next(filter(None, reasons), "")) or NO_REASON
 
 
 def _said(value: Any) -> str:
@@ -261,7 +312,7 @@ def _said(value: Any) -> str:
 
 def _excerpt(text: str) -> str:
     """The beginning of a text, or of what a page says, in one line that does nothing to a terminal."""
-    return _harmless(TAGS.sub(" ", text[:LONGEST_PAGE]))[:LONGEST_EXCERPT]
+    return _harmless(TAGS.sub(" ", text[:MAX_PAGE_LENGTH]))[:MAX_EXCERPT_LENGTH]
 
 
 def _harmless(text: str) -> str:
@@ -271,24 +322,24 @@ def _harmless(text: str) -> str:
 
 def request_fields(params: SamplingParams) -> dict[str, Any]:
     """The options that differ from their defaults; UsageError names what no request can say."""
-    plain, found = SamplingParams(), dict[str, Any]()
-    for one in fields(params):
-        value = getattr(params, one.name)
-        if one.name not in LEFT_OUT and (one.name in ALWAYS or value != getattr(plain, one.name)):
-            found[one.name] = value
-    if "logit_bias" in found:
-        found["logit_bias"] = {str(token): bias for token, bias in found["logit_bias"].items()}
-    if "prediction" in found:
-        found["prediction"] = _prediction(found["prediction"])
-    if "constraint" in found:
-        found |= _form(found.pop("constraint"))
-    return found
+    plain, request = SamplingParams(), dict[str, Any]()
+    for option in fields(params):
+        value = getattr(params, option.name)
+        if option.name not in LEFT_OUT and (option.name in ALWAYS or value != getattr(plain, option.name)):
+            request[option.name] = value
+    if "logit_bias" in request:
+        request["logit_bias"] = {str(token): bias for token, bias in request["logit_bias"].items()}
+    if "prediction" in request:
+        request["prediction"] = _prediction(request["prediction"])
+    if "constraint" in request:
+        request |= _form(request.pop("constraint"))
+    return request
 
 
-def _prediction(given: object) -> dict[str, str]:
-    if not isinstance(given, str):
+def _prediction(prediction: object) -> dict[str, str]:
+    if not isinstance(prediction, str):
         raise UsageError("--prediction of token ids with --url; allowed: a text")
-    return {"type": "content", "content": given}
+    return {"type": "content", "content": prediction}
 
 
 def _form(constraint: Constraint) -> dict[str, Any]:
@@ -313,7 +364,7 @@ class RemoteChat:
     """url: of the server, with or without /v1. model: as the server calls it, "" for the first it lists."""
 
     url: str
-    face: Face
+    display: ChatDisplay
     params: SamplingParams
     system: str = ""
     model: str = ""
@@ -339,38 +390,38 @@ class RemoteChat:
             elif text:
                 self._ask(text)
         except SlipstreamError as error:
-            self.face.error(" ".join(str(error).split()))
+            self.display.error(" ".join(str(error).split()))
 
     def _command(self, name: str) -> None:
         if name == "/reset":
             self.turns.clear()
-            self.face.say("begun anew")
+            self.display.show("begun anew")
         elif name in ("/quit", "/exit"):
             self.closed = True
         elif name == "/help":
-            self.face.say("\n".join(f"{known:8} {text}" for known, text in COMMANDS.items()))
+            self.display.show("\n".join(f"{command:8} {text}" for command, text in COMMANDS.items()))
         else:
             near = did_you_mean(name, *COMMANDS)
             raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}{near}")
 
     def _ask(self, text: str) -> None:
         """Answer `text`; an interrupted answer stays as far as it came, unless nothing came."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        system = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
-        body = {"model": self.model, "messages": [*said, *self.turns, question], "stream": True}
+        body = {"model": self.model, "messages": [*system, *self.turns, question], "stream": True}
         pieces, notes = list[str](), list[str]()
         try:
             for piece in self._api.pieces(body | self._options, notes.append):
                 pieces.append(piece)
-                self.face.piece(piece)
+                self.display.token(piece)
         except KeyboardInterrupt:
             notes.append("interrupted")
         except SlipstreamError:
             if pieces:
-                self.face.piece("\n")
+                self.display.token("\n")
             raise
-        self.face.piece("\n")
+        self.display.token("\n")
         for line in notes:
-            self.face.note(line)
+            self.display.remark(line)
         if pieces:
             self.turns += [question, {"role": "assistant", "content": "".join(pieces)}]

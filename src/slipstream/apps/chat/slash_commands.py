@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import drafters
-from slipstream.apps.chat.conversation import Chat
-from slipstream.apps.chat.conversation_summary import compare, save, totals
+from slipstream.apps.chat.conversation import Chat, compare, save, totals
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -34,16 +33,16 @@ SWITCH = ("on", "off")
 ALIASES = {"/length-of-draft": "/gamma", "/exit": "/quit"}
 
 
-def numbers(method: str, given: Sequence[str]) -> dict[str, Any]:
+def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
     """The options that a method and its numbers stand for; numbers come in order or as NAME=VALUE."""
     meaning = METHODS[method]
     chosen, order = dict(meaning), iter(meaning)
     allowed = f"allowed: /sampling {method} [{'] ['.join(meaning)}], each a number or NAME=NUMBER"
-    for word in given:
+    for word in words:
         name, equals, value = word.partition("=")
         name, value = (name, value) if equals else (next(order, ""), word)
         if name not in meaning:
-            raise UsageError(f"/sampling {method} {' '.join(given)}; {allowed if meaning else 'allowed: greedy alone'}")
+            raise UsageError(f"/sampling {method} {' '.join(words)}; {allowed if meaning else 'allowed: greedy alone'}")
         try:
             chosen[name] = int(value) if name == "top_k" else float(value)
         except ValueError:
@@ -95,10 +94,10 @@ def _command(usage: str, text: str, choices: Choices = ()) -> Callable[[Run], Ru
 
 def find(name: str) -> Command:
     """The command called `name`, slash included; near matches are named if there is none."""
-    known = [*COMMANDS, *ALIASES]
+    names = [*COMMANDS, *ALIASES]
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
-        near = get_close_matches(name, known, cutoff=0.5)
+        near = get_close_matches(name, names, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "/help lists them;"
         raise UsageError(f"unknown command {name!r}; {hint} a message that begins with / needs a space before it")
     return COMMANDS[name]
@@ -106,8 +105,8 @@ def find(name: str) -> Command:
 
 @cache
 def _targets() -> tuple[str, ...]:
-    found = (item["folder"] for item in list_models() if item["name"] != EMBEDDED)
-    return ("toy", EMBEDDED, *found)
+    folders = (item["folder"] for item in list_models() if item["name"] != EMBEDDED)
+    return ("toy", EMBEDDED, *folders)
 
 
 def _drafts() -> list[str]:
@@ -128,7 +127,7 @@ def _only(command: str, text: str, allowed: Sequence[str]) -> str:
 def _target(chat: Chat, text: str) -> None:
     if text:
         chat.load_target(text)
-    chat.face.say(f"target: {chat.decoder.target.name}")
+    chat.display.show(f"target: {chat.decoder.target.name}")
 
 
 @_command("/draft MODEL|none", "draft with another model, or without one", _drafts)
@@ -136,14 +135,14 @@ def _draft(chat: Chat, text: str) -> None:
     if text:
         chat.load_draft(None if text == "none" else text)
     name = "none" if chat.decoder.draft is None else chat.decoder.draft.name
-    chat.face.say(f"draft model: {name}, drafter: {chat.decoder.drafter_name}")
+    chat.display.show(f"draft model: {name}, drafter: {chat.decoder.drafter_name}")
 
 
 @_command("/speculative on|off", "off answers by plain decoding", SWITCH)
 def _speculative(chat: Chat, text: str) -> None:
     if text:
         chat.speculative = _only("speculative", text, SWITCH) == "on"
-    chat.face.say(f"speculative: {_word(chat.speculative)}, drafter: {chat.active.drafter_name}")
+    chat.display.show(f"speculative: {_word(chat.speculative)}, drafter: {chat.active.drafter_name}")
 
 
 @_command("/drafter NAME", "auto, or a drafter with its argument, such as ngram:5", _drafters)
@@ -151,7 +150,7 @@ def _drafter(chat: Chat, text: str) -> None:
     if text:
         chat.decoder = chat.decoder.using(text)
     off = "" if chat.speculative else " (not in use: speculative is off)"
-    chat.face.say(f"drafter: {chat.decoder.drafter_name}{off}")
+    chat.display.show(f"drafter: {chat.decoder.drafter_name}{off}")
 
 
 @_command("/filler on|off", "drafter ngram_table, continuing with the target's own next best tokens", SWITCH)
@@ -164,7 +163,7 @@ def _filler(chat: Chat, text: str) -> None:
         filled = (f"{sizes}+fill" if sizes else "fill") if text == "on" else sizes
         chat.decoder = chat.decoder.using(f"ngram_table:{filled}".removesuffix(":"))
     name = chat.decoder.drafter_name
-    chat.face.say(f"filler: {_word(name.endswith('fill'))}, drafter: {name}")
+    chat.display.show(f"filler: {_word(name.endswith('fill'))}, drafter: {name}")
 
 
 @_command("/gamma N|auto", "tokens drafted per round; 0 drafts nothing", ("auto",))
@@ -172,8 +171,10 @@ def _gamma(chat: Chat, text: str) -> None:
     if text:
         chat.decoder = chat.decoder.using(num_draft_tokens=int(text) if text.isdecimal() else text)
         chat.params = replace(chat.params, num_draft_tokens=None)
-    own = chat.params.num_draft_tokens
-    chat.face.say(f"draft length: {chat.decoder.config.num_draft_tokens if own is None else own}")
+    num_draft_tokens = chat.params.num_draft_tokens
+    chat.display.show(
+        f"draft length: {chat.decoder.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens}"
+    )
 
 
 @_command("/acceptance RULE", "auto, block, rejection, match, topk:K or typical (the last two are lossy)")
@@ -181,7 +182,7 @@ def _acceptance(chat: Chat, text: str) -> None:
     if text:
         chat.decoder = chat.decoder.using(acceptance=text)
     lossy = "" if chat.decoder.lossless else " (lossy: the text is not the target's own)"
-    chat.face.say(f"acceptance: {chat.decoder.config.acceptance}{lossy}")
+    chat.display.show(f"acceptance: {chat.decoder.config.acceptance}{lossy}")
 
 
 @_command("/length N", "at most N tokens per answer")
@@ -199,10 +200,10 @@ def _seed(chat: Chat, text: str) -> None:
 )
 def _sampling(chat: Chat, text: str) -> None:
     if text:
-        method, *given = text.split()
+        method, *words = text.split()
         _only("sampling", method, tuple(METHODS))
-        chat.params = replace(chat.params, **numbers(method, given))
-    chat.face.say(", ".join(f"{name}={getattr(chat.params, name)}" for name in KEEP_ALL))
+        chat.params = replace(chat.params, **numbers(method, words))
+    chat.display.show(", ".join(f"{name}={getattr(chat.params, name)}" for name in KEEP_ALL))
 
 
 @_command("/set NAME VALUE", "any sampling option; lists as JSON; VALUE none is the default", OPTIONS)
@@ -211,14 +212,14 @@ def _set(chat: Chat, text: str) -> None:
     if text:
         _assign(chat, name, value.strip())
     else:
-        chat.face.say("\n".join(f"{option}: {getattr(chat.params, option)!r}" for option in OPTIONS))
+        chat.display.show("\n".join(f"{option}: {getattr(chat.params, option)!r}" for option in OPTIONS))
 
 
 def _assign(chat: Chat, name: str, text: str) -> None:
     _only("set", name, OPTIONS)
     if text:
         chat.params = replace(chat.params, **{name: value_of(name, text)})
-    chat.face.say(f"{name}: {getattr(chat.params, name)!r}")
+    chat.display.show(f"{name}: {getattr(chat.params, name)!r}")
 
 
 @_command("/cache on|off|clear", "how many tokens are cached; off empties it before every answer", (*SWITCH, "clear"))
@@ -229,30 +230,30 @@ def _cache(chat: Chat, text: str) -> None:
         chat.decoder.forget()
     target, draft = chat.decoder.tokens_in_memory()
     both = f"{target} tokens cached" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
-    chat.face.say(f"cache: {_word(chat.cache)}; {both}")
+    chat.display.show(f"cache: {_word(chat.cache)}; {both}")
 
 
 @_command("/debug on|off", "after each answer what was accepted and rejected, round by round", SWITCH)
 def _debug(chat: Chat, text: str) -> None:
     if text:
         chat.debug = _only("debug", text, SWITCH) == "on"
-    chat.face.say(f"debug: {_word(chat.debug)}")
+    chat.display.show(f"debug: {_word(chat.debug)}")
 
 
 @_command("/compare", "the last answer again by plain decoding: speeds, and whether the text is the same")
 def _compare(chat: Chat, text: str) -> None:
-    chat.face.say(compare(chat))
+    chat.display.show(compare(chat))
 
 
 @_command("/stats", "totals of the conversation")
 def _stats(chat: Chat, text: str) -> None:
-    chat.face.say("\n".join(totals(chat)))
+    chat.display.show("\n".join(totals(chat)))
 
 
 @_command("/reset", "forget the conversation; settings and system text stay")
 def _reset(chat: Chat, text: str) -> None:
     chat.turns.clear()
-    chat.face.say("the conversation is empty")
+    chat.display.show("the conversation is empty")
 
 
 @_command("/retry", "answer the last question again")
@@ -265,20 +266,20 @@ def _save(chat: Chat, text: str) -> None:
     if not text:
         raise UsageError("/save; allowed: /save FILE")
     save(chat, Path(text))
-    chat.face.say(f"{len(chat.turns)} turns written to {text}")
+    chat.display.show(f"{len(chat.turns)} turns written to {text}")
 
 
 @_command("/system TEXT|none", "what the model is told before the conversation", ("none",))
 def _system(chat: Chat, text: str) -> None:
     if text:
         chat.system = "" if text == "none" else text
-    chat.face.say(f"system: {chat.system or 'none'}")
+    chat.display.show(f"system: {chat.system or 'none'}")
 
 
 @_command("/help [COMMAND]", "this list", lambda: tuple(COMMANDS))
 def _help(chat: Chat, text: str) -> None:
     chosen = [find("/" + text.removeprefix("/"))] if text else list(COMMANDS.values())
-    chat.face.say("\n".join(f"{command.usage:21} {command.help}" for command in chosen))
+    chat.display.show("\n".join(f"{command.usage:21} {command.help}" for command in chosen))
 
 
 @_command("/quit", "leave")
@@ -300,9 +301,9 @@ def handle(chat: Chat, line: str) -> None:
         elif text:
             chat.ask(text)
     except SlipstreamError as error:
-        chat.face.error(" ".join(str(error).split()))
+        chat.display.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        chat.face.note("interrupted")
+        chat.display.remark("interrupted")
 
 
 def _run(chat: Chat, name: str, argument: str) -> None:
@@ -318,7 +319,7 @@ def complete(text: str) -> list[str]:
     if not text.startswith("/") or " " in rest:
         return []
     if not space:
-        return [known for known in sorted([*COMMANDS, *ALIASES]) if known.startswith(name)]
+        return [command_name for command_name in sorted([*COMMANDS, *ALIASES]) if command_name.startswith(name)]
     command = COMMANDS.get(ALIASES.get(name, name))
     if command is None:
         return []

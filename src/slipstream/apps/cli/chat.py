@@ -62,14 +62,14 @@ def chat_command(
         _check_remote(url, models, config)
         _talk_to_server(RemoteChat(url, screen, params, system, model), file if at_terminal else None)
         return
-    screen.note(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
+    screen.remark(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
     decoder = load_decoder(models, config)
     from slipstream.apps.chat.conversation import Chat
     from slipstream.apps.chat.slash_commands import complete, handle
 
     conversation = Chat(decoder, screen, params, system)
     if at_terminal:
-        screen.note(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
+        screen.remark(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
     for line in _lines(_session(file, complete)) if at_terminal else _piped():
         handle(conversation, line)
         if conversation.closed:
@@ -85,7 +85,7 @@ def _check_remote(url: str, models: Models, config: DecoderConfig) -> None:
 
 def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
     """history: of a terminal; None for lines from a pipe."""
-    conversation.face.note(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
+    conversation.display.remark(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
     for line in _piped() if history is None else _lines(_session(history, lambda text: [])):
         conversation.handle(line)
         if conversation.closed:
@@ -95,13 +95,16 @@ def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
 class Screen:
     """Answers, and what was asked for, on standard output; everything else on standard error."""
 
-    def piece(self, text: str) -> None:
+    def token(self, text: str) -> None:
+        """A part of the answer, as it is."""
         print_text(text, end="")
 
-    def say(self, line: str | Text) -> None:
+    def show(self, line: str | Text) -> None:
+        """What the user asked to see."""
         out.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
 
-    def note(self, line: str) -> None:
+    def remark(self, line: str) -> None:
+        """A remark, dim."""
         err.print(Text(line, "dim"), soft_wrap=True)
 
     def error(self, line: str) -> None:

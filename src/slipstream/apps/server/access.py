@@ -23,15 +23,14 @@ from slipstream.errors import UsageError
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Count = Callable[[Scope, int], None]  # told the status of every answer
+Count = Callable[[Scope, int], None]  # called with the status of every answer
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
 PAGE = "/page/"
 FILES = "/v1/files"
-SHORTEST_KEY = 8
+MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # how the owner of a key without a name begins
-DIRECT = "slipstream.send"  # of a scope: sends the body of an answer past the layers that look at its beginning alone
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,16 @@ class ApiKeys:
             lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--api-key-file {file!r} cannot be read: {error}") from error
-        found: list[tuple[str, bytes]] = []
+        keys: list[tuple[str, bytes]] = []
         seen: dict[str | bytes, int] = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
             name, _, key = (part.strip() for part in line.rpartition(":"))
-            if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+            if len(key) < MIN_KEY_LENGTH or not (key.isascii() and key.isprintable()) or " " in key:
                 raise UsageError(
                     f"--api-key-file {file!r}, line {number}: a key of {len(key)} characters; allowed: at least "
-                    f"{SHORTEST_KEY} printable ASCII characters without spaces"
+                    f"{MIN_KEY_LENGTH} printable ASCII characters without spaces"
                 )
             digest = _digest(key)
             if name.startswith(UNNAMED) or not name.isprintable():
@@ -77,16 +76,16 @@ class ApiKeys:
                         f"allowed: each {what} once"
                     )
                 seen[part] = number
-            found.append((name, digest))
-        if not found:
+            keys.append((name, digest))
+        if not keys:
             raise UsageError(f"--api-key-file {file!r} holds no keys; allowed: one per line")
-        return ApiKeys(tuple(found))
+        return ApiKeys(tuple(keys))
 
-    def owner(self, given: str) -> str | None:
+    def owner(self, key: str) -> str | None:
         """Whose key this is; None for nobody's. Takes the same time for every key."""
-        digest, owner = _digest(given), None
-        for name, known in self.digests:
-            if hmac.compare_digest(known, digest):
+        digest, owner = _digest(key), None
+        for name, key_digest in self.digests:
+            if hmac.compare_digest(key_digest, digest):
                 owner = name
         return owner
 
@@ -96,7 +95,7 @@ def _digest(key: str) -> bytes:
 
 
 class Access:
-    """Lets requests through to an app, or refuses them; notes in `scope["state"]` whose they are.
+    """An ASGI layer that lets requests through to an app, or refuses them; `scope["state"]` says whose they are.
 
     owner: the name of the key; caller: with whom they take turns, without keys everyone at an address.
 
@@ -107,7 +106,6 @@ class Access:
         self._app, self._keys, self._settings, self._count = app, keys, settings, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -120,7 +118,6 @@ class Access:
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
             await response(scope, receive, self._finished(scope, send))
             return
-        scope[DIRECT] = send
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
@@ -163,8 +160,8 @@ class Access:
         path: str = scope["path"]
         if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._asks_first(scope):
             return ""
-        given = _headers(scope, b"authorization")
-        kind, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+        headers = _headers(scope, b"authorization")
+        kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
         owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
             raise ApiError(401, "no valid API key; send 'Authorization: Bearer KEY'", code="invalid_api_key")
@@ -172,22 +169,22 @@ class Access:
 
     def _asks_first(self, scope: Scope) -> bool:
         """Whether a browser asks on behalf of a listed site what it may send; it does so without the key."""
-        asked = bool(_headers(scope, b"access-control-request-method"))
-        return asked and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
+        is_preflight = bool(_headers(scope, b"access-control-request-method"))
+        return is_preflight and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
 
     def _is_listed(self, origin: str) -> bool:
         return origin in self._settings.allowed_origin
 
-    def _check_host(self, given: Sequence[str]) -> str:
+    def _check_host(self, hosts: Sequence[str]) -> str:
         """Refuse names that another site may have pointed at this machine, unless keys protect it."""
-        host = given[0] if len(given) == 1 else ""
+        host = hosts[0] if len(hosts) == 1 else ""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             name = ""
-        known = {"localhost", self._settings.host.lower(), *map(str.lower, self._settings.allowed_host)}
+        names = {"localhost", self._settings.host.lower(), *map(str.lower, self._settings.allowed_host)}
         any_name = bool(self._keys.digests) and not self._settings.allowed_host and not self._settings.is_local
-        if not name or not (any_name or name in known or is_address(name)):
+        if not name or not (any_name or name in names or is_address(name)):
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
@@ -196,14 +193,14 @@ class Access:
         files = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
         return self._settings.max_file_bytes if files else self._settings.max_body_bytes
 
-    def _check_length(self, given: Sequence[str], largest: int) -> None:
+    def _check_length(self, lengths: Sequence[str], largest: int) -> None:
         """Refuse bodies that are too large before they are read; those without a length are cut while they are."""
-        if any(len(length) > 12 or int(length) > largest for length in given if length.isdigit()):
+        if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
             raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 
-    def _check_origin(self, given: Sequence[str], host: str) -> None:
+    def _check_origin(self, origins: Sequence[str], host: str) -> None:
         """Refuse requests that pages of other sites make."""
-        for origin in given:
+        for origin in origins:
             if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
                 raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
 

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChoiceState:
-    """Folds the events of one job."""
+    """One text of an answer, as the events of its job make it."""
 
     job: Job
     tokenizer: Tokenizer | None
@@ -67,40 +67,40 @@ class ChoiceState:
     @property
     def token_ids(self) -> list[int]:
         """The answer's token ids so far."""
-        return [token for done in self.rounds for token in done.tokens]
+        return [token for round in self.rounds for token in round.tokens]
 
     @property
     def stats(self) -> Stats:
-        """Of the rounds so far; each is folded once, when it is first asked for."""
-        for done in self.rounds[self._stats.num_rounds :]:
-            self._stats.add_step([done])
+        """Statistics of the rounds so far. Rounds are added when first asked for, as streams rarely need them."""
+        for round in self.rounds[self._stats.num_rounds :]:
+            self._stats.add_step([round])
         return self._stats
 
     def take(self, event: Event) -> Piece | None:
         """Note an event; returns what it added to the answer. ApiError if the row failed."""
         if isinstance(event, Committed):
-            self.first = self.first or event.at
-            self.last = event.at
+            self.first = self.first or event.time
+            self.last = event.time
             return self._commit(event.round)
         if isinstance(event, Started):
-            self.cached, self.started = event.cached, event.at
+            self.cached, self.started = event.cached, event.time
         elif isinstance(event, Scored):
             self.prompt_logprobs = event.logprobs
         elif isinstance(event, Ended) and self.finish_reason is None:
             return self._end(event)
         return None
 
-    def _commit(self, done: Round) -> Piece | None:
-        self.rounds.append(done)
-        if done.finish_reason == "error":
-            return None  # told by the end of the job
+    def _commit(self, round: Round) -> Piece | None:
+        self.rounds.append(round)
+        if round.finish_reason == "error":
+            return None  # the end of the job brings the error
         text = ""
         if self._visible is not None:
-            text = "".join(map(self._visible.push, done.tokens))
-            text += self._visible.flush() if done.finish_reason is not None else ""
+            text = "".join(map(self._visible.push, round.tokens))
+            text += self._visible.flush() if round.finish_reason is not None else ""
         self.text += text
-        self.finish_reason = done.finish_reason
-        return Piece(self.job.choice, text, done.tokens, done.logprobs, done, done.finish_reason)
+        self.finish_reason = round.finish_reason
+        return Piece(self.job.choice, text, round.tokens, round.logprobs, round, round.finish_reason)
 
     def _end(self, event: Ended) -> Piece:
         if event.reason in ("error", "cancelled"):
@@ -155,10 +155,10 @@ class ModelFacts:
 
     def added_bytes(self, token: int) -> bytes:
         """What one token adds to a text, as far as that is known."""
-        known = self.token_bytes(token)
-        if known is None and self.tokenizer is not None:
-            known = self.tokenizer.decode([token]).encode()
-        return known or b""
+        data = self.token_bytes(token)
+        if data is None and self.tokenizer is not None:
+            data = self.tokenizer.decode([token]).encode()
+        return data or b""
 
     def token_text(self, token: int) -> str:
         """One token as text; those that stand for none by their number."""
@@ -182,26 +182,26 @@ class Share:
     accepted: int
 
 
-def shares(done: Round, facts: ModelFacts) -> list[Share]:
-    """Who drafted in a round: the request's prediction, the decoder's drafter; what a constraint forced is nobody's."""
-    own = done.without_forced
-    predicted = own.num_prediction_tokens or 0
-    found = [
-        Share(PREDICTION, predicted, min(predicted, own.num_accepted_tokens)),
-        Share("", own.num_draft_tokens - predicted, max(0, own.num_accepted_tokens - predicted)),
+def shares(round: Round, facts: ModelFacts) -> list[Share]:
+    """What each source drafted in a round: the request's prediction, and the drafter. Forced tokens have no source."""
+    unforced = round.without_forced
+    predicted = unforced.num_prediction_tokens or 0
+    parts = [
+        Share(PREDICTION, predicted, min(predicted, unforced.num_accepted_tokens)),
+        Share("", unforced.num_draft_tokens - predicted, max(0, unforced.num_accepted_tokens - predicted)),
     ]
-    return [replace(one, source=one.source or facts.source(own)) for one in found if one.drafted]
+    return [replace(part, source=part.source or facts.source(unforced)) for part in parts if part.drafted]
 
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
     """OpenAI's count of tokens; chunks have it too, so it reads no rounds. A prompt with `n` answers counts once."""
-    told: dict[str, Any] = {}
+    predicted: dict[str, Any] = {}
     if any(choice.job.row.prediction for choice in choices):
         details = {
             "accepted_prediction_tokens": sum(choice.stats.accepted_prediction_tokens or 0 for choice in choices),
             "rejected_prediction_tokens": sum(choice.stats.rejected_prediction_tokens or 0 for choice in choices),
         }
-        told = {"completion_tokens_details": details}
+        predicted = {"completion_tokens_details": details}
     prompt = sum(choice.job.row.prompt_length for choice in choices[::n])
     completion = sum(choice.stats.num_output_tokens for choice in choices)
     return {
@@ -209,7 +209,7 @@ def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in choices[::n])},
-    } | told
+    } | predicted
 
 
 def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -217,8 +217,8 @@ def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
 
     As everywhere, tokens that a constraint forced are no drafter's.
     """
-    own = [done.without_forced for done in rounds]
-    accepted = [done.num_accepted_tokens for done in own]
+    unforced = [round.without_forced for round in rounds]
+    accepted = [round.num_accepted_tokens for round in unforced]
     histogram = [accepted.count(n) for n in range(max(accepted, default=0) + 1)]
     stats = Stats.of(rounds)
     return {
@@ -229,7 +229,7 @@ def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_steps": len(rounds),
         "per_step_accepted": accepted,
-        "per_step_drafted": [done.num_draft_tokens for done in own],
+        "per_step_drafted": [round.num_draft_tokens for round in unforced],
     }
 
 
@@ -254,10 +254,10 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
 
     source: of an accepted token "prediction" or its drafter, of the round its drafter.
     """
-    done = piece.round
-    assert done is not None
-    own, drafters = done.without_forced, shares(done, facts)
-    seconds = asdict(done.seconds)
+    round = piece.round
+    assert round is not None
+    unforced, drafters = round.without_forced, shares(round, facts)
+    seconds = asdict(round.seconds)
     total = seconds.pop("total")
     tokens = [
         {
@@ -266,27 +266,27 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
             "origin": origin,
             "source": source,
         }
-        for token, origin, source in zip(done.tokens, done.origins, _sources(done, drafters), strict=True)
+        for token, origin, source in zip(round.tokens, round.origins, _sources(round, drafters), strict=True)
     ]
     return {
         "tokens": tokens,
         "round": {
             "index": index,
-            "drafted": own.num_draft_tokens,
-            "accepted": own.num_accepted_tokens,
-            "forced": done.origins.count("forced"),
-            "predicted": own.num_prediction_tokens or 0,
-            "rejected": [facts.token_text(token) for token in own.unaccepted] if own.rejected else [],
-            "source": facts.source(own) if own.draft else None,
+            "drafted": unforced.num_draft_tokens,
+            "accepted": unforced.num_accepted_tokens,
+            "forced": round.origins.count("forced"),
+            "predicted": unforced.num_prediction_tokens or 0,
+            "rejected": [facts.token_text(token) for token in unforced.unaccepted] if unforced.rejected else [],
+            "source": facts.source(unforced) if unforced.draft else None,
             "seconds": seconds | {"overhead": max(0.0, total - sum(seconds.values()))},
         },
     }
 
 
-def _sources(done: Round, drafters: Sequence[Share]) -> list[str | None]:
-    """Of each committed token who drafted it, None for those that nobody did."""
-    accepted = iter([one.source for one in drafters for _ in range(one.accepted)])
-    return [next(accepted) if origin == "accepted" else None for origin in done.origins]
+def _sources(round: Round, drafters: Sequence[Share]) -> list[str | None]:
+    """The source that drafted each committed token; None for tokens that were not drafted."""
+    accepted = iter([share.source for share in drafters for _ in range(share.accepted)])
+    return [next(accepted) if origin == "accepted" else None for origin in round.origins]
 
 
 def receipt(choice: ChoiceState, facts: ModelFacts) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCallP
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
-SILENCE = 15.0  # seconds after which one is sent
+SILENCE_SECONDS = 15.0  # after which one is sent
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -51,7 +51,7 @@ class EventStream(StreamingResponse):
 
 
 class AnswerWriter(ABC):
-    """Folds a request's events."""
+    """Makes the answer of a request, whole or in chunks, of its events. Abstract: the kinds of answers differ."""
 
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
@@ -63,7 +63,7 @@ class AnswerWriter(ABC):
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
         self._rounds = fields.slipstream is not None and fields.slipstream.rounds
-        self._told: set[int] = set()
+        self._started: set[int] = set()
         self._created = int(time.time())
         self._head = {
             "id": f"{self.prefix}{live.id}",
@@ -85,10 +85,10 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
-        """A finished choice."""
+        """A finished choice as an object of a whole answer."""
 
     def note(self, event: Event) -> None:
-        """Take in an event of an answer that is told whole."""
+        """Take in an event of an answer that is sent whole."""
         self.choices[event.choice].take(event)
 
     async def collect(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class AnswerWriter(ABC):
         choice = self.choices[event.choice]
         piece = choice.take(event)
         parts: list[dict[str, Any]] = []
-        if choice.started is not None and event.choice not in self._told:
-            self._told.add(event.choice)
+        if choice.started is not None and event.choice not in self._started:
+            self._started.add(event.choice)
             opening = self.opening(choice)
             parts += [] if opening is None else [opening]
         if piece is not None:
@@ -119,7 +119,7 @@ class AnswerWriter(ABC):
     def _with_reports(
         self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The chunks of a piece, the last with what is told of its round, of a text that ends, and of the answer."""
+        """The chunks of a piece, the last with the reports on its round, on a text that ends, and on the answer."""
         showing = self._rounds and piece.round is not None
         if not new and showing:
             new = [self.empty_part(choice)]
@@ -131,13 +131,13 @@ class AnswerWriter(ABC):
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
         if self._rounds and piece.finish_reason is not None:
             chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
-        if all(one.finish_reason is not None for one in self.choices):
+        if all(other.finish_reason is not None for other in self.choices):
             chunk |= self._report()
         return chunks
 
     @abstractmethod
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
-        """A choice's part without news."""
+        """A choice's part of a chunk without new text."""
 
     def closing(self) -> dict[str, Any] | None:
         """The chunk after the last, with the usage of the whole request, if it was asked for."""
@@ -155,7 +155,7 @@ class AnswerWriter(ABC):
         return answer
 
     def _report(self) -> dict[str, Any]:
-        rounds = [done for choice in self.choices for done in choice.rounds]
+        rounds = [round for choice in self.choices for round in choice.rounds]
         return {
             "metrics": {"speculative_decoding": speculative_decoding(rounds)},
             "timings": timings(self.choices[0]),
@@ -204,8 +204,8 @@ class ToolWatch:
         if parsed is None:
             return None
         before, opening, _ = choice.text.partition(self._opening)
-        said = before.strip() if opening else parsed.content
-        return ParsedAnswer(said, parsed.calls if self._several else parsed.calls[:1])
+        content = before.strip() if opening else parsed.content
+        return ParsedAnswer(content, parsed.calls if self._several else parsed.calls[:1])
 
     def held_back(self, choice: ChoiceState) -> str:
         """Text of a finished choice without calls that was not passed on."""
@@ -215,13 +215,13 @@ class ToolWatch:
 def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
     """Calls as OpenAI shows them. prefix: of their ids; numbered: as parts of a stream are."""
     return [
-        ({"index": at} if numbered else {})
+        ({"index": index} if numbered else {})
         | {
-            "id": f"call_{prefix}_{at}",
+            "id": f"call_{prefix}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for at, call in enumerate(parsed.calls)
+        for index, call in enumerate(parsed.calls)
     ]
 
 
@@ -239,7 +239,6 @@ class ChatWriter(AnswerWriter):
         self._watches = [ToolWatch(facts.tokenizer, tools, several=several) for _ in self.choices]
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """The role."""
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
@@ -254,34 +253,32 @@ class ChatWriter(AnswerWriter):
         delta: dict[str, Any] = {"content": text} if text or not reason else {}
         if parsed is not None:
             delta["tool_calls"] = shown_calls(parsed, self._call_prefix(choice), numbered=True)
-        found = self._choice(choice, delta, None if parsed else reason)
-        found["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
+        part = self._choice(choice, delta, None if parsed else reason)
+        part["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
         if self.return_ids:
-            found["token_ids"] = list(piece.tokens)
+            part["token_ids"] = list(piece.tokens)
         if parsed is None:
-            return [found]
-        return [found, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
+            return [part]
+        return [part, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
-        """No new text."""
         return self._choice(choice, {"content": ""})
 
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
-        """The message."""
-        told = [done.logprobs for done in choice.rounds if done.logprobs is not None]
-        found: dict[str, Any] = {
+        logprobs = [round.logprobs for round in choice.rounds if round.logprobs is not None]
+        shown: dict[str, Any] = {
             "index": choice.job.choice,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
             "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs([one for part in told for one in part]) if told else None,
+            "logprobs": self._logprobs([entry for entries in logprobs for entry in entries]) if logprobs else None,
         }
         if (parsed := self._watches[choice.job.choice].calls(choice)) is not None:
             calls = shown_calls(parsed, self._call_prefix(choice), numbered=False)
-            found["message"] |= {"content": parsed.content or None, "tool_calls": calls}
-            found["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
+            shown["message"] |= {"content": parsed.content or None, "tool_calls": calls}
+            shown["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
         if self.return_ids:
-            found |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
-        return found
+            shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
+        return shown
 
     def _call_prefix(self, choice: ChoiceState) -> str:
         return f"{self.live.id[:12]}_{choice.job.choice}"
@@ -289,27 +286,27 @@ class ChatWriter(AnswerWriter):
     def _choice(self, choice: ChoiceState, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         return {"index": choice.job.choice, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, told: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = [
-            self._entry(one.token_id, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
-            for one in told
+            self._entry(token.token_id, token.logprob) | {"top_logprobs": [self._entry(*other) for other in token.top]}
+            for token in tokens
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        own = self.facts.token_bytes(token)
-        return {"token": self.token_name(token), "logprob": logprob, "bytes": None if own is None else list(own)}
+        data = self.facts.token_bytes(token)
+        return {"token": self.token_name(token), "logprob": logprob, "bytes": None if data is None else list(data)}
 
 
-class _Place:
-    """How many characters of a text are there, token by token; a character counts with its last byte."""
+class _CharacterCount:
+    """Counts the characters of a text, token by token; a character counts with its last byte."""
 
     def __init__(self) -> None:
         self.characters = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, text: bytes) -> None:
-        """Go on behind a token."""
+        """Count the characters that a token completes."""
         self.characters += len(self._decoder.decode(text))
 
 
@@ -323,7 +320,7 @@ class CompletionWriter(AnswerWriter):
         super().__init__(live, fields, facts)
         self._echo, self._logprobs_wanted = bool(fields.echo), fields.logprobs is not None
         self.prompts: list[str] = [""] * len(live.jobs)
-        self._places = [_Place() for _ in live.jobs]
+        self._offsets = [_CharacterCount() for _ in live.jobs]
         self._opened: set[int] = set()
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
@@ -336,27 +333,25 @@ class CompletionWriter(AnswerWriter):
         text = (self.prompts[choice.job.choice] if echoed else "") + piece.text
         if not (text or piece.finish_reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
-        found = self._choice(choice, text, piece.finish_reason)
+        part = self._choice(choice, text, piece.finish_reason)
         if self._logprobs_wanted:
             prompt = self._prompt_entries(choice) if echoed else []
-            found["logprobs"] = self._logprobs(choice, prompt, piece.logprobs or ())
-        return [found | ({"token_ids": list(piece.tokens)} if self.return_ids else {})]
+            part["logprobs"] = self._logprobs(choice, prompt, piece.logprobs or ())
+        return [part | ({"token_ids": list(piece.tokens)} if self.return_ids else {})]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
-        """No new text."""
         return self._choice(choice, "")
 
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
-        """The text."""
         index = choice.job.choice
-        found = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
+        shown = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
         if self._logprobs_wanted:
-            told = [one for done in choice.rounds for one in done.logprobs or ()]
-            self._places[index] = _Place()
-            found["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], told)
+            logprobs = [entry for round in choice.rounds for entry in round.logprobs or ()]
+            self._offsets[index] = _CharacterCount()
+            shown["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], logprobs)
         if self.return_ids:
-            found |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
-        return found
+            shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
+        return shown
 
     def _take_echo(self, choice: ChoiceState) -> bool:
         first = choice.job.choice not in self._opened
@@ -371,26 +366,26 @@ class CompletionWriter(AnswerWriter):
         return [choice.prompt[0], *(choice.prompt_logprobs or ())]
 
     def _logprobs(
-        self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], told: Sequence[TokenLogprobs]
+        self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        place = self._places[choice.job.choice]
-        for one in (*prompt, *told):
-            token = one if isinstance(one, int) else one.token_id
-            found["tokens"].append(self.token_name(token))
-            found["token_logprobs"].append(None if isinstance(one, int) else one.logprob)
-            found["top_logprobs"].append(None if isinstance(one, int) else self._top(one))
-            found["text_offset"].append(place.characters)
-            place.add(self.facts.added_bytes(token))
-        return found
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = self._offsets[choice.job.choice]
+        for entry in (*prompt, *logprobs):
+            token = entry if isinstance(entry, int) else entry.token_id
+            columns["tokens"].append(self.token_name(token))
+            columns["token_logprobs"].append(None if isinstance(entry, int) else entry.logprob)
+            columns["top_logprobs"].append(None if isinstance(entry, int) else self._top(entry))
+            columns["text_offset"].append(offset.characters)
+            offset.add(self.facts.added_bytes(token))
+        return columns
 
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and the one that stands there. Of two tokens with one text the likelier has the name."""
         named: dict[str, float] = {}
-        for token, logprob in one.top:
+        for token, logprob in entry.top:
             name = self.token_name(token)
             named[f"token_id:{token}" if name in named else name] = logprob
-        if all(token != one.token_id for token, _ in one.top):
-            name = self.token_name(one.token_id)
-            named[f"token_id:{one.token_id}" if name in named else name] = one.logprob
+        if all(token != entry.token_id for token, _ in entry.top):
+            name = self.token_name(entry.token_id)
+            named[f"token_id:{entry.token_id}" if name in named else name] = entry.logprob
         return named

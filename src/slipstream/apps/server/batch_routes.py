@@ -13,17 +13,17 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from slipstream.apps.server.batch_runner import BatchRunner
-from slipstream.apps.server.batch_store import LONGEST_NAME, BatchRecord, FileRecord, found
+from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, FileRecord, owned
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
-from slipstream.apps.server.schemas import BatchList, BatchObject, Fields, FileDeleted, FileList, FileObject, answers
+from slipstream.apps.server.schemas import Fields
 from slipstream.durable_files import sync
 from slipstream.errors import did_you_mean
 
-LONGEST_HEAD = 8 << 10  # bytes of a part's headers
-LONGEST_FIELD = 1 << 10  # bytes of a field that is no file
-MOST_PARTS = 16
+MAX_HEAD_BYTES = 8 << 10  # of a part's headers
+MAX_FIELD_BYTES = 1 << 10  # of a field that is no file
+MAX_PARTS = 16
 CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")  # of `filename*`; Python knows others, which are no character sets
 LINES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}
@@ -84,23 +84,23 @@ class UploadForm:
 
     def _advance(self, file: BinaryIO) -> bool:
         """Take what stands before the next boundary, and begin the part behind it; False if more is needed."""
-        data, at = self._buffer, self._buffer.find(self._between)
-        if at < 0:
+        data, boundary = self._buffer, self._buffer.find(self._between)
+        if boundary < 0:
             cut = max(0, len(data) - len(self._between) + 1)
             self._put(file, data[:cut])
             self._buffer = data[cut:]
             return False
-        head = at + len(self._between)
+        head = boundary + len(self._between)
         end = data.find(b"\r\n\r\n", head)
         if data.startswith(b"--", head):
-            self._put(file, data[:at])
+            self._put(file, data[:boundary])
             self._ended, self._buffer = True, b""
             return False
         if end < 0:
-            if len(data) > head + LONGEST_HEAD:
+            if len(data) > head + MAX_HEAD_BYTES:
                 raise refused("a part of the form has too long headers", "file")
             return False
-        self._put(file, data[:at])
+        self._put(file, data[:boundary])
         self._begin(data[head:end])
         self._buffer = data[end + 4 :]
         return True
@@ -111,16 +111,16 @@ class UploadForm:
             name, _, value = line.partition(":")
             if name.lower() == "content-disposition":
                 message["content-disposition"] = value.strip()
-        found = message.get_param("name", header="content-disposition")
-        self._name, self._parts = str(found), self._parts + 1
-        if not isinstance(found, str) or self._parts > MOST_PARTS or found in self.fields:
+        part_name = message.get_param("name", header="content-disposition")
+        self._name, self._parts = str(part_name), self._parts + 1
+        if not isinstance(part_name, str) or self._parts > MAX_PARTS or part_name in self.fields:
             raise refused("the form; allowed: one file, purpose, and few other fields, each with a name of its own")
-        if found == "file":
+        if part_name == "file":
             if self.filename is not None:
                 raise refused("the form has two files; allowed: one", "file")
             self.filename = _filename(message)
         else:
-            self.fields[found] = ""
+            self.fields[part_name] = ""
 
     def _put(self, file: BinaryIO, data: bytes) -> None:
         if self._name == "file":
@@ -128,8 +128,8 @@ class UploadForm:
             self.size += len(data)
         elif self._name is not None and data:
             self.fields[self._name] += data.decode("utf-8", "replace")
-            if len(self.fields[self._name]) > LONGEST_FIELD:
-                raise refused(f"{self._name:.40} is too long; allowed: {LONGEST_FIELD} bytes", self._name[:40])
+            if len(self.fields[self._name]) > MAX_FIELD_BYTES:
+                raise refused(f"{self._name:.40} is too long; allowed: {MAX_FIELD_BYTES} bytes", self._name[:40])
 
 
 def _filename(message: Message) -> str:
@@ -140,7 +140,7 @@ def _filename(message: Message) -> str:
         if charset not in CHARSETS:
             raise refused(f"filename* in {charset!r:.40}; allowed: {', '.join(CHARSETS)}", "file")
         name = str(name[2]).encode("latin-1", "replace").decode(charset, "replace")
-    return name[:LONGEST_NAME] or "file"
+    return name[:MAX_NAME_LENGTH] or "file"
 
 
 router = APIRouter(prefix="/v1")
@@ -170,7 +170,7 @@ def _runner(http: Request) -> BatchRunner:
     return runner
 
 
-@router.post("/files", response_model=None, responses=answers(FileObject), openapi_extra={"requestBody": FORM})
+@router.post("/files", response_model=None, openapi_extra={"requestBody": FORM})
 async def upload(http: Request) -> dict[str, Any]:
     """Keep a file of requests: a form with `file` and `purpose=batch`."""
     store = _runner(http).store
@@ -189,26 +189,26 @@ async def upload(http: Request) -> dict[str, Any]:
         return store.add_file(http.state.owner, form.filename or "", "batch", content).to_dict()
 
 
-@router.get("/files", response_model=None, responses=answers(FileList))
+@router.get("/files", response_model=None)
 async def files(
     http: Request, purpose: str = "", limit: Limit = 10000, after: str = "", order: Order = "desc"
 ) -> dict[str, Any]:
     """The caller's files, the newest first unless `order` is asc."""
-    own = {id: one for id, one in _runner(http).store.files.items() if purpose in ("", one.purpose)}
-    return _page(own, http.state.owner, limit, after, order)
+    shown = {id: record for id, record in _runner(http).store.files.items() if purpose in ("", record.purpose)}
+    return _page(shown, http.state.owner, limit, after, order)
 
 
-@router.get("/files/{file_id}", response_model=None, responses=answers(FileObject))
+@router.get("/files/{file_id}", response_model=None)
 async def file(http: Request, file_id: str) -> dict[str, Any]:
-    """What is known of a file."""
-    return found(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
+    """A file's name, size and age."""
+    return owned(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
 
 
-@router.delete("/files/{file_id}", response_model=None, responses=answers(FileDeleted))
+@router.delete("/files/{file_id}", response_model=None)
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
-    """Remove a file."""
+    """Remove a file that no unfinished batch needs."""
     store = _runner(http).store
-    store.delete_file(found(store.files, file_id, http.state.owner, "file"))
+    store.delete_file(owned(store.files, file_id, http.state.owner, "file"))
     return {"id": file_id, "object": "file", "deleted": True}
 
 
@@ -216,39 +216,39 @@ async def delete(http: Request, file_id: str) -> dict[str, Any]:
 async def content(http: Request, file_id: str) -> FileResponse:
     """A file as it is."""
     store = _runner(http).store
-    record = found(store.files, file_id, http.state.owner, "file")
+    record = owned(store.files, file_id, http.state.owner, "file")
     return FileResponse(store.content(record.id), media_type="application/jsonl")
 
 
-@router.post("/batches", response_model=None, responses=answers(BatchObject))
+@router.post("/batches", response_model=None)
 async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     """Begin a batch over a file."""
     runner, owner = _runner(http), http.state.owner
     check_extra(fields)
     service_of(http).count_unknown(fields)
-    source = found(runner.store.files, fields.input_file_id, owner, "file")
+    source = owned(runner.store.files, fields.input_file_id, owner, "file")
     record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
     runner.begin(record)
     return record.to_dict()
 
 
-@router.get("/batches", response_model=None, responses=answers(BatchList))
+@router.get("/batches", response_model=None)
 async def batches(http: Request, limit: Limit = 20, after: str = "") -> dict[str, Any]:
     """The caller's batches, the newest first."""
     return _page(_runner(http).store.batches, http.state.owner, limit, after)
 
 
-@router.get("/batches/{batch_id}", response_model=None, responses=answers(BatchObject))
+@router.get("/batches/{batch_id}", response_model=None)
 async def batch(http: Request, batch_id: str) -> dict[str, Any]:
-    """How far a batch is."""
-    return found(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
+    """A batch and how many of its lines are answered."""
+    return owned(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
 
 
-@router.post("/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchObject))
+@router.post("/batches/{batch_id}/cancel", response_model=None)
 async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
     """End a batch; its finished answers stay."""
     runner = _runner(http)
-    record = found(runner.store.batches, batch_id, http.state.owner, "batch")
+    record = owned(runner.store.batches, batch_id, http.state.owner, "batch")
     if record.status not in ("validating", "in_progress"):
         raise ApiError(
             409, f"batch {batch_id!r} is {record.status}; allowed: to cancel one under way", param="batch_id"
@@ -260,11 +260,11 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
 def _page(records: dict[str, Listed], owner: str, limit: int, after: str, order: Order = "desc") -> dict[str, Any]:
     """A part of a list. after: the id of the last one of the part before; order: by age, desc from the newest."""
     sorted_records = records.values() if order == "asc" else reversed(records.values())
-    own = [one for one in sorted_records if one.owner == owner]
-    ids = [one.id for one in own]
+    listed = [record for record in sorted_records if record.owner == owner]
+    ids = [record.id for record in listed]
     if after and after not in ids:
         raise refused(f"after={after!r:.100}; allowed: an id of this list", "after")
     begin = ids.index(after) + 1 if after else 0
-    data = [one.to_dict() for one in own[begin : begin + limit]]
+    data = [record.to_dict() for record in listed[begin : begin + limit]]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, "has_more": begin + limit < len(own)} | ends
+    return {"object": "list", "data": data, "has_more": begin + limit < len(listed)} | ends

@@ -49,20 +49,20 @@ URLS: dict[str, type[ChatFields | CompletionFields]] = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
 }
-KNOWN = ("custom_id", "method", "url", "body")
-TIMED = ("timings", "metrics")  # parts of an answer that differ from run to run
-COUNTED = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
+LINE_FIELDS = ("custom_id", "method", "url", "body")
+TIMED_PARTS = ("timings", "metrics")  # parts of an answer that differ from run to run
+VARYING_USAGE = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
 FATAL = "the server ended while it answered this line and no other; it is not tried again"
-PIECE = 1024  # lines read and put in order at a time
-MOST_PROBLEMS = 100  # that a batch repeats
+LINES_AT_ONCE = 1024  # lines read and put in order at a time
+MAX_PROBLEMS = 100  # that a batch repeats
 
 
 def read_fields(line: Line) -> ChatFields | CompletionFields:
     """The request of a line; ApiError says what is not allowed."""
     item = line.item
-    if unknown := [name for name in item if name not in KNOWN]:
-        near = did_you_mean(str(unknown[0]), *KNOWN)
-        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}{near}", unknown[0])
+    if unknown := [name for name in item if name not in LINE_FIELDS]:
+        near = did_you_mean(str(unknown[0]), *LINE_FIELDS)
+        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(LINE_FIELDS)}{near}", unknown[0])
     if item.get("method", "POST") != "POST":
         raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
     url, body = item.get("url"), item.get("body")
@@ -106,25 +106,25 @@ class OpenAIRequest:
             events: list[Any] = [Started(job.choice, 0, 0.0)]
             if job.echo is not None:
                 events.append(Scored(job.choice, self.kind.scored(row, job.echo)))
-            events += [Committed(job.choice, done, 0.0) for done in row.rounds]
+            events += [Committed(job.choice, round, 0.0) for round in row.rounds]
             reason = row.finish_reason or "length"
             for event in [*events, Ended(job.choice, reason, 0.0, row.error)]:
                 self.writer.note(event)
         return answer_line(self.line, self.digest, self.writer.whole())
 
 
-def answer_line(line: Line, digest: str, whole: dict[str, Any]) -> dict[str, Any]:
+def answer_line(line: Line, digest: str, answer: dict[str, Any]) -> dict[str, Any]:
     """A line of the output from an answer."""
-    body = {name: value for name, value in whole.items() if name not in TIMED} | {"created": 0}
-    body["usage"] = {name: count for name, count in body["usage"].items() if name not in COUNTED}
+    body = {name: value for name, value in answer.items() if name not in TIMED_PARTS} | {"created": 0}
+    body["usage"] = {name: count for name, count in body["usage"].items() if name not in VARYING_USAGE}
     return _line(line, digest, 200, body)
 
 
 def refusal_line(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """A line of the error file."""
-    told = as_api_error(error)
-    reason = {"code": told.code or told.body["error"]["type"], "message": told.message}
-    return _line(line, digest, told.status, told.body) | {"error": reason}
+    refusal = as_api_error(error)
+    reason = {"code": refusal.code or refusal.body["error"]["type"], "message": refusal.message}
+    return _line(line, digest, refusal.status, refusal.body) | {"error": reason}
 
 
 def _line(line: Line, digest: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -180,12 +180,11 @@ class Prepared:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Its texts."""
         return [job.row for job in self.live.jobs]
 
 
 class BatchLines:
-    """The lines of one batch, as many at a time as the engine decodes."""
+    """Answers the lines of one batch, as many at a time as the engine decodes."""
 
     def __init__(self, service: Service, runner: BatchRunner, record: BatchRecord) -> None:
         self._service, self._store, self._reader, self._record = service, runner.store, runner.reader, record
@@ -206,7 +205,9 @@ class BatchLines:
             failure: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    while not expired and (lines := await asyncio.to_thread(lambda: list(islice(pending, PIECE)))):
+                    while not expired and (
+                        lines := await asyncio.to_thread(lambda: list(islice(pending, LINES_AT_ONCE)))
+                    ):
                         expired = await self._begin(lines, tasks)
                 for line in () if expired else self._last:
                     expired = expired or await self._answered_alone(line)
@@ -223,8 +224,8 @@ class BatchLines:
             for line in lines:
                 if self._key(line) in self._under_way.suspects:
                     self._last.append(line)
-                elif (one := await self._prepared(line)) is not None:
-                    waiting.append(one)
+                elif (prepared := await self._prepared(line)) is not None:
+                    waiting.append(prepared)
             waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
             while waiting:
                 await self._places.acquire()
@@ -234,8 +235,8 @@ class BatchLines:
                 tasks.create_task(self._answer_beside(waiting.popleft()))
             return False
         finally:
-            for one in waiting:  # that never began
-                self._service.release(one.live)
+            for prepared in waiting:  # that never began
+                self._service.release(prepared.live)
 
     def _key(self, line: Line) -> tuple[str, int]:
         return self._record.id, line.number
@@ -245,15 +246,15 @@ class BatchLines:
         async with self._under_way.entered(self._key(line)):
             if time.time() >= self._record.expires_at:
                 return True
-            if (one := await self._read(line)) is not None:
-                await self._answer(one)
+            if (prepared := await self._read(line)) is not None:
+                await self._answer(prepared)
         self._under_way.acquit(self._key(line))
         return False
 
-    async def _answer_beside(self, one: Prepared) -> None:
+    async def _answer_beside(self, prepared: Prepared) -> None:
         try:
-            async with self._under_way.entered(self._key(one.line)):
-                await self._answer(one)
+            async with self._under_way.entered(self._key(prepared.line)):
+                await self._answer(prepared)
         finally:
             self._places.release()
 
@@ -267,10 +268,10 @@ class BatchLines:
 
     def _check_answers(self) -> None:
         """Refuse to go on with the answers of another model."""
-        for found in self._output.answered.values():
-            if found.fingerprint != self._reader.fingerprint:
+        for answered in self._output.answered.values():
+            if answered.fingerprint != self._reader.fingerprint:
                 raise SlipstreamError(
-                    f"begun by a model with fingerprint {found.fingerprint}, loaded is {self._reader.fingerprint}"
+                    f"begun by a model with fingerprint {answered.fingerprint}, loaded is {self._reader.fingerprint}"
                 )
 
     def _pending(self) -> Iterator[Line]:
@@ -293,16 +294,16 @@ class BatchLines:
             await self._refuse(line, digest, error)
             return None
 
-    async def _answer(self, one: Prepared) -> None:
+    async def _answer(self, prepared: Prepared) -> None:
         """One line; those that fail are counted and written down."""
         try:
-            self._service.submit(one.live, one.live.jobs)
-            answer = answer_line(one.line, one.digest, await one.writer.collect())
+            self._service.submit(prepared.live, prepared.live.jobs)
+            answer = answer_line(prepared.line, prepared.digest, await prepared.writer.collect())
             await self._write(self._answered, answer)
         except Exception as error:
-            await self._refuse(one.line, one.digest, error)
+            await self._refuse(prepared.line, prepared.digest, error)
         finally:
-            self._service.release(one.live)
+            self._service.release(prepared.live)
 
     async def _refuse(self, line: Line, digest: str, error: BaseException) -> None:
         """Write down why a line has no answer; raises what is not the line's fault: the next server answers it then."""
@@ -340,18 +341,18 @@ class BatchRunner:
         self._service, self.store = service, store
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped = False
-        unfinished = {record.id for record in store.batches.values() if record.unfinished}
+        unfinished = {record.id for record in store.batches.values() if record.is_unfinished}
         self.under_way = LinesUnderWay(store.folder / "lines-under-way", unfinished)
 
     def start(self) -> None:
         """Go on with every batch that is not finished; the models are loaded."""
         self.reader = LineReader(self._service.decoder, JobOptions())
         for record in self.store.batches.values():
-            if record.unfinished:
+            if record.is_unfinished:
                 self.begin(record)
 
     def begin(self, record: BatchRecord) -> None:
-        """Run a batch."""
+        """Run a batch in a task of its own, unless the server ends."""
         if not self._stopped:
             self._tasks[record.id] = asyncio.ensure_future(self._run(record))
 
@@ -410,7 +411,7 @@ class BatchRunner:
 
     def _validated(self, record: BatchRecord) -> tuple[int, list[dict[str, object]]]:
         """How many lines there are, and which are no requests of this batch; called in a thread."""
-        problems, known, total = [], dict[str, int](), 0
+        problems, line_numbers, total = [], dict[str, int](), 0
         for line in FileLines(self.store.content(record.input_file_id)):
             total += 1
             try:
@@ -424,14 +425,16 @@ class BatchRunner:
                 if not has_id:
                     raise UsageError("custom_id is missing; allowed: one for each line")
                 key = str(line.id)
-                if key in known:
-                    raise UsageError(f"custom_id {key!r:.80} is that of line {known[key]}; allowed: one for each line")
-                known[key] = line.number
+                if key in line_numbers:
+                    raise UsageError(
+                        f"custom_id {key!r:.80} is that of line {line_numbers[key]}; allowed: one for each line"
+                    )
+                line_numbers[key] = line.number
             except UsageError as error:
                 problems.append(_problem("invalid_line", first_line(error), line.number))
         if not total:
             problems.append(_problem("empty_file", "the file has no lines; allowed: at least one", None))
-        return total, problems[:MOST_PROBLEMS]
+        return total, problems[:MAX_PROBLEMS]
 
     def _begin_or_refuse(self, record: BatchRecord, total: int, problems: list[dict[str, object]]) -> None:
         record.total = total

@@ -22,11 +22,11 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.durable_files import sync
 from slipstream.errors import SlipstreamError, UsageError
 
-LONGEST_NAME = 255  # characters of a file's name
+MAX_NAME_LENGTH = 255  # characters of a file's name
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 24 * 3600  # seconds of the only completion window
-MOST = 10_000  # files, and batches, of a key
-MOST_UPLOADS = 4  # of a key at a time
+MAX_RECORDS = 10_000  # files, and batches, of a key
+MAX_UPLOADS = 4  # of a key at a time
 
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -49,10 +49,9 @@ class FileRecord:
     purpose: str
 
     def __post_init__(self) -> None:
-        self.filename = printable(self.filename)[:LONGEST_NAME]
+        self.filename = printable(self.filename)[:MAX_NAME_LENGTH]
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's object."""
         return {"object": "file"} | {k: v for k, v in asdict(self).items() if k != "owner"} | {"status": "processed"}
 
 
@@ -78,14 +77,14 @@ class BatchRecord:
     failed: int = 0
 
     @property
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether there is something left to do."""
         return self.status in UNFINISHED
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's object. The files are told once they are finished."""
-        over = not self.unfinished and self.status != "failed"
-        found: dict[str, Any] = {
+        """OpenAI's object. Its files are named once it is finished."""
+        over = not self.is_unfinished and self.status != "failed"
+        shown: dict[str, Any] = {
             "id": self.id,
             "object": "batch",
             "endpoint": self.endpoint,
@@ -99,9 +98,9 @@ class BatchRecord:
             "expires_at": self.expires_at,
         }
         for name in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"):
-            found[f"{name}_at"] = self.times.get(name)
+            shown[f"{name}_at"] = self.times.get(name)
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
-        return found | {"request_counts": counts, "metadata": self.metadata}
+        return shown | {"request_counts": counts, "metadata": self.metadata}
 
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
@@ -129,8 +128,10 @@ class BatchStore:
         except BlockingIOError:
             self._lock.close()
             raise SlipstreamError(f"batch_folder={str(folder)!r} is used by another server") from None
-        self.files = {one.id: one for one in _read(folder / "files", FileRecord)}  # in the order of their times
-        self.batches = {one.id: one for one in _read(folder / "batches", BatchRecord)}
+        self.files = {
+            record.id: record for record in _read(folder / "files", FileRecord)
+        }  # in the order of their times
+        self.batches = {record.id: record for record in _read(folder / "batches", BatchRecord)}
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -145,14 +146,14 @@ class BatchStore:
         """Where a file can be written while it arrives; ApiError if its owner has no room for one more."""
         files = [file for file in self.files.values() if file.owner == owner]
         size = sum(file.bytes for file in files)
-        if len(files) >= MOST or size >= self.max_bytes:
+        if len(files) >= MAX_RECORDS or size >= self.max_bytes:
             raise refused(
-                f"{len(files)} files of {size} bytes; allowed: fewer than {MOST} files and {self.max_bytes} bytes, "
-                "delete some",
+                f"{len(files)} files of {size} bytes; allowed: fewer than {MAX_RECORDS} files and "
+                f"{self.max_bytes} bytes, delete some",
                 "file",
             )
-        if self._uploads[owner] >= MOST_UPLOADS:
-            raise ApiError(429, f"{MOST_UPLOADS} files are arriving already; try again later", code="too_many_uploads")
+        if self._uploads[owner] >= MAX_UPLOADS:
+            raise ApiError(429, f"{MAX_UPLOADS} files are arriving already; try again later", code="too_many_uploads")
         self._uploads[owner] += 1
         path = self.folder / "uploads" / uuid4().hex
         try:
@@ -178,7 +179,7 @@ class BatchStore:
 
     def delete_file(self, record: FileRecord) -> None:
         """Remove a file that no unfinished batch needs."""
-        if any(one.input_file_id == record.id and one.unfinished for one in self.batches.values()):
+        if any(batch.input_file_id == record.id and batch.is_unfinished for batch in self.batches.values()):
             raise refused(f"file {record.id!r} belongs to a batch that is not finished", "file_id")
         del self.files[record.id]
         (self.folder / "files" / f"{record.id}.json").unlink()
@@ -206,13 +207,13 @@ class BatchStore:
 
     def _forget_old_batches(self, owner: str) -> None:
         """Make room for one more of a key; the files of a forgotten batch stay."""
-        batches = [one for one in self.batches.values() if one.owner == owner]
-        finished = [one for one in batches if not one.unfinished]
-        if len(batches) - len(finished) >= MOST:
-            raise refused(f"{len(batches) - len(finished)} batches are not finished; allowed: at most {MOST}")
-        for one in sorted(finished, key=lambda one: one.created_at)[: max(0, len(batches) - MOST + 1)]:
-            del self.batches[one.id]
-            (self.folder / "batches" / f"{one.id}.json").unlink()
+        batches = [batch for batch in self.batches.values() if batch.owner == owner]
+        finished = [batch for batch in batches if not batch.is_unfinished]
+        if len(batches) - len(finished) >= MAX_RECORDS:
+            raise refused(f"{len(batches) - len(finished)} batches are not finished; allowed: at most {MAX_RECORDS}")
+        for batch in sorted(finished, key=lambda batch: batch.created_at)[: max(0, len(batches) - MAX_RECORDS + 1)]:
+            del self.batches[batch.id]
+            (self.folder / "batches" / f"{batch.id}.json").unlink()
 
     def change(self, record: BatchRecord, status: Status) -> None:
         """Give a batch another status, on the disk when this returns."""
@@ -225,7 +226,7 @@ class BatchStore:
         _write(self.folder / "batches" / f"{record.id}.json", record)
 
 
-def found(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
+def owned(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
     """The record of an id, for its owner; others learn nothing of it."""
     record = records.get(id)
     if record is None or record.owner != owner:
@@ -245,7 +246,7 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:
-    return sorted(_records(folder, cls), key=lambda one: one.created_at)
+    return sorted(_records(folder, cls), key=lambda record: record.created_at)
 
 
 def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:

@@ -9,21 +9,20 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_ARRIVES = (
-    20.0  # seconds that the head of a request may take, from the connection's beginning or the last answer
-)
+# for the head of a request, from the connection's beginning or the last answer
+REQUEST_ARRIVAL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """most: connections, beyond which the oldest without a whole request is closed; twice as many are never kept.
+    """max_connections: beyond which the oldest without a whole request is closed; twice as many are never kept.
 
     stalled: seconds after which a client that reads nothing is given up.
     """
 
-    most: int
+    max_connections: int
     stalled: float
-    arrival: float = REQUEST_ARRIVES
+    arrival: float = REQUEST_ARRIVAL_SECONDS
 
     def protocol(self) -> Any:
         """What makes connections, for uvicorn."""
@@ -33,8 +32,8 @@ class ConnectionLimits:
 class BoundedConnection(H11Protocol):
     """One connection under these limits. waiting_since: when it began to wait for the request that it waits for."""
 
-    def __init__(self, limits: ConnectionLimits, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, limits: ConnectionLimits, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._limits = limits
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -45,16 +44,17 @@ class BoundedConnection(H11Protocol):
         """Close another one where there are too many."""
         super().connection_made(transport)
         self._await_request()
-        most = self._limits.most
-        if len(self.connections) > most:
-            others = [one for one in self.connections if isinstance(one, BoundedConnection) and one.lacks_request]
-            if len(self.connections) > 2 * most:
+        limit = self._limits.max_connections
+        if len(self.connections) > limit:
+            others = [
+                other for other in self.connections if isinstance(other, BoundedConnection) and other.lacks_request
+            ]
+            if len(self.connections) > 2 * limit:
                 transport.abort()
             elif others:
-                min(others, key=lambda one: one.waiting_since).give_up()
+                min(others, key=lambda other: other.waiting_since).give_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers."""
         super().connection_lost(exc)
         _end(self._arrival)
         _end(self._stall)
@@ -72,12 +72,11 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """The client does not read: it gets `stalled` seconds."""
         super().pause_writing()
         self._stall = self.loop.call_later(self._limits.stalled, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does."""
         super().resume_writing()
         _end(self._stall)
 
@@ -88,7 +87,7 @@ class BoundedConnection(H11Protocol):
         return cycle is None or cycle.response_complete or cycle.more_body
 
     def give_up(self) -> None:
-        """Close it without a word."""
+        """Close the connection without an answer."""
         self.connections.discard(self)  # at once, so that it is not given up twice
         self.transport.abort()
 

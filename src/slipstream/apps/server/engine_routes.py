@@ -1,4 +1,4 @@
-"""Ours: what the engine is doing, and a text repeated without speculation."""
+"""Slipstream's own endpoints: what the engine is doing, and a plain repeat of a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields,
 from slipstream.apps.server.service import Service
 
 router = APIRouter(prefix="/v1/slipstream")
-INTERVAL = 1.0  # seconds between two states of a stream
+INTERVAL_SECONDS = 1.0  # between two states of a stream
 
 
 class ReplayFields(Fields):
@@ -38,27 +38,27 @@ async def state(http: Request) -> dict[str, Any]:
 
 @router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
 async def events(http: Request) -> Response:
-    """The same once per second, as server-sent events."""
+    """The state, once per second, as server-sent events."""
     service = service_of(http)
     service.check_ready()
 
     async def states() -> AsyncIterator[bytes]:
         while service.state == "ready":
             yield event(encoded(engine_state(service)))
-            await asyncio.sleep(INTERVAL)
+            await asyncio.sleep(INTERVAL_SECONDS)
 
     return EventStream(states())
 
 
 def engine_state(service: Service) -> dict[str, Any]:
-    """Everything as JSON."""
+    """What `/state` and `/events` report."""
     service.check_ready()
     decoder = service.decoder
-    most = decoder.config.max_batch_size
+    max_rows = decoder.config.max_batch_size
     return service.engine_status.state(service.totals.fold()) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
-        "places": {"taken": service.engine_status.num_running, "most": most},
+        "places": {"taken": service.engine_status.num_running, "most": max_rows},
         "model": service.facts.name,
         "draft": None if decoder.draft is None else decoder.draft.name,
         "drafter": decoder.drafter_name,
@@ -88,9 +88,9 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
         seconds = monotonic() - begun
     finally:
         service.release(live)
-    found = first_difference(writer.choices[0].token_ids, fields.token_ids)
-    service.metrics.add("slipstream:replays", label="identical" if found is None else "different")
-    return {"identical": found is None, "first_difference": found, "seconds": seconds}
+    difference = first_difference(writer.choices[0].token_ids, fields.token_ids)
+    service.metrics.add("slipstream:replays", label="identical" if difference is None else "different")
+    return {"identical": difference is None, "first_difference": difference, "seconds": seconds}
 
 
 def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
@@ -108,9 +108,9 @@ def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
     return again
 
 
-def first_difference(one: list[int], other: list[int]) -> int | None:
+def first_difference(tokens: list[int], other: list[int]) -> int | None:
     """Where two texts part; None if they are the same."""
-    if one == other:
+    if tokens == other:
         return None
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(tokens, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(other)))

@@ -22,12 +22,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
-PAUSE = 0.05  # seconds that a step may spend on prompts while rows are under way
-FIRST = 128  # tokens, before anything has been measured
-LEAST, MOST = 32, 2048  # tokens; fewer would be read at a price per token that is much higher
-STEP = 0.3  # how far one step moves what is known
-GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
-SHORT_ROW = 256  # tokens; a place that such a row has is soon free again
+PROMPT_SECONDS = 0.05  # that a step may spend on prompts while rows are under way
+FIRST_TOKENS = 128  # before anything has been measured
+MIN_TOKENS, MAX_TOKENS = 32, 2048  # fewer would be read at a price per token that is much higher
+LEARNING_RATE = 0.3  # how far one step moves the average
+GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for others that have come with it
+SHORT_ROW_TOKENS = 256  # a place that such a row has is soon free again
 SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
 
 
@@ -39,21 +39,21 @@ class PromptBudget:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that take about `PAUSE`."""
+        """Prompt tokens that take about `PROMPT_SECONDS`."""
         if self._seconds_per_token is None:
-            return FIRST
-        return round(max(LEAST, min(MOST, PAUSE / self._seconds_per_token)))
+            return FIRST_TOKENS
+        return round(max(MIN_TOKENS, min(MAX_TOKENS, PROMPT_SECONDS / self._seconds_per_token)))
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A step has read so many tokens of prompts in so many seconds."""
-        if tokens < LEAST or seconds <= 0:
+        if tokens < MIN_TOKENS or seconds <= 0:
             return
-        cost, known = seconds / tokens, self._seconds_per_token
-        self._seconds_per_token = cost if known is None else known + STEP * (cost - known)
+        cost, average = seconds / tokens, self._seconds_per_token
+        self._seconds_per_token = cost if average is None else average + LEARNING_RATE * (cost - average)
 
 
-class WaitingLine:
-    """Jobs that wait for a place in the batch. A caller, or a request, with many delays others by one at a time."""
+class FairQueue:
+    """Jobs that wait for a place in the batch: callers in turn, and the requests of each caller in turn."""
 
     def __init__(self) -> None:
         self._callers: OrderedDict[str, OrderedDict[LiveRequest, deque[Job]]] = OrderedDict()
@@ -93,16 +93,16 @@ class WaitingLine:
 log = logging.getLogger("slipstream.server")
 
 
-Told = list[tuple[LiveRequest, Event]]
-Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop
+Events = list[tuple[LiveRequest, Event]]
+OnStep = Callable[[list[Round]], None]  # called on the event loop with the rounds of every step
 
 
 class EngineThread:
     """Decodes jobs until it is stopped.
 
     load: makes the decoder, in this thread. on_ready, on_end: called on the event loop once it is loaded, and when the
-    thread ends, with the error that ended it if there is one. on_step: see `Step`. coming: whether more requests
-    are being prepared.
+    thread ends, with the error that ended it if there is one. on_step: see `OnStep`. is_more_coming: whether more
+    requests are being prepared.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class EngineThread:
         load: Callable[[], SpeculativeDecoder],
         on_ready: Callable[[SpeculativeDecoder], None],
         on_end: Callable[[BaseException | None], None],
-        on_step: Step,
-        coming: Callable[[], bool] = lambda: False,
+        on_step: OnStep,
+        is_more_coming: Callable[[], bool] = lambda: False,
     ) -> None:
         self._load, self._on_ready, self._on_end, self._on_step = load, on_ready, on_end, on_step
-        self._coming, self._loop = coming, asyncio.get_running_loop()
+        self._is_more_coming, self._loop = is_more_coming, asyncio.get_running_loop()
         self._mail: deque[tuple[str, Job]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._line, self._background = WaitingLine(), WaitingLine()
+        self._queue, self._background_queue = FairQueue(), FairQueue()
         self._running: dict[int, Job] = {}
         self._scoring: list[Job] = []
         self._scores: dict[Job, PromptScores] = {}
-        self._numbers = 0
-        self._told: Told = []
+        self._num_rows = 0
+        self._events: Events = []
         self._budget = PromptBudget()
         self._step_begun: float | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
@@ -151,8 +151,8 @@ class EngineThread:
         self._thread.join(timeout)
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread works."""
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -174,14 +174,14 @@ class EngineThread:
             self._scheduler.num_slots = self._scheduler.max_batch_size + SPARE_SLOTS
             self._call(self._on_ready, self._decoder)
             while self._read_mail():
-                self._begin()
-                self._deliver([])  # who has begun no longer waits, however long the step takes
+                self._start_waiting_jobs()
+                self._publish([])  # who has begun no longer waits, however long the step takes
                 self._step_begun = monotonic()
-                rounds = self._step() if self._running else []
-                self._note(rounds)
-                self._score()
+                rounds = self._decode_step() if self._running else []
+                self._end_finished_rows(rounds)
+                self._score_prompt()
                 self._step_begun = None
-                self._deliver(rounds)
+                self._publish(rounds)
         except BaseException as reason:  # whatever it is, every request must be told
             if not isinstance(reason, SlipstreamError):  # which says all there is to say
                 log.error("the engine has stopped", exc_info=reason)
@@ -191,26 +191,26 @@ class EngineThread:
     def _read_mail(self) -> bool:
         """Take in what has come; wait if there is nothing to do. False once the thread is to end."""
         with self._wake:
-            while not (self._stopping or self._mail or self._running or self._scoring or self._waiting()):
+            while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting()):
                 self._wake.wait()
                 self._gather()
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
-                (self._background if job.request.background else self._line).add(job)
+                (self._background_queue if job.request.background else self._queue).add(job)
             elif not job.over:
                 self._cancel(job)
         return not self._stopping
 
     def _gather(self) -> None:
         """Wait a moment for the rest of a burst after idleness: rows that begin together share all their rounds."""
-        until = monotonic() + GATHERING
-        while not self._stopping and self._coming() and (left := until - monotonic()) > 0:
-            self._wake.wait(left)
+        until = monotonic() + GATHER_SECONDS
+        while not self._stopping and self._is_more_coming() and (remaining := until - monotonic()) > 0:
+            self._wake.wait(remaining)
 
     def _cancel(self, job: Job) -> None:
-        self._line.remove(job)
-        self._background.remove(job)
+        self._queue.remove(job)
+        self._background_queue.remove(job)
         self._scheduler.cancel(job.row)
         if job.row.index in self._running and self._running[job.row.index] is job:
             del self._running[job.row.index]
@@ -219,14 +219,14 @@ class EngineThread:
             self._scores.pop(job, None)
         self._end(job, Ended(job.choice, "cancelled", monotonic()))
 
-    def _begin(self) -> None:
+    def _start_waiting_jobs(self) -> None:
         """Give free places to those that wait longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
-            job = self._line.take(self._may_begin) or self._take_background()
+            job = self._queue.take(self._may_begin) or self._take_background()
             if job is None:
                 return
             job.started = True
-            self._tell(job, Started(job.choice, self._decoder.num_cached_tokens(job.row), monotonic()))
+            self._add_event(job, Started(job.choice, self._decoder.num_cached_tokens(job.row), monotonic()))
             if job.echo is not None:
                 self._scoring.append(job)
             else:
@@ -241,31 +241,31 @@ class EngineThread:
     def _may_begin(self, job: Job) -> bool:
         """The last place is kept from long rows of a request that has others: it could be minutes until one is free."""
         under_way = [*self._running.values(), *self._scoring]
-        if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW:
+        if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW_TOKENS:
             return True
         return all(other.request is not job.request for other in under_way)
 
     def _take_background(self) -> Job | None:
         """The next job that nobody waits for. One place is left to those who come, where there is more than one."""
         under_way = [*self._running.values(), *self._scoring]
-        taken = sum(job.request.background for job in under_way)
-        return self._background.take() if taken < max(1, self._scheduler.max_batch_size - 1) else None
+        num_taken = sum(job.request.background for job in under_way)
+        return self._background_queue.take() if num_taken < max(1, self._scheduler.max_batch_size - 1) else None
 
-    def _waiting(self) -> bool:
+    def _has_waiting(self) -> bool:
         """Whether a job waits that can begin."""
-        return bool(len(self._line) or len(self._background))
+        return bool(len(self._queue) or len(self._background_queue))
 
     def _decode(self, job: Job) -> None:
         if not job.generate:
             job.row.finish_reason = "length"
             self._end(job, Ended(job.choice, "length", monotonic()))
             return
-        self._numbers += 1
-        job.row.index = self._numbers
+        self._num_rows += 1
+        job.row.index = self._num_rows
         self._running[job.row.index] = job
         self._scheduler.add(job.row)
 
-    def _step(self) -> list[Round]:
+    def _decode_step(self) -> list[Round]:
         """A round of every row, and as much of new prompts as the rows may wait for."""
         read = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
@@ -283,18 +283,18 @@ class EngineThread:
             self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
         return rounds
 
-    def _note(self, rounds: list[Round]) -> None:
+    def _end_finished_rows(self, rounds: list[Round]) -> None:
         now = monotonic()
-        for done in rounds:
-            job = self._running.get(done.row)
+        for round in rounds:
+            job = self._running.get(round.row)
             if job is None:
                 continue
-            self._tell(job, Committed(job.choice, done, now))
-            if done.finish_reason is not None:
-                del self._running[done.row]
-                self._end(job, Ended(job.choice, done.finish_reason, now, job.row.error))
+            self._add_event(job, Committed(job.choice, round, now))
+            if round.finish_reason is not None:
+                del self._running[round.row]
+                self._end(job, Ended(job.choice, round.finish_reason, now, job.row.error))
 
-    def _score(self) -> None:
+    def _score_prompt(self) -> None:
         """Score a prompt for a while; rows that are decoded wait no longer than for a long prompt."""
         if not self._scoring:
             return
@@ -311,29 +311,29 @@ class EngineThread:
         if scores.finished:
             self._scoring.pop(0)
             del self._scores[job]
-            self._tell(job, Scored(job.choice, tuple(scores.values)))
+            self._add_event(job, Scored(job.choice, tuple(scores.values)))
             self._decode(job)
 
-    def _tell(self, job: Job, event: Event) -> None:
-        self._told.append((job.request, event))
+    def _add_event(self, job: Job, event: Event) -> None:
+        self._events.append((job.request, event))
 
     def _end(self, job: Job, event: Ended) -> None:
         job.over = True
-        self._tell(job, event)
+        self._add_event(job, event)
 
-    def _deliver(self, rounds: list[Round]) -> None:
+    def _publish(self, rounds: list[Round]) -> None:
         """All events of a step in one call of the event loop."""
-        if self._told or rounds:
-            told, self._told = self._told, []
-            self._call(self._publish, told, rounds)
+        if self._events or rounds:
+            events, self._events = self._events, []
+            self._call(self._add_events, events, rounds)
 
-    def _publish(self, told: Told, rounds: list[Round]) -> None:
-        for request, event in told:
+    def _add_events(self, events: Events, rounds: list[Round]) -> None:
+        for request, event in events:
             try:
                 request.add_event(event)
             except Exception as error:  # or the requests behind it would wait for ever
                 request.fail(error)
-        notify_all(dict.fromkeys(request for request, _ in told))
+        notify_all(dict.fromkeys(request for request, _ in events))
         if rounds:
             self._on_step(rounds)
 

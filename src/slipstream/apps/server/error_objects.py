@@ -107,8 +107,8 @@ def add_handlers(app: FastAPI) -> None:
 
 def _methods(request: Request) -> list[str]:
     """What an address takes; the web framework names the methods of the first of its routes alone."""
-    here = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in here for method in getattr(route, "methods", None) or ()})
+    routes = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 def _status_line(status: int, request: Request) -> str:
@@ -170,9 +170,9 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return refused(
             f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
         )
-    wanted = [_wanted(error) for error in same if _address(error) == place] if of_kind else [_wanted(first)]
+    allowed = [_allowed(error) for error in same if _address(error) == place] if of_kind else [_allowed(first)]
     near = did_you_mean(str(first["input"]), *QUOTED.findall(first["ctx"]["expected"])) if is_choice else ""
-    return refused(f"{name or 'request body'}: {_any_of(wanted)}{near}", _without_indexes(place))
+    return refused(f"{name or 'request body'}: {_any_of(allowed)}{near}", _without_indexes(place))
 
 
 def _without_indexes(place: Sequence[str | int]) -> str | None:
@@ -185,16 +185,16 @@ def _without_indexes(place: Sequence[str | int]) -> str | None:
 
 def _address(error: Any) -> list[str | int]:
     """Where a mistake is, without the names that pydantic has for the kinds of a field's values."""
-    place = [part for at, part in enumerate(error["loc"]) if at or part not in SOURCES]
+    place = [part for index, part in enumerate(error["loc"]) if index or part not in SOURCES]
     return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
 
 
 def _is_name(part: str) -> bool:
-    """Whether this is a field of ours, or a key; kinds of values have other signs, or begin like classes."""
+    """Whether this is a field or a key; kinds of values have other signs, or begin like classes."""
     return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
 
 
-def _wanted(error: Any) -> str:
+def _allowed(error: Any) -> str:
     """What pydantic says is allowed; objects are not called what they are here."""
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{SHOULD}an object"
@@ -207,7 +207,7 @@ def misspelt(name: str, fields: Any) -> str:
     return f"; is {near[0]!r} meant for it?" if near else ""
 
 
-def _any_of(wanted: Sequence[str]) -> str:
+def _any_of(allowed: Sequence[str]) -> str:
     """Several things that are allowed, as one sentence."""
-    first, *others = dict.fromkeys(wanted)
+    first, *others = dict.fromkeys(allowed)
     return " or ".join([first, *(text.removeprefix(SHOULD) for text in others)])

@@ -23,17 +23,18 @@ from slipstream.errors import SlipstreamError, first_line
 from slipstream.models.cpu.thread_placement import free_thread
 
 log = logging.getLogger("slipstream.server")
-MOST_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
-CLOSES = 30.0  # seconds that all else may take when the server ends, connections and threads included
-FORCED = 2.0  # seconds that a step under way may take to end after a second signal
+CLOSING_SECONDS = 30.0  # that all else may take when the server ends, connections and threads included
+FORCED_SECONDS = 2.0  # that a step under way may take to end after a second signal
 
 
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: told the service once the models are loaded. cores: those that its own thread is let run on; see
-    `free_thread`. last_resort: told, when the server is to end, in how many seconds at the latest the process must.
+    on_ready: called with the server once the models are loaded. cores: those that its own thread is let run on; see
+    `free_thread`. last_resort: called when the
+    server is to end with the seconds after which the process must have ended.
     failure: what ended the engine, if that is why it ended.
     """
 
@@ -51,7 +52,7 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http=ConnectionLimits(MOST_CONNECTIONS, settings.request_timeout).protocol(),
+                http=ConnectionLimits(MAX_CONNECTIONS, settings.request_timeout).protocol(),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -71,27 +72,27 @@ class Server(uvicorn.Server):
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
         free_thread(self._cores)  # else it would take its time from the core of the engine's thread
-        self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
+        self.service = Service(self.settings, lambda service: self._announce(), self._engine_ended)
         return self.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; the models may have been loaded by then."""
         await super().startup(sockets)
         self._listens = not self.should_exit
-        self._tell_ready()
+        self._announce()
 
-    def _tell_ready(self) -> None:
+    def _announce(self) -> None:
         """Once the models are loaded and the address is known, whichever comes last."""
         if self._listens and self.service is not None and self.service.state == "ready":
             self._ready(self)
 
     @property
     def url(self) -> str:
-        """Where it listens."""
-        found = [socket.getsockname() for server in self.servers for socket in server.sockets]
+        """The address under which it can be called."""
+        addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{found[0][1] if found else self.settings.port}"
+        return f"http://{host}:{addresses[0][1] if addresses else self.settings.port}"
 
     def _engine_ended(self, error: BaseException | None) -> None:
         self.failure = self.failure or error
@@ -101,14 +102,14 @@ class Server(uvicorn.Server):
         """A signal: the first begins to shut down, the second ends it."""
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
-            self._last_resort(CLOSES)
+            self._last_resort(CLOSING_SECONDS)
             return
         self._loop.call_soon_threadsafe(self.begin_shutdown)
 
     def begin_shutdown(self) -> None:
         """Refuse new requests, let the others finish, then end. Called on the event loop."""
         if self._draining is None:
-            self._last_resort(self.settings.drain_timeout + CLOSES)
+            self._last_resort(self.settings.drain_timeout + CLOSING_SECONDS)
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -123,7 +124,7 @@ def serve(
 ) -> None:
     """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
-    _allow_files(2 * MOST_CONNECTIONS + OTHER_FILES)
+    _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
         try:
@@ -140,7 +141,7 @@ def serve(
         raise SlipstreamError(f"the engine has stopped: {first_line(server.failure)}") from server.failure
     if server.force_exit:
         if server.service is not None:
-            server.service.close(FORCED)
+            server.service.close(FORCED_SECONDS)
         raise KeyboardInterrupt
 
 
@@ -151,9 +152,9 @@ def _end_in(seconds: float) -> None:
 
 
 def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The same, with all that there is by now left out of garbage collections, which would stop all streams for it.
+    """The decoder, with all objects that exist by now left out of garbage collections, until `serve` ends.
 
-    Until `serve` ends.
+    A collection of all of them would stop every stream for its time.
     """
     gc.collect()
     gc.freeze()
@@ -163,9 +164,9 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
 def _allow_files(count: int) -> None:
     """Let the process have so many files and connections open, as far as the system does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    enough = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def _listening(settings: ServerSettings) -> socket.socket:

@@ -27,7 +27,7 @@ class LinesUnderWay:
     """
 
     def __init__(self, path: Path, unfinished: Collection[str]) -> None:
-        self._path, self._running, self._news = path, 0, asyncio.Event()
+        self._path, self._running, self._changed = path, 0, asyncio.Event()
         stages = {key: stage for key, stage in _read(path) if key[0] in unfinished}
         begun = {key for key, stage in stages.items() if stage == "begun"}
         self.fatal = {key for key, stage in stages.items() if stage == "fatal"} | (begun if len(begun) == 1 else set())
@@ -39,8 +39,8 @@ class LinesUnderWay:
         """While a line is worked on. A suspect waits until no other is, and no other begins meanwhile."""
         alone = key in self.suspects
         while self._running if alone else self._running < 0:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         self._running = -1 if alone else self._running + 1
         self._note(key, "begun")
         try:
@@ -48,7 +48,7 @@ class LinesUnderWay:
         finally:
             self._note(key, "suspect" if alone else "over")
             self._running = 0 if alone else self._running - 1
-            self._news.set()
+            self._changed.set()
 
     def acquit(self, key: Key) -> None:
         """A suspect has been answered, or refused, and the server lives."""
@@ -84,12 +84,12 @@ def _read(path: Path) -> list[tuple[Key, Stage]]:
     """What a file says, the latest last; a line that a dying process left unfinished says nothing."""
     if not path.exists():
         return []
-    found: list[tuple[Key, Stage]] = []
+    stages: list[tuple[Key, Stage]] = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
                 batch, number, stage = json.loads(line)
             except (ValueError, TypeError) as error:
                 raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
-            found.append(((batch, number), stage))
-    return found
+            stages.append(((batch, number), stage))
+    return stages

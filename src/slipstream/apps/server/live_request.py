@@ -22,7 +22,7 @@ class Started:
 
     choice: int
     cached: int
-    at: float
+    time: float
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Committed:
 
     choice: int
     round: Round
-    at: float
+    time: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Ended:
 
     choice: int
     reason: FinishReason
-    at: float
+    time: float
     error: Exception | None = None
 
 

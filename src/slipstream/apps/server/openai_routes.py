@@ -25,8 +25,6 @@ from slipstream.apps.server.schemas import (
     ConversationFields,
     Detokenized,
     DetokenizeFields,
-    ModelCard,
-    ModelList,
     Status,
     Tokenized,
     TokenizeFields,
@@ -62,13 +60,13 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
         if fields.stream:
             streaming = True
             return AnswerStream(live, writer, lambda: _over(service, live, 200))
-        whole = await until_gone(http, writer.collect())
+        whole_answer = await until_gone(http, writer.collect())
         _over(service, live, 200)
-        return JSONResponse(whole)
+        return JSONResponse(whole_answer)
     except Exception as error:
-        told = as_api_error(error)
-        log_answer(live, told.status)
-        raise told from error
+        refusal = as_api_error(error)
+        log_answer(live, refusal.status)
+        raise refusal from error
     finally:
         if not streaming:
             service.release(live)
@@ -104,8 +102,8 @@ async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ApiError(499, "the client has left")
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for future in (task, gone):
+            future.cancel()
 
 
 async def _gone(http: Request) -> None:
@@ -122,16 +120,16 @@ def service_of(http: Request) -> Service:
     return service
 
 
-@router.get("/v1/models", response_model=None, responses=answers(ModelList))
+@router.get("/v1/models", response_model=None)
 @router.get("/v1/models/", include_in_schema=False)
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_card(service_of(http))]}
 
 
-@router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelCard))
+@router.get("/v1/models/{name:path}", response_model=None)
 async def model(http: Request, name: str) -> dict[str, Any]:
-    """The same by its name."""
+    """The model that is served, by its name."""
     card = _card(service_of(http))
     if name != card["id"]:
         raise ApiError(404, f"model {name!r:.200} is not served here", param="model", code="model_not_found")
@@ -226,7 +224,7 @@ async def health(http: Request) -> JSONResponse:
     """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
     status = "stalled" if service.is_stalled else service.state
-    ready = status == "ready" and service.engine is not None and service.engine.alive
+    ready = status == "ready" and service.engine is not None and service.engine.is_alive
     return JSONResponse({"status": status}, 200 if ready else 503)
 
 
@@ -239,19 +237,19 @@ async def live(http: Request) -> JSONResponse:
 
 @router.get("/version", response_model=None, responses=answers(Version))
 async def version() -> dict[str, str]:
-    """Slipstream's version."""
+    """The version of Slipstream that runs."""
     return {"version": slipstream.__version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
-    """Prometheus metrics."""
+    """Figures of the server as Prometheus reads them."""
     service = service_of(http)
     service.check_ready()
-    running, most = service.engine_status.num_running, service.decoder.config.max_batch_size
+    running, max_rows = service.engine_status.num_running, service.decoder.config.max_batch_size
     gauges = {
         "vllm:num_requests_running": running,
         "vllm:num_requests_waiting": service.num_waiting,
-        "vllm:kv_cache_usage_perc": running / most,
+        "vllm:kv_cache_usage_perc": running / max_rows,
     }
     return Response(service.metrics.page(service.totals.fold(), gauges), media_type=CONTENT_TYPE_LATEST)

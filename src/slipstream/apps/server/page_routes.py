@@ -49,20 +49,20 @@ LIST = """<!doctype html>
 @router.get("/", include_in_schema=False)
 async def index(http: Request) -> Response:
     """The page, or the list of endpoints."""
-    found = _file("index.html")
-    if found is None:
+    page = _file("index.html")
+    if page is None:
         paths = sorted({path for path in http.app.openapi()["paths"]})
-        found = (LIST % "\n".join(f"<li><code>{path}</code></li>" for path in paths)).encode()
-    return _answer(http, found, "html")
+        page = (LIST % "\n".join(f"<li><code>{path}</code></li>" for path in paths)).encode()
+    return _answer(http, page, "html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
 async def page_file(http: Request, name: str) -> Response:
     """A file of the page."""
-    found = _file(name)
-    if found is None:
+    content = _file(name)
+    if content is None:
         raise ApiError(404, f"/page/{name!r:.80}: there is no such file")
-    return _answer(http, found, name.rpartition(".")[2])
+    return _answer(http, content, name.rpartition(".")[2])
 
 
 def _file(name: str) -> bytes | None:
@@ -70,7 +70,7 @@ def _file(name: str) -> bytes | None:
     folder = resources.files("slipstream.apps.server") / "page"
     if not folder.is_dir():
         return None
-    return next((one.read_bytes() for one in folder.iterdir() if one.name == name and _kind(name)), None)
+    return next((file.read_bytes() for file in folder.iterdir() if file.name == name and _kind(name)), None)
 
 
 def _kind(name: str) -> str | None:

@@ -44,10 +44,10 @@ class ServeSpec:
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> ServeSpec:
         """Checked; UsageError names the field that is wrong."""
-        known = [f.name for f in fields(cls)]
-        if unknown := [name for name in args if name not in known]:
-            near = did_you_mean(str(unknown[0]), *known)
-            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(known)}{near}")
+        names = [f.name for f in fields(cls)]
+        if unknown := [name for name in args if name not in names]:
+            near = did_you_mean(str(unknown[0]), *names)
+            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(names)}{near}")
         if not isinstance(args.get("target"), str):
             raise UsageError(f"target={args.get('target')!r:.80}; allowed: the name of a model")
         spec = cls(**args)
@@ -66,19 +66,19 @@ class ServeSpec:
     @property
     def settings(self) -> ServerSettings:
         """The server's settings; lists become tuples."""
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()
         }
-        return ServerSettings(**given)
+        return ServerSettings(**values)
 
     def scale(self) -> dict[str, Any]:
         """The number of replicas as Serve wants it."""
         if isinstance(self.replicas, int) and not isinstance(self.replicas, bool) and self.replicas >= 1:
             return {"num_replicas": self.replicas}
         if isinstance(self.replicas, Mapping) and set(self.replicas) == {"min", "max"}:
-            most = self.config.max_batch_size
+            max_rows = self.config.max_batch_size
             limits = {"min_replicas": self.replicas["min"], "max_replicas": self.replicas["max"]}
-            return {"autoscaling_config": limits | {"target_ongoing_requests": most}}
+            return {"autoscaling_config": limits | {"target_ongoing_requests": max_rows}}
         raise UsageError(f'replicas={self.replicas!r}; allowed: a whole number >= 1, or {{"min": N, "max": N}}')
 
     def load(self) -> SpeculativeDecoder:
@@ -136,9 +136,9 @@ def _end(error: BaseException | None) -> None:
         os._exit(1)
 
 
-def _refuse_unknown(name: str, given: Any, known: list[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{name}={given!r:.80}; allowed: a mapping")
-    if unknown := [key for key in given if key not in known]:
-        near = did_you_mean(str(unknown[0]), *known)
-        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(known)}{near}")
+def _refuse_unknown(name: str, settings: Any, names: list[str]) -> None:
+    if not isinstance(settings, Mapping):
+        raise UsageError(f"{name}={settings!r:.80}; allowed: a mapping")
+    if unknown := [key for key in settings if key not in names]:
+        near = did_you_mean(str(unknown[0]), *names)
+        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(names)}{near}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.apps.server.error_objects import misspelt, refused
 from slipstream.apps.server.schemas import (
-    MOST_ROWS,
+    MAX_ROWS,
     THOUGHTS,
     CallFields,
     ChatFields,
@@ -36,12 +36,12 @@ from slipstream.errors import did_you_mean
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
 
-LONGEST_NAME = 256
-MOST_NAMED = 100  # fields without effect that the log names
+MAX_NAME_LENGTH = 256
+MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 ROLES = {"developer": "system", "function": "tool"}
 # fields whose name and meaning are those of SamplingParams; None leaves its default
-SAME = (
+SAME_NAMES = (
     "top_p",
     "min_p",
     "presence_penalty",
@@ -57,8 +57,8 @@ SAME = (
 def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
     """The tools of a request; ApiError naming the first that is none."""
     tools = fields.tools or []
-    for at, tool in enumerate(tools):
-        _check(f"tools.{at}", tool)
+    for index, tool in enumerate(tools):
+        _check(f"tools.{index}", tool)
     names = [tool["function"]["name"] for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise refused(f"tools: {twice[0]!r} is there twice; allowed: names that differ", "tools")
@@ -73,9 +73,9 @@ def _check(place: str, tool: dict[str, Any]) -> None:
     if not isinstance(function, dict):
         raise refused(f"{place}.function; allowed: an object with a name and parameters", f"{place}.function")
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise refused(
-            f"{place}.function.name: {name!r:.40}; allowed: a text of at most {LONGEST_NAME} characters",
+            f"{place}.function.name: {name!r:.40}; allowed: a text of at most {MAX_NAME_LENGTH} characters",
             f"{place}.function.name",
         )
     if not isinstance(function.get("description", ""), str | None):
@@ -101,7 +101,7 @@ def _check_parameters(place: str, parameters: Any) -> None:
         near = did_you_mean(str(parameters["type"]), "object")
         raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'{near}", place)
     properties = parameters.get("properties", {})
-    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+    if not isinstance(properties, dict) or not all(isinstance(schema, dict | bool) for schema in properties.values()):
         raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
 
 
@@ -140,18 +140,18 @@ def rendered_prompts(
 
     plain_texts: refuse texts that have special tokens; ids are taken as they are.
     """
-    prompt = fields.prompt
-    if isinstance(prompt, str):
-        several: list[Any] = [prompt]
+    sent = fields.prompt
+    if isinstance(sent, str):
+        prompts: list[Any] = [sent]
     else:
-        several = [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
-    if not several:
+        prompts = [sent] if sent and isinstance(sent[0], int) else list(sent)
+    if not prompts:
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
-    if len(several) * (fields.n or 1) > MOST_ROWS:  # before any is tokenised
-        raise refused(f"{len(several)} prompts with n={fields.n or 1}; allowed: at most {MOST_ROWS} texts", "n")
+    if len(prompts) * (fields.n or 1) > MAX_ROWS:  # before any is tokenised
+        raise refused(f"{len(prompts)} prompts with n={fields.n or 1}; allowed: at most {MAX_ROWS} texts", "n")
     if plain_texts:
-        check_plain([("prompt", text) for text in several if isinstance(text, str)], tokenizer)
-    return [_prompt(one, fields, tokenizer) for one in several]
+        check_plain([("prompt", text) for text in prompts if isinstance(text, str)], tokenizer)
+    return [_prompt(prompt, fields, tokenizer) for prompt in prompts]
 
 
 def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
@@ -159,22 +159,22 @@ def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -
     special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset[int]()
     for name, text in texts:
         check_text(name, text)
-        if found := special.intersection(_needed(tokenizer).bare(text)):
-            token = next(word for word, number in _needed(tokenizer).vocabulary().items() if number in found)
+        if specials := special.intersection(_needed(tokenizer).bare(text)):
+            token = next(word for word, number in _needed(tokenizer).vocabulary().items() if number in specials)
             raise refused(f"{name} has the special token {token!r:.80}; allowed: texts without special tokens", name)
 
 
 def _texts_of(value: Any) -> Iterator[str]:
     """All texts in a JSON value, keys included, however deep it is."""
-    left = [value]
-    while left:
-        value = left.pop()
+    values = [value]
+    while values:
+        value = values.pop()
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict):
-            left += [*value.keys(), *value.values()]
+            values += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
-            left += value
+            values += value
 
 
 def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokenizer | None) -> Rendered:
@@ -182,9 +182,9 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
         return Rendered(_cut(prompt, fields.truncate_prompt_tokens))
     check_text("prompt", prompt)
     encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
-    whole = encode(prompt)
-    ids = _cut(whole, fields.truncate_prompt_tokens)
-    return Rendered(ids, prompt if len(ids) == len(whole) else None)
+    all_ids = encode(prompt)
+    ids = _cut(all_ids, fields.truncate_prompt_tokens)
+    return Rendered(ids, prompt if len(ids) == len(all_ids) else None)
 
 
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False) -> Rendered:
@@ -194,7 +194,11 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_text
     """
     messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
     plain = not fields.continue_final_message and (fields.tool_choice == "none" or not fields.tools)
-    plain = plain and _needed(tokenizer).has_chat_template and all({*one} == {"role", "content"} for one in messages)
+    plain = (
+        plain
+        and _needed(tokenizer).has_chat_template
+        and all({*message} == {"role", "content"} for message in messages)
+    )
     return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
 
 
@@ -203,7 +207,7 @@ def rendered_messages(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The messages of a conversation as a chat template reads them, and their token ids."""
     read = _message_fields(tokenizer)
-    messages = [_message(number, one, read) for number, one in enumerate(fields.messages or ())]
+    messages = [_message(number, message, read) for number, message in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
     _check_shown(fields, _needed(tokenizer), read)
     check_json("chat_template_kwargs", fields.chat_template_kwargs)
@@ -216,12 +220,12 @@ def rendered_messages(
     if fields.add_special_tokens:
         name = "add_special_tokens"
         raise refused(f"{name}=true; allowed: false, the chat template writes its own", name)
-    opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
-    goes_on = bool(fields.continue_final_message)
-    if goes_on and fields.add_generation_prompt:
+    has_opening = True if fields.add_generation_prompt is None else fields.add_generation_prompt
+    is_continued = bool(fields.continue_final_message)
+    if is_continued and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
     variables = fields.chat_template_kwargs or {}
-    form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
+    form = ChatForm(tools, has_opening and not is_continued, is_continued, fields.reasoning_effort, variables)
     return messages, _needed(tokenizer).chat(messages, form)
 
 
@@ -239,7 +243,7 @@ def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set
             if name in part.REFUSED or (isinstance(part, MessageFields) and name in read):
                 continue
             count, kind = count + 1, NUMBER.sub("", place + name)
-            if kind not in named and len(named) < MOST_NAMED and name not in part.SILENT:
+            if kind not in named and len(named) < MAX_NAMED and name not in part.SILENT:
                 named.add(kind)
                 near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
                 log.warning("requests have the field %r, which has no effect%s", f"{place}{name}"[:80], near)
@@ -255,7 +259,7 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
         variables = tokenizer.template_variables()
     # calls that are forced need not be shown to be made
     is_shown = fields.tool_choice in (None, "auto") if templated else fields.tool_choice != "none"
-    asked: list[tuple[str, Any, bool]] = [
+    fields_asked: list[tuple[str, Any, bool]] = [
         ("tools", is_shown and fields.tools, "tools" in variables),
         ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
         ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # each of them is looked at there
@@ -264,9 +268,9 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
     ]
     for number, message in enumerate(fields.messages or ()):
         parts = {"tool_calls": message.tool_calls} | {name: message.extra.get(name) for name in THOUGHTS}
-        asked += [(f"messages.{number}.{name}", value, name in read) for name, value in parts.items()]
+        fields_asked += [(f"messages.{number}.{name}", value, name in read) for name, value in parts.items()]
     why = "this chat template does not read it" if templated else "this model has no chat template"
-    for name, value, is_read in asked:
+    for name, value, is_read in fields_asked:
         if says_something(value) and not is_read:
             raise refused(f"{name}: {why}; allowed: a request without it", name)
     for name in variables.intersection(fields.extra) - {"messages", "documents"}:
@@ -277,7 +281,7 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
 def _lines(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, special_tokens: bool | None
 ) -> list[int]:
-    """What stands for a conversation where there is no chat template: its texts, line by line."""
+    """A conversation without a chat template: its texts, line by line."""
     encode = _needed(tokenizer).bare if special_tokens is False else _needed(tokenizer).encode
     return encode("\n".join(message["content"] for message in messages))
 
@@ -288,20 +292,20 @@ def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[
     if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
         near = misspelt("content", message.extra) or "; allowed: a text, or parts of one"
         raise refused(f"{name} is {json.dumps(message.content)}{near}", name)
-    made: dict[str, Any] = {
+    rendered: dict[str, Any] = {
         name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
     }
-    made |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
+    rendered |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
     if message.tool_calls:
-        made["tool_calls"] = [
-            _call(f"messages.{number}.tool_calls.{at}", call) for at, call in enumerate(message.tool_calls)
+        rendered["tool_calls"] = [
+            _call(f"messages.{number}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
         ]
     if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
+        rendered["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        made["name"] = message.name
-    check_json(f"messages.{number}", {name: value for name, value in made.items() if name != "content"})
-    return made
+        rendered["name"] = message.name
+    check_json(f"messages.{number}", {name: value for name, value in rendered.items() if name != "content"})
+    return rendered
 
 
 def _speaks_otherwise(message: MessageFields) -> bool:
@@ -335,8 +339,8 @@ def _call(place: str, call: CallFields) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
-def _cut(ids: list[int], most: int | None) -> list[int]:
-    return ids if most is None else ids[-most:]
+def _cut(ids: list[int], max_tokens: int | None) -> list[int]:
+    return ids if max_tokens is None else ids[-max_tokens:]
 
 
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -364,24 +368,24 @@ def sampling_params(
 ) -> SamplingParams:
     """The options of a request's rows, but for `n`. ApiError or UsageError naming the field that cannot be met."""
     check_supported(fields)
-    given: dict[str, Any] = {name: getattr(fields, name) for name in SAME if getattr(fields, name) is not None}
-    given["temperature"] = 1.0 if fields.temperature is None else fields.temperature
-    given["top_k"] = max(0, fields.top_k or 0)
-    given["logit_bias"] = _biases(fields.logit_bias or {})
-    given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
-    given["bad_words"] = tuple(fields.bad_words or ())
-    given["seed"] = None if fields.seed == -1 else fields.seed
-    given["max_tokens"] = max(1, max_tokens)
-    given["logprobs"] = wanted_logprobs(fields)
-    given["prediction"], given["constraint"] = predicted_text(fields), constraint
+    options: dict[str, Any] = {name: getattr(fields, name) for name in SAME_NAMES if getattr(fields, name) is not None}
+    options["temperature"] = 1.0 if fields.temperature is None else fields.temperature
+    options["top_k"] = max(0, fields.top_k or 0)
+    options["logit_bias"] = _biases(fields.logit_bias or {})
+    options["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    options["bad_words"] = tuple(fields.bad_words or ())
+    options["seed"] = None if fields.seed == -1 else fields.seed
+    options["max_tokens"] = max(1, max_tokens)
+    options["logprobs"] = wanted_logprobs(fields)
+    options["prediction"], options["constraint"] = predicted_text(fields), constraint
     if fields.allowed_token_ids is not None:
         if max(fields.allowed_token_ids) >= vocab_size:
             raise refused(
                 f"allowed_token_ids: token id {max(fields.allowed_token_ids)}; allowed: 0 to {vocab_size - 1}",
                 "allowed_token_ids",
             )
-        given["logits_processors"] = (AllowedTokens(fields.allowed_token_ids),)
-    return SamplingParams(**given)
+        options["logits_processors"] = (AllowedTokens(fields.allowed_token_ids),)
+    return SamplingParams(**options)
 
 
 def wanted_logprobs(fields: SamplingFields) -> int | None:
@@ -402,8 +406,8 @@ def check_supported(fields: SamplingFields) -> None:
     )
     for name in sorted(other.model_fields.keys() & extra.keys()):
         if says_something(extra[name]):
-            here = ", here it is max_tokens" if name == "max_completion_tokens" else ""
-            raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{here}", name)
+            hint = ", here it is max_tokens" if name == "max_completion_tokens" else ""
+            raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{hint}", name)
     best_of = extra.get("best_of")
     if best_of not in (None, fields.n or 1):
         raise refused(f"best_of={best_of!s:.40}; allowed: the same as n", "best_of")

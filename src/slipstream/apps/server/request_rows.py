@@ -36,9 +36,9 @@ from slipstream.errors import UsageError, did_you_mean, first_line
 from slipstream.text.requests import RequestReader, further_seeds
 from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParser
 
-MOST_BYTES = 64 << 10  # of a schema, an expression or a grammar
-MOST_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
-KINDS = {
+MAX_BYTES = 64 << 10  # of a schema, an expression or a grammar
+MAX_BYTES_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
+STRUCTURED_OUTPUTS = {
     "json": "json_schema",
     "json_object": "json_object",
     "regex": "regex",
@@ -50,7 +50,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 
 @contextmanager
-def told_as(field: str) -> Iterator[None]:
+def errors_named(field: str) -> Iterator[None]:
     """Refusals of constraints name the field that they came from."""
     try:
         yield
@@ -63,20 +63,20 @@ def told_as(field: str) -> Iterator[None]:
 
 def form_field(fields: SamplingFields) -> str | None:
     """The field that decides the form of the answer; None where it is free. ApiError if several do."""
-    found = []
+    names = []
     form = fields.response_format
     if form is not None and form.json_schema is not None and form.type != "json_schema":
         name = "response_format.json_schema"
         raise refused(f"{name} with type {form.type!r}; allowed: with type 'json_schema'", name)
     if fields.structured_outputs:
-        found.append("structured_outputs")
+        names.append("structured_outputs")
     if form is not None and form.type != "text":
-        found.append("response_format")
+        names.append("response_format")
     if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
-        found.append("tool_choice")
-    if len(found) > 1:
-        raise refused(f"{found[0]} beside {found[1]}; allowed: one of them", found[0])
-    return found[0] if found else None
+        names.append("tool_choice")
+    if len(names) > 1:
+        raise refused(f"{names[0]} beside {names[1]}; allowed: one of them", names[0])
+    return names[0] if names else None
 
 
 def compiles_slowly(fields: SamplingFields) -> bool:
@@ -84,10 +84,12 @@ def compiles_slowly(fields: SamplingFields) -> bool:
     if form_field(fields) is None:
         return False
     has_tools = isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"
-    given = [(KINDS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()]
+    constraints = [
+        (STRUCTURED_OUTPUTS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()
+    ]
     if fields.response_format is not None and (named := fields.response_format.json_schema) is not None:
-        given.append(("json_schema", named.json_schema))
-    texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in given]
+        constraints.append(("json_schema", named.json_schema))
+    texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in constraints]
     return bool(has_tools) or not all(is_small(kind, text) for kind, text in texts)
 
 
@@ -98,7 +100,7 @@ def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Co
     if field is None:
         return None
     offered = [] if isinstance(fields, ChatFields) and fields.tool_choice == "none" else tools
-    with told_as(field):
+    with errors_named(field):
         if field == "structured_outputs":
             if offered:
                 raise refused("structured_outputs with tools; allowed: with tool_choice 'none'", field)
@@ -127,18 +129,19 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     return schema
 
 
-def _vllm(given: Mapping[str, Any]) -> Constraint:
+def _vllm(outputs: Mapping[str, Any]) -> Constraint:
     """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
-    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
-    if len(wanted) != 1 or not set(wanted) <= set(KINDS):
-        names = ", ".join(sorted(wanted)) or "nothing"
-        near = did_you_mean(names, *KINDS)
+    chosen = {name: value for name, value in outputs.items() if value is not None and value is not False}
+    if len(chosen) != 1 or not set(chosen) <= set(STRUCTURED_OUTPUTS):
+        names = ", ".join(sorted(chosen)) or "nothing"
+        near = did_you_mean(names, *STRUCTURED_OUTPUTS)
         raise refused(
-            f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}{near}", "structured_outputs"
+            f"structured_outputs: {names:.80}; allowed: one of {', '.join(STRUCTURED_OUTPUTS)}{near}",
+            "structured_outputs",
         )
-    ((name, value),) = wanted.items()
+    ((name, value),) = chosen.items()
     _bounded("structured_outputs", value)
-    return Constraint(**{KINDS[name]: value})
+    return Constraint(**{STRUCTURED_OUTPUTS[name]: value})
 
 
 def _calls(
@@ -153,9 +156,9 @@ def _calls(
         raise refused(
             "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
         )
-    schemas = {f"arguments_{at}": arguments_schema(tool) for at, tool in enumerate(tools)}
-    _bounded("tools", schemas, MOST_OF_TOOLS)
-    bodies = [_body(form, tool["function"]["name"], f"@arguments_{at}") for at, tool in enumerate(tools)]
+    schemas = {f"arguments_{index}": arguments_schema(tool) for index, tool in enumerate(tools)}
+    _bounded("tools", schemas, MAX_BYTES_OF_TOOLS)
+    bodies = [_body(form, tool["function"]["name"], f"@arguments_{index}") for index, tool in enumerate(tools)]
     several = (
         "" if fields.parallel_tool_calls is False else f" ({_literal(form.between_calls)} call)*".replace('"" ', "")
     )
@@ -164,12 +167,12 @@ def _calls(
         f"calls: call{several}",
         f"call: {' | '.join(bodies)}",
     ]
-    given = schemas if answer is None else schemas | {"answer": answer}
+    all_schemas = schemas if answer is None else schemas | {"answer": answer}
     try:
-        return Constraint(grammar="\n".join(lines), schemas=given, whitespace="spaced")
+        return Constraint(grammar="\n".join(lines), schemas=all_schemas, whitespace="spaced")
     except UsageError:
-        for at, schema in enumerate(schemas.values()):
-            with told_as(f"tools.{at}.function.parameters"):
+        for index, schema in enumerate(schemas.values()):
+            with errors_named(f"tools.{index}.function.parameters"):
                 Constraint(json_schema=schema)
         raise
 
@@ -187,20 +190,20 @@ def _literal(text: str) -> str:
 
 def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object; a tool without parameters takes none."""
-    given = tool["function"].get("parameters")
-    if given is None:
+    parameters = tool["function"].get("parameters")
+    if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **given}
+    return {"type": "object", **parameters}
 
 
-def _bounded(field: str, value: Any, most: int = MOST_BYTES) -> None:
+def _bounded(field: str, value: Any, max_bytes: int = MAX_BYTES) -> None:
     """Refuse what is too large to be read for a request."""
     try:
         size = len(value) if isinstance(value, str) else len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
         raise ApiError(400, f"{field}: not JSON", param=field) from None
-    if size > most:
-        raise refused(f"{field} has {size} bytes; allowed: at most {most}", field)
+    if size > max_bytes:
+        raise refused(f"{field} has {size} bytes; allowed: at most {max_bytes}", field)
 
 
 @dataclass(frozen=True)
@@ -246,16 +249,16 @@ class RowMaker:
     def _of_prompt(
         self, live: LiveRequest, fields: SamplingFields, prompt: Rendered, tokenizer: Tokenizer | None
     ) -> list[Job]:
-        wanted = self._max_tokens(fields, len(prompt.ids))
+        max_tokens = self._max_tokens(fields, len(prompt.ids))
         target, cannot = self.decoder.target, self.decoder.reader.no_predictions
-        params = sampling_params(fields, wanted, target.backend.vocab_size, answer_constraint(fields, tokenizer))
+        params = sampling_params(fields, max_tokens, target.backend.vocab_size, answer_constraint(fields, tokenizer))
         params = RequestReader(replace(target, tokenizer=tokenizer), cannot).with_token_ids(params)
         if params.prediction is not None and len(params.prediction) > self.max_model_len:
             raise refused(
                 f"prediction has {len(params.prediction)} tokens; allowed: at most {self.max_model_len}", "prediction"
             )
         reader = RequestReader(target, cannot, self.grammars)  # given ids alone, it encodes nothing
-        with told_as(form_field(fields) or "constraint"):
+        with errors_named(form_field(fields) or "constraint"):
             rows = [reader.rows([prompt.ids], params)[0] for _ in range(fields.n or 1)]
         for row, seed in zip(rows[1:], further_seeds(rows[0].seed, fields.n or 1), strict=True):
             row.seed = seed
@@ -263,25 +266,25 @@ class RowMaker:
         for row in rows:
             row.messages, row.group = prompt.messages, live.group
         limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))
-        return [Job(live, 0, row, echo, generate=wanted > 0, limits=limits) for row in rows]
+        return [Job(live, 0, row, echo, generate=max_tokens > 0, limits=limits) for row in rows]
 
     def _max_tokens(self, fields: SamplingFields, prompt: int) -> int:
         """How long an answer may be; 0 for none."""
         if not prompt:
             raise refused("the prompt is empty; allowed: at least one token", "prompt")
-        wanted, name = fields.max_tokens, "max_tokens"
+        asked_tokens, name = fields.max_tokens, "max_tokens"
         if isinstance(fields, ChatFields):
             if fields.max_completion_tokens is not None:
-                wanted, name = fields.max_completion_tokens, "max_completion_tokens"
+                asked_tokens, name = fields.max_completion_tokens, "max_completion_tokens"
             default = self.settings.default_max_tokens
         else:
             default = COMPLETION_TOKENS
         echoed = isinstance(fields, CompletionFields) and fields.echo
-        if wanted == 0 and not echoed:
+        if asked_tokens == 0 and not echoed:
             more = ", or 0 with echo=true" if isinstance(fields, CompletionFields) else ""
             raise refused(f"{name}=0; allowed: at least 1{more}", name)
         room = self.max_model_len - prompt
-        needed = 1 if wanted is None else wanted
+        needed = 1 if asked_tokens is None else asked_tokens
         if needed > room:
             raise refused(
                 f"This model's maximum context length is {self.max_model_len} tokens; {prompt} of the prompt and "
@@ -289,15 +292,15 @@ class RowMaker:
                 name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
                 "context_length_exceeded",
             )
-        return min(default, room) if wanted is None else wanted
+        return min(default, room) if asked_tokens is None else asked_tokens
 
 
-def check_model(name: str, given: str | None) -> None:
+def check_model(name: str, asked_model: str | None) -> None:
     """Refuse requests for another model than the one of this name."""
-    if given not in (None, "", name):
+    if asked_model not in (None, "", name):
         raise ApiError(
             404,
-            f"model {given!r:.200} is not served here; allowed: {name!r}{did_you_mean(given or '', name)}",
+            f"model {asked_model!r:.200} is not served here; allowed: {name!r}{did_you_mean(asked_model or '', name)}",
             param="model",
             code="model_not_found",
         )

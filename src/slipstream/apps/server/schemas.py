@@ -1,6 +1,6 @@
 """What clients may send and what answers look like, for validation and the OpenAPI document.
 
-Fields are OpenAI's, vLLM's at the top level, and ours.
+Fields are OpenAI's, vLLM's at the top level, and Slipstream's own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
-MOST_TOKENS = 1 << 24
-MOST_BIASES = 1024
-MOST_ROWS = 128  # texts of one request: prompts times n
+MAX_TOKENS = 1 << 24
+MAX_BIASES = 1024
+MAX_ROWS = 128  # texts of one request: prompts times n
 FAIL_FAST = Field(fail_fast=True)
 # known to change nothing here
 WITHOUT_EFFECT = frozenset(
@@ -85,8 +85,8 @@ def _number(value: Any) -> Any:
 
 def _few_biases(value: Any) -> Any:
     """Biases are counted before they are read."""
-    if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise PydanticCustomError("too_long", f"{len(value)} biases; allowed: at most {MOST_BIASES}")
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", f"{len(value)} biases; allowed: at most {MAX_BIASES}")
     return value
 
 
@@ -126,10 +126,10 @@ def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
         if isinstance(value, Fields):
             yield from nested(value, f"{place}{name}.")
         elif isinstance(value, list):
-            for at, item in enumerate(value):
+            for index, item in enumerate(value):
                 if not isinstance(item, Fields):
                     break  # lists are of one kind
-                yield from nested(item, f"{place}{name}.{at}.")
+                yield from nested(item, f"{place}{name}.{index}.")
 
 
 class StreamOptions(Fields):
@@ -142,7 +142,7 @@ class StreamOptions(Fields):
 
 
 class SlipstreamOptions(Fields):
-    """Ours: rounds and the origin of every token in every chunk, and a receipt at the end."""
+    """Slipstream's own: rounds and the origin of every token in every chunk, and a receipt at the end."""
 
     rounds: StrictBool | None = None
 
@@ -197,10 +197,10 @@ class SamplingFields(Fields):
     n: Annotated[int, NUMBER, Field(ge=1, le=16)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, NUMBER, Field(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, NUMBER, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, NUMBER, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, NUMBER, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    top_k: Annotated[int, NUMBER, Field(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Annotated[float, NUMBER, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
@@ -209,7 +209,7 @@ class SamplingFields(Fields):
         Annotated[
             dict[str, Annotated[float, NUMBER, Field(ge=-1e4, le=1e4)]],
             BeforeValidator(_few_biases),
-            Field(max_length=MOST_BIASES),
+            Field(max_length=MAX_BIASES),
         ]
         | None
     ) = None
@@ -217,12 +217,12 @@ class SamplingFields(Fields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
-    min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: StrictBool | None = None
     seed: Annotated[int, NUMBER, Field(ge=-1, le=(1 << 63) - 1)] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
+    truncate_prompt_tokens: Annotated[int, NUMBER, Field(ge=1, le=MAX_TOKENS)] | None = None
     add_special_tokens: StrictBool | None = None
     return_token_ids: StrictBool | None = None
     return_tokens_as_token_ids: StrictBool | None = None
@@ -297,7 +297,7 @@ class ToolChoice(Fields):
 
 
 class ConversationFields(Fields):
-    """What a chat template is told."""
+    """What a chat template is given besides messages."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -311,7 +311,7 @@ class ChatFields(ConversationFields, SamplingFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -338,7 +338,10 @@ class DetokenizeFields(Fields):
 
 
 class Answer(BaseModel):
-    """Base of all; names of metrics and the like are added freely."""
+    """Base of the answers that the OpenAPI document describes; further fields are allowed.
+
+    Models, files and batches are OpenAI's objects, whose documentation describes them.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -356,24 +359,6 @@ class ErrorBody(Answer):
     """OpenAI's error object."""
 
     error: ErrorFields
-
-
-class ModelCard(Answer):
-    """The model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    system_fingerprint: str
-
-
-class ModelList(Answer):
-    """`GET /v1/models`."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
 
 
 class Tokenized(Answer):
@@ -414,7 +399,7 @@ class Version(Answer):
 
 
 class Usage(Answer):
-    """Counted tokens."""
+    """The tokens of a request and its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -431,7 +416,7 @@ class AnswerHead(Answer):
 
 
 class CompletionChoice(Answer):
-    """One text."""
+    """A text of a completion."""
 
     index: int
     text: str
@@ -457,7 +442,7 @@ class Message(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer."""
+    """An answer of a chat completion."""
 
     index: int
     message: Message
@@ -479,60 +464,6 @@ class ReplayResult(Answer):
     identical: bool
     first_difference: int | None
     seconds: float
-
-
-class FileObject(Answer):
-    """A file of requests or answers."""
-
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-
-
-class FileDeleted(Answer):
-    """`DELETE /v1/files/{file_id}`."""
-
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class BatchObject(Answer):
-    """A batch and how far it is."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    input_file_id: str
-    output_file_id: str | None
-    error_file_id: str | None
-    status: str
-    created_at: int
-    request_counts: dict[str, int]
-
-
-class Page(Answer):
-    """A part of a list."""
-
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileList(Page):
-    """`GET /v1/files`."""
-
-    data: list[FileObject]
-
-
-class BatchList(Page):
-    """`GET /v1/batches`."""
-
-    data: list[BatchObject]
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {

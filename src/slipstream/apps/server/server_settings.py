@@ -66,7 +66,7 @@ class ServerSettings:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
         for name in ("allowed_host", "allowed_origin"):
             value = getattr(self, name)
-            if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UsageError(f"{name}={value!r}; allowed: a list of texts")
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):

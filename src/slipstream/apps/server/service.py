@@ -148,9 +148,9 @@ class Service:
     def _stepped(self, rounds: Sequence[Round]) -> None:
         self.totals.step(rounds, self.facts)
 
-    def _counted(self, at: float, tokens: int) -> None:
+    def _counted(self, time: float, tokens: int) -> None:
         self.metrics.stepped(tokens)
-        self.engine_status.stepped(at, tokens)
+        self.engine_status.stepped(time, tokens)
 
     @property
     def text_pool(self) -> TextPool:

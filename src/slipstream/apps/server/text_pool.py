@@ -38,93 +38,93 @@ class TextPool:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)  # nobody's, to be copied
-        self._news = threading.Condition()
-        self._lines: OrderedDict[str, deque[_Call]] = OrderedDict()
+        self._tokenizer = copy.deepcopy(tokenizer)  # copied for every thread, used by none
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[str, deque[_Call]] = OrderedDict()
         self._threads = self._idle = 0
         self._closed = False
         for _ in range(THREADS):
-            self._begin()
+            self._start_thread()
 
     async def run(self, function: Callable[[Tokenizer | None], T], caller: str = "") -> T:
         """What a function makes of a tokenizer. caller: with whom calls take turns."""
         loop = asyncio.get_running_loop()
         call = _Call(function, loop, loop.create_future())
-        with self._news:
-            self._lines.setdefault(caller, deque()).append(call)
-            self._news.notify()
-        relief = loop.call_later(PATIENCE, self._relieve, call)
+        with self._changed:
+            self._queues.setdefault(caller, deque()).append(call)
+            self._changed.notify()
+        relief = loop.call_later(PATIENCE, self._start_relief, call)
         try:
             result: T = await call.result
             return result
         finally:
             relief.cancel()
-            with self._news:
-                if call in self._lines.get(caller, ()):  # whoever waited has left
+            with self._changed:
+                if call in self._queues.get(caller, ()):  # whoever waited has left
                     self._remove(caller, call)
 
     @property
     def waiting_seconds(self) -> float:
         """For how long the call that waits longest has waited for a thread."""
-        with self._news:
-            return max((monotonic() - line[0].since for line in self._lines.values()), default=0.0)
+        with self._changed:
+            return max((monotonic() - queue[0].since for queue in self._queues.values()), default=0.0)
 
     def close(self) -> None:
         """End the threads; calls that wait are dropped."""
-        with self._news:
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._threads += 1
         threading.Thread(target=self._work, name="slipstream-text", daemon=True).start()
 
-    def _relieve(self, call: _Call) -> None:
-        """A call has waited long."""
-        with self._news:
-            waits = any(call in line for line in self._lines.values())
+    def _start_relief(self, call: _Call) -> None:
+        """A call has waited long: start one more thread if all are busy."""
+        with self._changed:
+            waits = any(call in queue for queue in self._queues.values())
             if waits and not self._idle and self._threads < MAX_THREADS:
-                log.warning("texts are waited for since %g s: one more thread", PATIENCE)
-                self._begin()
+                log.warning("texts have waited for %g s: one more thread", PATIENCE)
+                self._start_thread()
 
     def _work(self) -> None:
-        with self._news:  # copies are made one at a time
+        with self._changed:  # copies are made one at a time
             tokenizer = copy.deepcopy(self._tokenizer)
         while (call := self._next()) is not None:
             try:
                 value = call.function(tokenizer)
             except BaseException as error:  # whoever waits must be told
                 failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-                _tell(call, call.result.set_exception, failure)
+                _set_outcome(call, call.result.set_exception, failure)
             else:
-                _tell(call, call.result.set_result, value)
+                _set_outcome(call, call.result.set_result, value)
 
     def _next(self) -> _Call | None:
-        with self._news:
+        with self._changed:
             self._idle += 1
-            while not (self._lines or self._closed):
-                self._news.wait()
+            while not (self._queues or self._closed):
+                self._changed.wait()
             self._idle -= 1
             if self._closed:
                 return None
-            caller, line = next(iter(self._lines.items()))
-            call = line[0]
+            caller, queue = next(iter(self._queues.items()))
+            call = queue[0]
             self._remove(caller, call)
-            if caller in self._lines:
-                self._lines.move_to_end(caller)
+            if caller in self._queues:
+                self._queues.move_to_end(caller)
             return call
 
     def _remove(self, caller: str, call: _Call) -> None:
-        line = self._lines[caller]
-        line.remove(call)
-        if not line:
-            del self._lines[caller]
+        queue = self._queues[caller]
+        queue.remove(call)
+        if not queue:
+            del self._queues[caller]
 
 
-def _tell(call: _Call, outcome: Callable[[Any], None], value: Any) -> None:
-    def tell() -> None:
+def _set_outcome(call: _Call, outcome: Callable[[Any], None], value: Any) -> None:
+    def set_unless_done() -> None:
         if not call.result.done():
             outcome(value)
 
     with suppress(RuntimeError):  # the event loop has ended, and nobody waits
-        call.loop.call_soon_threadsafe(tell)
+        call.loop.call_soon_threadsafe(set_unless_done)

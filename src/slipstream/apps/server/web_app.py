@@ -56,12 +56,12 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
     @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))
     async def chat_completions(http: Request, fields: ChatFields) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation, whole or as a stream."""
         return await answer(service_of(http), http, fields)
 
     @app.post("/v1/completions", responses=streamed(Completion, "text_completion"))
     async def completions(http: Request, fields: CompletionFields) -> Response:
-        """Continue texts."""
+        """Continue texts, whole or as a stream."""
         return await answer(service_of(http), http, fields)
 
     for routes in ROUTES:  # after those above, which are called most: addresses are tried in turn
