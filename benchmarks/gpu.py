@@ -33,13 +33,14 @@ from gpu_arms import (
     TINY_TARGET,
     Arm,
     Setting,
+    agreeing_widths,
     build,
+    compare_logits,
     fused,
     hf_arm,
     slipstream_arm,
     wait_for,
 )
-from gpu_bits import agreeing_widths, compare_logits
 from terminal import Count, JsonFile, run
 
 from slipstream.certificate.parity import first_difference, last_logits

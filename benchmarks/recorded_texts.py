@@ -1,8 +1,8 @@
 """Recorded texts for the benchmarks that replay them: prompts and what was said to them, as token ids.
 
 Inputs: `runs.jsonl` of a benchmark (the texts of its first arm; prompts are those that come with the package, or of a
-prompt file), other .jsonl files with {"prompt": [ids], "output": [ids], "family": name} in each line, as
-`ranking_record.py` writes them with "rankings", or text files, of which the first part is the prompt.
+prompt file), other .jsonl files with {"prompt": [ids], "output": [ids], "family": name} in each line, perhaps with
+"rankings", or text files, of which the first part is the prompt.
 """
 
 from __future__ import annotations

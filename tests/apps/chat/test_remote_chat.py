@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from slipstream import Constraint, SamplingParams, UsageError
+from slipstream import Constraint, SamplingParams
 from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat, ServerEvent, events_of, request_fields
 from slipstream.errors import SlipstreamError, UsageError
 from tests.support.chat_fakes import Recorder

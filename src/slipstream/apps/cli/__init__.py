@@ -20,7 +20,7 @@ from slipstream.models.cpu.thread_placement import bind_threads
 
 CORES = bind_threads(os.environ)  # before PyTorch is imported
 
-from slipstream.apps.cli.application import COMMANDS, MODULES, app, out, print_error  # noqa: E402  # noqa: E402
+from slipstream.apps.cli.application import COMMANDS, MODULES, app, out, print_error  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
 from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
@@ -37,7 +37,7 @@ def _common(version: Annotated[bool, typer.Option("--version", help="print the v
 
 
 class _Harmless(logging.Formatter):
-    """Lines of the log may repeat what others have sent."""
+    """Removes control characters: lines of the log may repeat what others have sent."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
@@ -79,7 +79,7 @@ def _exit(message: str, code: int) -> None:
 
 
 def _close(stream: Any) -> None:
-    """What cannot be written is dropped, so that the interpreter does not try again when it ends."""
+    """Drop what cannot be written, so that the interpreter does not try again when it ends."""
     try:
         stream.flush()
     except OSError:

@@ -46,7 +46,7 @@ class Command(TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; a value that does not fit its option is repeated."""
+        """Parse; the message about a wrong value repeats the value."""
         words = list(args)
         try:
             return list(super().parse_args(ctx, args))
@@ -59,7 +59,7 @@ class Command(TyperCommand):
             raise UsageError(f"{name} {value!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
 
     def invoke(self, ctx: Any) -> Any:
-        """Run; a reader that closes the output, as `head` does, is told in one line."""
+        """Run; one line says so if the reader closes the output, as `head` does."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
@@ -97,7 +97,7 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def _values(args: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What the command line gives an option: `--name value` or `--name=value`, each time it does."""
+    """All values of an option on the command line, from `--name value` and `--name=value`."""
     values = []
     for i, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -121,13 +121,13 @@ app = typer.Typer(
 
 
 class Stream(Console):
-    """A console that leaves a closed pipe to its caller, as every other failure to write.
+    """A console that raises when its pipe is closed, as for any other failure to write.
 
-    Texts are never markup, and control characters in them become pictures: see `harmless`.
+    Texts are never markup, and their control characters become pictures: see `harmless`.
     """
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is printed, before it gets its colours."""
+        """The segments to print, without control characters."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
@@ -142,13 +142,13 @@ err = Stream(stderr=True, highlight=False, emoji=False, markup=False, width=None
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """A text as the model wrote it where it goes to a file or a pipe; a terminal gets no control characters."""
+    """Print a text as the model wrote it; without control characters on a terminal."""
     out.file.write((harmless(text) if out.is_terminal else text) + end)  # rich would expand tabs and drop others
     out.file.flush()
 
 
 def print_error(message: str) -> None:
-    """Why something was not done, in one line."""
+    """Print an error in one line."""
     err.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
 
 
@@ -158,14 +158,14 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def quiet_libraries() -> None:
-    """Only our own notes reach the user, not the libraries' advice to developers. Imports transformers."""
+    """Silence the libraries' advice to developers. Imports transformers."""
     from slipstream.models.weights.model_files import quiet
 
     quiet()
 
 
 def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
-    """The decoder of these models under these settings; a lossy rule is announced."""
+    """Load a decoder; warn if its rule is lossy."""
     if (useless := config.contradiction()) is not None:
         raise UsageError(useless)
     drafters.check_name(config.drafter)
@@ -181,7 +181,7 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
 
 
 def warn_lossy(acceptance: str) -> None:
-    """Say that an acceptance rule is lossy."""
+    """Warn that an acceptance rule is lossy."""
     err.print(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
 
 
@@ -226,7 +226,7 @@ def standard_input() -> str:
 
 
 def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str) -> Prompt:
-    """What the decoder is asked: the prompt, behind the system message if there is one."""
+    """The prompt, after the system message if there is one."""
     if not system:
         return prompt.prompt
     tokenizer = decoder.tokenizer

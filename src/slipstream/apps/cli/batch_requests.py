@@ -1,4 +1,4 @@
-"""`slipstream batch`: a file of requests, answered line by line; killed at any moment, it goes on where it stopped."""
+"""`slipstream batch`: answers a file of requests line by line; after a kill it continues where it stopped."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
-    Path, typer.Argument(metavar="OUT", help="answers, in the order in which they end; begun before, it is continued")
+    Path,
+    typer.Argument(metavar="OUT", help="answers, in the order in which they end; an OUT that was begun is continued"),
 ]
 Errors = Annotated[
     Path | None,
-    option(OUTPUT, "--errors", text="failed lines with their numbers; OUT.errors.jsonl by default", metavar="FILE"),
+    option(OUTPUT, "--errors", text="file of failed lines and the reasons; default: OUT.errors.jsonl", metavar="FILE"),
 ]
 TokenIds = Annotated[bool, option(OUTPUT, "--token-ids", text="also write the token ids of plain lines")]
 ModelName = Annotated[
-    str, option(PROMPTS, "--model-name", text="what requests call the model; the target's by default", metavar="NAME")
+    str, option(PROMPTS, "--model-name", text="name of the model in requests; default: the target's", metavar="NAME")
 ]
 
 

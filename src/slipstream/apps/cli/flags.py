@@ -87,7 +87,7 @@ class Written:
     kind: Any
     parse: Callable[[Any], Any]
     metavar: str
-    more: str = ""  # behind the field's help
+    more: str = ""  # after the field's help
 
 
 WRITTEN = {
@@ -134,12 +134,11 @@ HelpAll = Annotated[
 def flags(
     *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace parameters annotated with a dataclass by one flag per field.
+    """Replaces parameters that are annotated with a dataclass by one flag per field.
 
-    A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. defaults: other defaults
-    than the dataclass's, for commands that need them. also: fields that are flags of few commands;
-    without: fields that are none of this one. A field that two
-    classes share becomes one flag, of the first.
+    A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. If two classes share a
+    field, the flag is the first one's. defaults: this command's own defaults. also: fields of NOT_FLAGS that are flags
+    here; without: fields that are not.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +232,10 @@ PromptFile = Annotated[
     option(PROMPTS, "--prompt-file", text="a text, or .jsonl with a prompt per line", metavar="FILE"),
 ]
 Category = Annotated[
-    list[str], option(PROMPTS, "--category", text="only this category of a .jsonl file; several times", metavar="NAME")
+    list[str],
+    option(
+        PROMPTS, "--category", text="only this category of a .jsonl file; may be given several times", metavar="NAME"
+    ),
 ]
 Limit = Annotated[
     int | None,
@@ -261,7 +263,7 @@ OutFolder = Annotated[
     option(
         OUTPUT,
         "--out",
-        text="folder of the runs; a run begun there before continues",
+        text="folder of the runs; an interrupted run there continues",
         metavar="FOLDER",
         callback=check_folder("--out"),
     ),
@@ -310,7 +312,7 @@ def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Structure:
-    """At most one kind of constraint."""
+    """The constraint of the text; at most one kind."""
 
     json_schema: Annotated[
         Path | None, option(STRUCTURE, "--json-schema", text="JSON by the schema in this file", metavar="FILE")
@@ -331,7 +333,7 @@ class Structure:
         option(
             STRUCTURE,
             "--choice",
-            text="this text or another --choice; given several times",
+            text="one of several texts; give --choice for each",
             metavar="TEXT",
             hidden=True,
         ),
@@ -348,7 +350,13 @@ class Structure:
     ] = None
     whitespace: Annotated[
         str,
-        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME", hidden=True),
+        option(
+            STRUCTURE,
+            "--whitespace",
+            text="whitespace in JSON: compact | spaced | flexible",
+            metavar="NAME",
+            hidden=True,
+        ),
     ] = Constraint.whitespace
 
     def of(self, params: SamplingParams) -> SamplingParams:
@@ -377,7 +385,7 @@ def _read(flag: str, file: Path) -> str:
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
-    """Make the file's values the defaults of the command; keys that are no options of it are refused."""
+    """Make the file's values the defaults of the command. UsageError for a key that is none of its options."""
     if value is None:
         return None
     allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}

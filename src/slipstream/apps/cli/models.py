@@ -1,4 +1,4 @@
-"""`slipstream models`: what is in the local cache, and whether two models speak the same vocabulary."""
+"""`slipstream models`: lists the local cache; checks whether one model can draft for another."""
 
 from __future__ import annotations
 
