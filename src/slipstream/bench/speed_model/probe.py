@@ -240,7 +240,7 @@ class TimedRows(TimedRagged):
     def __init__(self, inner: Backend) -> None:
         assert isinstance(inner, UnpaddedForwards)
         super().__init__(inner)
-        self.reads_on, self.rounds_alike = inner.reads_on, inner.rounds_alike
+        self.takes_several_tokens, self.rounds_like_one_token = inner.takes_several_tokens, inner.rounds_like_one_token
 
 
 class TimedTrees(TimedBackend):

@@ -58,7 +58,7 @@ class Rerun:
         return body
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Holds nothing, so there is nothing to reset."""
 
 
 class CudaCapturer:

@@ -31,10 +31,11 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged
-    forwards, and whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole
-    forwards of the kinds that it can. told_later: by how much, [B, 1], the positions that the model is told are later
-    than those of the cache; for trials.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`.
+
+    ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
+    it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
+    [B, 1], for trials: the model sees the positions of the cache plus these.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -54,7 +55,7 @@ class HFBackend:
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
-        self.told_later: Tensor | None = None
+        self.position_offsets: Tensor | None = None
         self.longest_short = rotate_by_length(model)
         self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
         self._long_slots = set[int]()
@@ -150,7 +151,7 @@ class HFBackend:
         self.cache.copy(source, destination, length)
 
     @torch.inference_mode()
-    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
+    def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
         if self.shape_independent:  # its kernels read the positions that a token sees and no others
             return True
         repeats = self.masks.repeats
@@ -159,7 +160,7 @@ class HFBackend:
             return False
         blocks = range(PROMPT_UNIT, BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         return all(
-            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, whole)
+            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, full_length)
             for key_heads, size in shapes
             for width in (*widths, *blocks)
         )
@@ -194,7 +195,7 @@ class HFBackend:
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)
 
     def key_positions(self) -> Tensor:
-        """The positions [P] of all keys in the cache, made anew when it has grown."""
+        """The positions [P] of all keys in the cache, computed again when it has grown."""
         if len(self._key_positions) != self.cache.shape[1]:
             self._key_positions = torch.arange(self.cache.shape[1], device=self.device)
         return self._key_positions
@@ -213,14 +214,14 @@ class HFBackend:
         return logits
 
     def _is_long(self, slots: Sequence[int], count: int) -> Tensor | None:
-        """[count, 1] whether the texts in these slots are long, those behind the last as it; None: it matters not."""
+        """[count, 1] whether these slots' texts are long; the last flag is repeated. None: it does not matter."""
         if self.longest_short is None:
             return None
         flags = [slot in self._long_slots for slot in slots]
         return torch.tensor(flags + flags[-1:] * (count - len(flags)), device=self.device)[:, None]
 
     def _each_is_long(self, segments: Sequence[RowSegment], count: int) -> Tensor | None:
-        """[1, count] the same of each token of a ragged forward."""
+        """[1, count] the same for each token of a ragged forward."""
         if self.longest_short is None:
             return None
         is_long = self._is_long([segment.slot for segment in segments for _ in range(segment.count)], count)
@@ -234,8 +235,8 @@ class HFBackend:
         keep: int | Tensor,
         is_long: Tensor | None,
     ) -> Tensor:
-        if self.told_later is not None:
-            positions = positions + self.told_later
+        if self.position_offsets is not None:
+            positions = positions + self.position_offsets
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
         with texts_are_long(is_long):
@@ -243,13 +244,13 @@ class HFBackend:
 
     def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
         # its table of rotations reaches as far as the cache
-        stack = self.stack if self.told_later is None else None
-        if stack is not None and (whole := stack.logits(tokens, positions, self.cache, keep)) is not None:
-            return whole
-        given: dict[str, Any] = {self.cache_name: self.cache}
+        stack = self.stack if self.position_offsets is None else None
+        if stack is not None and (stack_logits := stack.logits(tokens, positions, self.cache, keep)) is not None:
+            return stack_logits
+        inputs: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
-            given["position_ids"] = positions
-        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **given)
+            inputs["position_ids"] = positions
+        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **inputs)
         logits: Tensor = out.logits
         return logits
 

@@ -103,8 +103,8 @@ def _file(identity: str) -> Path:
 
 def _read(identity: str) -> set[str]:
     try:
-        found = json.loads(_file(identity).read_text())
-        return set(map(str, found["passed"])) if found["identity"] == identity else set()
+        saved = json.loads(_file(identity).read_text())
+        return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
