@@ -81,7 +81,7 @@ def test_layers_that_compute_something_else_keep_their_forward_with_a_warning(
     backend = fast("llama", fused=False)
     expected = logits(backend)
     monkeypatch.setattr(RootMeanSquare, "__call__", lambda self, x: x)
-    monkeypatch.setattr("slipstream.models.decoder.fused_layer.CLOSE", float("inf"))
+    monkeypatch.setattr("slipstream.models.decoder.fused_layer.CLOSE_NORM", float("inf"))
     assert fused_layers(backend.model, [None, None])
     fuse_layers(backend)
     assert num_fused(backend) == 0

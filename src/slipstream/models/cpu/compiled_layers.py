@@ -131,7 +131,7 @@ class LayerCalls(ABC):
     def __init__(
         self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, tokens_independent: bool
     ) -> None:
-        """layer: the struct of the layer that the functions read. tokens_independent: what `shape_independent` becomes."""
+        """layer: the struct that the functions read. tokens_independent: what `shape_independent` becomes."""
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         self.functions, self._layer, self.address = functions, layer, ctypes.addressof(layer)
         self._tokens_independent, self.shape_independent = tokens_independent, False

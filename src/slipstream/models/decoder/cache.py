@@ -270,7 +270,7 @@ class SlotCache(Cache):
 
 
 def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
-    """Keys or values copied to larger memory, of at least so many slots and positions; zeros where nothing is copied."""
+    """Keys or values in memory of at least so many slots and positions; zeros where nothing is copied."""
     old_slots, heads, old_positions, size = cached.shape
     slots, positions = max(slots, old_slots), max(positions, old_positions)
     if (slots, positions) == (old_slots, old_positions):

@@ -265,7 +265,7 @@ class RecurrentStates:
             self._resize(self._ring, ends)
 
     def settle(self, slot: int, position: int) -> None:
-        """Call before a forward: the text is final up to `position`, so no later forward begins before it, except at a copy.
+        """Call before a forward: the text is final up to `position`. Later ones begin there or behind, or at a copy.
 
         Without this call a later forward may begin only a few tokens before the end of this one.
         """
