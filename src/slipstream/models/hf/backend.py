@@ -19,7 +19,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
-from slipstream.models.decoder.cache import RaggedCache, lay_out, tree_rows
+from slipstream.models.decoder.cache import RaggedCache, TreeRows, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
@@ -105,11 +105,7 @@ class HFBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        layout = lay_out(segments, len(tokens), widths)
-        attended = self.cache.place_ragged(layout)
-        masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-        keep, is_long = 0 if columns is None else columns, self._each_is_long(segments, len(tokens))
-        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
+        return self._run_side_by_side(tokens, segments, widths, 0 if columns is None else columns)
 
     @property
     def branching(self) -> bool:
@@ -126,11 +122,7 @@ class HFBackend:
         tree = tree_rows(segments, len(tokens), self.device)
         if self.ragged:
             rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
-            layout = lay_out(rows, len(tokens), widths)
-            attended = self.cache.place_tree(tree, layout.end, layout)
-            masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-            is_long = self._each_is_long(rows, len(tokens))
-            return self._run(tokens[None], layout.positions[None], masks, 0, is_long)[0]
+            return self._run_side_by_side(tokens, rows, widths, 0, tree)
         width = max(segment.count for segment in segments)
         starts = torch.tensor([segment.start for segment in segments], device=self.device)
         positions = starts[:, None] + torch.arange(width, device=self.device)
@@ -212,6 +204,21 @@ class HFBackend:
         logits = self._run(tokens, positions, masks, keep, is_long)
         states.end()
         return logits
+
+    def _run_side_by_side(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        widths: Sequence[int] | None,
+        keep: int | Tensor,
+        tree: TreeRows | None = None,
+    ) -> Tensor:
+        """Logits of tokens [T], the segments' one after the other. tree: whose chains the segments are, if any's."""
+        layout = lay_out(segments, len(tokens), widths)
+        attended = self.cache.place_ragged(layout) if tree is None else self.cache.place_tree(tree, layout.end, layout)
+        masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
+        is_long = self._each_is_long(segments, len(tokens))
+        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
 
     def _is_long(self, slots: Sequence[int], count: int) -> Tensor | None:
         """[count, 1] whether these slots' texts are long; the last flag is repeated. None: it does not matter."""
