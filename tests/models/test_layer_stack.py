@@ -12,7 +12,8 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack, Rotations
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits, fuse_layers
+from slipstream.models.hf.fast_forwards import fuse_layers
+from slipstream.models.hf.trials import OwnLogits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 
