@@ -133,7 +133,7 @@ def forward_segments(
     widths: Sequence[int] | None,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """See `RaggedForwards.forward_ragged`; the audit is told what is written."""
+    """`RaggedForwards.forward_ragged`, with what it writes noted in the audit."""
     assert isinstance(table.backend, RaggedForwards)
     if table.audit:
         for segment, text in zip(segments, texts, strict=True):

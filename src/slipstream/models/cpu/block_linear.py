@@ -140,7 +140,7 @@ class BlockLinear(nn.Module):
         return layer
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Of a layer of one part."""
+        """See `BlockPart.rows`; only for a layer of one part."""
         (part,) = self.parts
         return part.rows(outputs)
 

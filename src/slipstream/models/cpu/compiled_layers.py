@@ -75,7 +75,7 @@ class LayerFunctions:
 
     @classmethod
     def of(cls, library: Any, cache: type[ctypes.Structure]) -> LayerFunctions:
-        """Those of `csrc/layer_steps.h`."""
+        """The functions of `csrc/layer_steps.h` in a library, with their argument types set."""
         signatures = {  # pointers and numbers
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
@@ -213,7 +213,7 @@ class LayerCalls(ABC):
 
 
 class CompiledOps(LayerCalls):
-    """See `LayerCalls`; bfloat16. Each token is computed as if it were alone where the weights have 12 bits."""
+    """A layer in bfloat16. No token's bits depend on the others where the weights have 12 bits."""
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation."""
@@ -294,7 +294,7 @@ def _kernel(linear: Any) -> KernelLinear | None:
 
 
 class BlockLayerOps(LayerCalls):
-    """See `LayerCalls`; float32, each token as if it were alone."""
+    """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""

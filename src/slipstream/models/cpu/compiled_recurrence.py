@@ -19,7 +19,7 @@ NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)
 
 
 class CompiledRecurrence:
-    """See `recurrence.advance`."""
+    """A recurrent layer by the kernel; called as `advance` is, but for the recurrence."""
 
     def __init__(self, recurrence: Recurrence, library: Any) -> None:
         """recurrence: such that `unsupported` is None."""

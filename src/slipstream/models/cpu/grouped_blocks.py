@@ -88,12 +88,12 @@ class GroupedMatrix:
         return self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
 
     def _divided(self) -> GroupedMatrix:
-        """The same in groups that divide the inputs: the last group of a row may be short."""
+        """This matrix in groups that divide the inputs; as it is, the last group of a row may be short."""
         inputs = self.codes.shape[1]
         return self if inputs % self.group == 0 else self._spread(INPUTS)
 
     def _spread(self, group: int) -> GroupedMatrix:
-        """The same in smaller groups."""
+        """This matrix in smaller groups."""
         if group == self.group:
             return self
         owner = torch.arange(0, self.codes.shape[1], group) // self.group

@@ -163,7 +163,7 @@ class Ops(Protocol):
 
 
 class LayerOps:
-    """See `Ops`; PyTorch's operators."""
+    """A layer by PyTorch's operators: the specification of all faster ops."""
 
     def __init__(self, layer: nn.Module, rope: RotaryEmbedding) -> None:
         children = dict(layer.named_children())
@@ -206,7 +206,7 @@ class LayerOps:
         return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        """None: see `Ops.whole_layer`."""
+        """None: these ops compute a layer in two parts."""
         return None
 
 

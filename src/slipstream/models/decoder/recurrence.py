@@ -71,7 +71,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return len(self.weight)
 
     @property
@@ -86,12 +86,12 @@ class Recurrence:
 
     @property
     def outputs(self) -> int:
-        """Numbers per token."""
+        """Numbers per token that a layer returns."""
         return self.heads.count * self.heads.value_size if self.heads else self.channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of the state of one row; empty without heads."""
+        """Shape of one row's state; empty without heads."""
         return (self.heads.count, self.heads.key_size, self.heads.value_size) if self.heads else (0, 0, 0)
 
 

@@ -148,7 +148,7 @@ def _dispensable(positions: Sequence[int]) -> int:
 
 
 class OwnCacheBackend:
-    """See the module. Optional capabilities: `UnpaddedForwards`, `RaggedForwards`.
+    """Runs a model on its own caches. Optional capabilities: `UnpaddedForwards`, `RaggedForwards`.
 
     Tokens after a state are fed one at a time unless `takes_several_tokens`, which `state_trials` sets.
     """

@@ -69,7 +69,7 @@ class GatedDelta:
 
 
 class InterleavedGatedDelta(GatedDelta):
-    """The same with projections in common, ordered head by head."""
+    """Gated delta layers whose projections are one matrix, ordered head by head."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer

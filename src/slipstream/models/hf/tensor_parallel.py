@@ -114,7 +114,7 @@ class TensorParallelBackend(HFBackend):
         self.cache.attended_lengths = lengths
 
     def weights_digest(self) -> str:
-        """Of the part that this rank holds."""
+        """A digest of the weights that this rank holds."""
         digest = hashlib.sha256(repr(dist.get_world_size()).encode())
         for name, weight in sorted(self.model.state_dict().items()):
             local = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -164,7 +164,7 @@ class TensorParallelBackend(HFBackend):
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device."""
+    """A value, tuple or dictionary with its tensors moved to a device."""
     if isinstance(value, tuple):
         return tuple(_moved(part, device) for part in value)
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ def check_heads(source: str, model: Any, ranks: int) -> None:
 
 
 def loading_options(options: LoadOptions) -> LoadOptions:
-    """The same with transformers' own argument for a plan. UsageError for what does not go with one."""
+    """The options with transformers' own argument for a plan. Raises `UsageError` for what does not go with one."""
     from transformers.distributed import DistributedConfig
 
     if options.fast is True:

@@ -243,7 +243,7 @@ def _identity(file: Path) -> str:
 
 @cache
 def _digest_of_code() -> str:
-    """Of all that loads and computes: a version number stays the same while somebody works on it."""
+    """A digest of all code that loads and computes; a version number stays the same while somebody works on it."""
     folder = Path(slipstream.models.__path__[0])
     files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in folder.rglob(kind))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:20]
