@@ -22,7 +22,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
 from slipstream.models.decoder.fused_linear import fuse
-from slipstream.models.hf.fast_forwards import OwnLogits
+from slipstream.models.hf.trials import OwnLogits
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.sampler import Sampler
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to, segments_of
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.compiled_layers import CompiledOps, recognise
+from slipstream.models.cpu.compiled_layers import CompiledOps, kernel_activation
 from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
@@ -103,8 +103,8 @@ def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(name: str) -> 
 
 
 def test_the_activation_is_recognised_by_what_it_computes() -> None:
-    assert recognise(layers(compiled("llama"))[0].ops._plain) == SILU
-    assert recognise(layers(compiled("gemma3"))[0].ops._plain) == GELU
+    assert kernel_activation(layers(compiled("llama"))[0].ops._plain) == SILU
+    assert kernel_activation(layers(compiled("gemma3"))[0].ops._plain) == GELU
 
 
 def test_other_layers_keep_their_operators() -> None:
@@ -112,7 +112,7 @@ def test_other_layers_keep_their_operators() -> None:
     assert all(type(layer.ops) is LayerOps for layer in layers(fast("llama", torch.float32, head_dim=32)))
     ops = layers(compiled("llama"))[0].ops._plain
     ops.act = torch.nn.ReLU()
-    assert isinstance(recognise(ops), str)
+    assert isinstance(kernel_activation(ops), str)
 
 
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_layers_that_give_something_else_fail_their_trial(broken: float, monkeyp
 def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
     ops = layers(compiled("gemma3"))[0].ops._plain
     ops.act = torch.nn.GELU()
-    assert isinstance(recognise(ops), str)
+    assert isinstance(kernel_activation(ops), str)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,8 @@ from slipstream.models.decoder.fused_layer import LayerOps, RootMeanSquare, Unkn
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import fuse_layers, group_queries, later_starts, tolerance
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from slipstream.models.hf.trials import later_starts, tolerance
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.tiny_models import VOCAB, fast, fresh
@@ -263,7 +264,7 @@ def test_a_scaling_that_begins_at_a_later_position_is_not_left_out(dtype: torch.
 def test_the_trial_alone_would_see_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.hf.fast_forwards.unimplemented", lambda *_: None)
     assert num_fused(wrap_model(ministral3(dtype), None, LoadOptions(fast=True)).backend) == 0
-    for module in ("fast_forwards", "state_trials"):
+    for module in ("trials", "state_trials"):
         monkeypatch.setattr(f"slipstream.models.hf.{module}.later_starts", lambda model: [0])
     assert num_fused(wrap_model(ministral3(dtype), None, LoadOptions(fast=True)).backend) == 2
 

@@ -17,7 +17,8 @@ from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
 from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, why_not_captured
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import group_queries, later_logits
+from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.hf.trials import later_logits
 from tests.support.fake_cuda_graph import Tape
 from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
 from tests.support.markers import subcases

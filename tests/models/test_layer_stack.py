@@ -10,7 +10,8 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack, Rotations
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits, fuse_layers
+from slipstream.models.hf.fast_forwards import fuse_layers
+from slipstream.models.hf.trials import OwnLogits
 from tests.support.tiny_models import fast
 from tests.support.tiny_models import ragged_logits as logits
 
@@ -147,9 +148,9 @@ def test_rotations_are_kept_where_they_depend_on_the_position_alone(rope_type: s
     module = Angles(rope_type)
     rotations, hidden = Rotations(module, ["full_attention"]), torch.zeros(1, 3, 8)
     for positions in (torch.tensor([[4, 5, 9]]), torch.tensor([[1, 2, 3]])):
-        ((cosines, sines),) = rotations.at(positions, hidden, 16)
+        ((cosines, sines),) = rotations.ropes(positions, hidden, 16)
         expected = module(hidden, positions)
         assert torch.equal(cosines, expected[0]) and torch.equal(sines, expected[1])
     assert module.calls - 2 == calls
-    rotations.at(torch.tensor([[30]]), torch.zeros(1, 1, 8), 64)
+    rotations.ropes(torch.tensor([[30]]), torch.zeros(1, 1, 8), 64)
     assert module.calls - 2 == calls + 1

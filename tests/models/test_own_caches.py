@@ -116,7 +116,7 @@ def test_a_conversation_goes_on_from_a_kept_state() -> None:
 
 def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:
     backend = decoder_of("mamba").target.backend
-    assert isinstance(backend, OwnCacheBackend) and not backend.reads_on
+    assert isinstance(backend, OwnCacheBackend) and not backend.takes_several_tokens
     assert TEXTS.drafted("mamba", None) == TEXTS.expected("mamba")
 
 

@@ -10,8 +10,8 @@ import torch
 
 from slipstream.models.cpu.compiled_layers import CompiledOps
 from slipstream.models.cpu.kernel_libraries import kernels
-from slipstream.models.hf import fast_forwards
-from slipstream.models.hf.passed_trials import passed_trials
+from slipstream.models.hf import trials
+from slipstream.models.hf.trials import passed_trials
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.paused_collection import paused_collection
@@ -31,13 +31,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A number for every forward that a model is tried with."""
-    found, a_few_logits = list[Any](), fast_forwards.a_few_logits
+    found, a_few_logits = list[Any](), trials.a_few_logits
 
     def noted(backend: Any) -> Any:
         found.append(len(found))
         return a_few_logits(backend)
 
-    monkeypatch.setattr(fast_forwards, "a_few_logits", noted)
+    monkeypatch.setattr(trials, "a_few_logits", noted)
     return found
 
 
@@ -89,7 +89,7 @@ def test_whatever_a_trial_depends_on_has_it_made_again(
     elif change == "switch":
         monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     elif change == "code":
-        monkeypatch.setattr("slipstream.models.hf.passed_trials._digest_of_code", lambda: "another")
+        monkeypatch.setattr("slipstream.models.hf.trials._digest_of_code", lambda: "another")
     else:
         for file in (tmp_path / "cache" / "trials").iterdir():
             file.write_text(file.read_text()[:9])
@@ -104,7 +104,7 @@ def test_a_trial_that_failed_is_made_at_every_load(
     """A kernel that computes something else is found again, and is used once it is mended."""
     with monkeypatch.context() as broken:
         broken.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
-        broken.setattr(CompiledOps, "takes", lambda self, hidden: False)
+        broken.setattr(CompiledOps, "computes_whole", lambda self, hidden: False)
         for _ in range(2):
             assert CompiledOps not in state(load(folder, LoadOptions()))[0]
     assert len(tried) == 4 + 1  # of the second load the compiled layers alone

@@ -23,7 +23,7 @@ from slipstream.models.cuda.indexed_cache import IndexedForward
 from slipstream.models.cuda.triton_layer import has_kernels, uses_kernels
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits
+from slipstream.models.hf.trials import OwnLogits
 from tests.support.tiny_models import VOCAB, fresh
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

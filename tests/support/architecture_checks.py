@@ -122,7 +122,7 @@ class Checks:
             where = "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
             return where + (", fused layers" if any(map(is_fused, backend.model.modules())) else "")
         assert isinstance(backend, OwnCacheBackend)
-        return "caches of its own" + ("" if backend.reads_on else ", drafts token by token")
+        return "caches of its own" + ("" if backend.takes_several_tokens else ", drafts token by token")
 
     def greedy(self, decoder: SpeculativeDecoder) -> None:
         """Texts of a ragged batch, with every kind of drafter."""

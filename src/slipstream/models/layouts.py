@@ -70,7 +70,7 @@ class RaggedLayout:
     def _flat(
         self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, list[int]] | None:
-        """[T, V] logits of all rows one behind the other, and how many are whose; None if a rectangle is as small."""
+        """[T, V] logits, one row behind the other, and how many belong to each row; None if a rectangle is as small."""
         if (rows := len(batch.starts)) == 1 or not self.allowed(table):
             return None
         texts = without_padding(batch, draft, lengths)
@@ -101,26 +101,26 @@ def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
 def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) -> bool:
     if table.states[slot].row is row:
         return False
-    cached, most = max(table.reusable_prefix(i, row) for i in range(len(table.states))), len(row.tokens) - 1
-    return any(common_beginning(row.tokens, other.tokens, most) > cached + CATCH_UP for other in others)
+    cached, longest = max(table.reusable_prefix(i, row) for i in range(len(table.states))), len(row.tokens) - 1
+    return any(common_beginning(row.tokens, other.tokens, longest) > cached + CATCH_UP for other in others)
 
 
 def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
     lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
-    most = shapes.chunk - PROMPT_UNIT if shapes.widths else shapes.chunk  # the last piece may be padded
-    for segments in portions(lacking, most):
+    max_tokens = shapes.chunk - PROMPT_UNIT if shapes.widths else shapes.chunk  # the last piece may be padded
+    for segments in portions(lacking, max_tokens):
         texts = [rows[segment.slot].tokens[segment.start : segment.start + segment.count] for segment in segments]
         counts = [segment.count for segment in segments]
         total = sum(counts[:-1]) + shapes.prompt_width_for(counts[-1])
         inputs = end_to_end(texts, shapes.prompt_width_for(total))
-        over = [i for i, one in enumerate(segments) if one.start + one.count == len(rows[one.slot].tokens)]
-        columns = [sum(counts[: i + 1]) - 1 for i in over]
-        wanted = max(1, len(over))  # columns go through the output layer in numbers that agree
-        columns += [0] * ((shapes.total_for(wanted) or shapes.prompt_width_for(wanted)) - len(over))
+        ended = [i for i, piece in enumerate(segments) if piece.start + piece.count == len(rows[piece.slot].tokens)]
+        columns = [sum(counts[: i + 1]) - 1 for i in ended]
+        num_columns = max(1, len(ended))  # columns go through the output layer in numbers that agree
+        columns += [0] * ((shapes.total_for(num_columns) or shapes.prompt_width_for(num_columns)) - len(ended))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
-        answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
+        answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
         for segment in segments:
             table.note_read(segment.slot, segment.count)
 
@@ -133,7 +133,7 @@ def forward_segments(
     widths: Sequence[int] | None,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """See `RaggedForwards.forward_ragged`; the audit is told what is written."""
+    """`RaggedForwards.forward_ragged`, with what it writes noted in the audit."""
     assert isinstance(table.backend, RaggedForwards)
     if table.audit:
         for segment, text in zip(segments, texts, strict=True):
@@ -153,18 +153,18 @@ def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
     return torch.tensor(tokens + [0] * (total - len(tokens)), dtype=torch.int64)
 
 
-def last_of_each(values: Tensor, counts: Sequence[int], wanted: Sequence[int], most: int) -> Tensor:
-    """The last wanted[i] of row i's counts[i] positions, then its last again. values: [T, ...] -> [B, most, ...]."""
+def last_of_each(values: Tensor, counts: Sequence[int], last_counts: Sequence[int], width: int) -> Tensor:
+    """The last last_counts[i] of row i's counts[i] positions, then its last again: [T, ...] -> [B, width, ...]."""
     ends = torch.tensor(counts).cumsum(0)
-    own = torch.tensor(wanted)[:, None]
-    columns = torch.minimum(torch.arange(most), own - 1)
-    return values[ends[:, None] - own + columns]
+    num_last = torch.tensor(last_counts)[:, None]
+    columns = torch.minimum(torch.arange(width), num_last - 1)
+    return values[ends[:, None] - num_last + columns]
 
 
-def portions(needs: Sequence[RowSegment], most: int) -> Iterator[list[RowSegment]]:
-    """The pieces in their order, cut and put together into forwards of `most` tokens."""
+def portions(needs: Sequence[RowSegment], max_tokens: int) -> Iterator[list[RowSegment]]:
+    """The segments in their order, cut and joined into forwards of `max_tokens` tokens."""
     portion: list[RowSegment] = []
-    room = most
+    room = max_tokens
     for need in needs:
         start, end = need.start, need.start + need.count
         while start < end:
@@ -173,7 +173,7 @@ def portions(needs: Sequence[RowSegment], most: int) -> Iterator[list[RowSegment
             start, room = start + count, room - count
             if not room:
                 yield portion
-                portion, room = [], most
+                portion, room = [], max_tokens
     if portion:
         yield portion
 
@@ -184,12 +184,13 @@ class UnpaddedForwards(Checkpoints, Protocol):
 
     Forwards of several rows are `RaggedForwards`, and nothing is padded.
 
-    reads_on: whether a forward of several tokens after a state is right, so that long prompts may be read in chunks.
-    rounds_alike: whether it also gives each token the logits that it gets alone, up to the rounding of float32.
+    takes_several_tokens: whether a forward of several tokens after a state is right; then long prompts are read in
+    chunks. rounds_like_one_token: whether it gives each token the logits of a forward of that token alone, up to the
+    rounding of float32.
     """
 
-    reads_on: bool
-    rounds_alike: bool
+    takes_several_tokens: bool
+    rounds_like_one_token: bool
 
 
 class UnpaddedLayout:
@@ -199,7 +200,7 @@ class UnpaddedLayout:
         self._rectangle = Rectangle()
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """As many tokens as there are."""
+        """No padding, so as many tokens as there are."""
         return rows + drafted if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
@@ -220,19 +221,21 @@ class UnpaddedLayout:
     def _flat(
         self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """[T, V] logits of all rows one behind the other, and how many are whose."""
+        """[T, V] logits of all rows, one behind the other, and how many belong to each row."""
         texts = without_padding(batch, draft, lengths)
         counts = [len(text) for text in texts]
         segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]
         pieces = texts
         if table.shapes.token_by_token:
-            segments = [RowSegment(one.slot, one.start + i, 1) for one in segments for i in range(one.count)]
+            segments = [
+                RowSegment(segment.slot, segment.start + i, 1) for segment in segments for i in range(segment.count)
+            ]
             pieces = [[token] for text in texts for token in text]
         return forward_segments(table, end_to_end(texts, sum(counts)), segments, pieces, None), counts
 
 
 def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
-    """The session that makes the most of a backend."""
+    """A session with the layout that suits the backend's capabilities."""
     if isinstance(backend, UnpaddedForwards):
         return Session(backend, shapes, UnpaddedLayout())
     ragged = isinstance(backend, RaggedForwards) and backend.ragged

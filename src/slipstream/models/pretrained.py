@@ -29,13 +29,13 @@ from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
+from slipstream.models.hf.fast_forwards import make_faster
 from slipstream.models.hf.model_view import ModelView, unwrapped
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
+from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 from slipstream.models.quantised_models import QuantisedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer

@@ -78,9 +78,9 @@ def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool |
             f"reproducible=True, but {name!r} goes on from states, which no set of forward shapes leaves alike; "
             "allowed: 'auto' or False"
         )
-    if not backend.reads_on:
+    if not backend.takes_several_tokens:
         return replace(EXACT_FIT, token_by_token=True, chunk=WHOLE_PROMPT)
-    if backend.rounds_alike or reproducible is False:
+    if backend.rounds_like_one_token or reproducible is False:
         return EXACT_FIT
     warn_slower(
         f"{name} reads drafts token by token, so that they change no text: in half precision its forward of several "

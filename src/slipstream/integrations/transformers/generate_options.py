@@ -26,9 +26,9 @@ from slipstream.integrations.transformers.hf_processors import (
     for_row,
     last_fields,
 )
-from slipstream.models.hf.fast_forwards import a_few_tokens
 from slipstream.models.hf.prepared_inputs import NAMES
 from slipstream.models.hf.state_trials import MODEL_ERRORS, differ
+from slipstream.models.hf.trials import a_few_tokens
 from slipstream.sampling.params import Processor, SamplingParams
 from slipstream.text.requests import MEDIA
 

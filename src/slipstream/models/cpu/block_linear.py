@@ -79,9 +79,9 @@ class BlockPart:
         """Bytes of a row of the file."""
         return self.inputs // self.block.size * self.block.bytes
 
-    def steps(self, most: int) -> list[tuple[int, int]]:
+    def steps(self, max_bytes: int) -> list[tuple[int, int]]:
         """The rows in order, from one to before another, in steps of whole panels with at most so many bytes."""
-        step = max(most // self.row_bytes // LANES, 1) * LANES
+        step = max(max_bytes // self.row_bytes // LANES, 1) * LANES
         return [(row, min(row + step, self.outputs)) for row in range(0, self.outputs, step)]
 
     def from_row(self, row: int) -> int:
@@ -95,17 +95,17 @@ class BlockPart:
 
     def rows(self, outputs: Tensor) -> Tensor:
         """[N, inputs] float32: the weights of some outputs [N], exactly those of the file."""
-        wanted = outputs.to(torch.int64).contiguous()
-        if wanted.numel() and not (int(wanted.min()) >= 0 and int(wanted.max()) < self.outputs):
+        indices = outputs.to(torch.int64).contiguous()
+        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.outputs):
             raise IndexError(
-                f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}"
+                f"outputs from {int(indices.min())} to {int(indices.max())}; allowed: 0 to {self.outputs - 1}"
             )
-        out = torch.empty(len(wanted), self.inputs, dtype=torch.float32)
+        out = torch.empty(len(indices), self.inputs, dtype=torch.float32)
         self.library.unpack_rows(
             ctypes.byref(self.struct),
             ctypes.c_int64(self.inputs),
-            ctypes.c_void_p(wanted.data_ptr()),
-            ctypes.c_int64(len(wanted)),
+            ctypes.c_void_p(indices.data_ptr()),
+            ctypes.c_int64(len(indices)),
             ctypes.c_void_p(out.data_ptr()),
         )
         return out
@@ -134,13 +134,13 @@ class BlockLinear(nn.Module):
     def first(self, outputs: int) -> BlockLinear:
         """The layer of the first `outputs` outputs, over the same weights; of a layer of one part."""
         (part,) = self.parts
-        made = BlockLinear([part], None, self.activations)
-        made.bias, made._bias, made.out_features = self.bias, self._bias, outputs
-        made._set([PartStruct(part.block.code, outputs, address(part.data))])
-        return made
+        layer = BlockLinear([part], None, self.activations)
+        layer.bias, layer._bias, layer.out_features = self.bias, self._bias, outputs
+        layer._set([PartStruct(part.block.code, outputs, address(part.data))])
+        return layer
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Of a layer of one part."""
+        """See `BlockPart.rows`; only for a layer of one part."""
         (part,) = self.parts
         return part.rows(outputs)
 

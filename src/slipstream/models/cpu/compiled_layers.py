@@ -75,16 +75,16 @@ class LayerFunctions:
 
     @classmethod
     def of(cls, library: Any, cache: type[ctypes.Structure]) -> LayerFunctions:
-        """Those of `csrc/layer_steps.h`."""
-        taken = {  # pointers and numbers
+        """The functions of `csrc/layer_steps.h` in a library, with their argument types set."""
+        signatures = {  # pointers and numbers
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
             "whole": ("whole_layer", "pppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
         }
-        functions = {part: getattr(library, name) for part, (name, _) in taken.items()}
-        for part, (_, kinds) in taken.items():
+        functions = {part: getattr(library, name) for part, (name, _) in signatures.items()}
+        for part, (_, kinds) in signatures.items():
             functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
         return cls(**functions, cache=cache)
 
@@ -103,10 +103,10 @@ class PreparedForward:
 
     def rope(self, rope: Rope, hidden: Tensor, size: int) -> Rope:
         """Cosines and sines [tokens, size] in the type of the hidden states."""
-        known = self.rotations.get(id(rope[1]))
-        if known is None:
-            known = self.rotations[id(rope[1])] = rope, rotation(rope, hidden, size)  # the key's tensor stays alive
-        return known[1]
+        converted = self.rotations.get(id(rope[1]))
+        if converted is None:
+            converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden, size)  # the key's tensor stays alive
+        return converted[1]
 
     def space(self, size: int) -> Tensor:
         """Scratch space of at least `size` numbers."""
@@ -124,22 +124,24 @@ def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
 class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
-    shape_independent: whether whole layers are computed, and each token as if it were alone. Known once a layer has
-    been computed.
+    shape_independent: whether whole layers are computed and no token's bits depend on the others. False until the first
+    layer has been computed.
     """
 
-    def __init__(self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, alone: bool) -> None:
-        """layer: the struct of the layer that the functions read. alone: what `shape_independent` becomes."""
+    def __init__(
+        self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, tokens_independent: bool
+    ) -> None:
+        """layer: the struct that the functions read. tokens_independent: what `shape_independent` becomes."""
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
-        self.functions, self._layer, self.this = functions, layer, ctypes.addressof(layer)
-        self._alone, self.shape_independent = alone, False
+        self.functions, self._layer, self.address = functions, layer, ctypes.addressof(layer)
+        self._tokens_independent, self.shape_independent = tokens_independent, False
 
     @abstractmethod
     def scratch(self, tokens: int) -> int:
         """How many numbers of scratch space the functions need."""
 
     @abstractmethod
-    def takes(self, hidden: Tensor) -> bool:
+    def computes_whole(self, hidden: Tensor) -> bool:
         """Whether whole layers are computed for these hidden states [B, W, H]."""
 
     @abstractmethod
@@ -152,7 +154,7 @@ class LayerCalls(ABC):
         rows, tokens, scratch = self._inputs(hidden)
         cosines, sines = rotation(rope, hidden, self.size)
         pointers = [part.data_ptr() for part in (cosines, sines, out, scratch)]
-        self.functions.project(self.this, rows.data_ptr(), tokens, *pointers)
+        self.functions.project(self.address, rows.data_ptr(), tokens, *pointers)
         heads = out.transpose(1, 2)
         both = self.heads + self.key_heads
         return heads[:, :both], heads[:, both:]
@@ -160,15 +162,15 @@ class LayerCalls(ABC):
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         rows, tokens, scratch = self._inputs(hidden)
-        given = attended.contiguous()
+        contiguous = attended.contiguous()
         pointers = out.data_ptr(), scratch.data_ptr()
-        self.functions.feed_forward(self.this, rows.data_ptr(), given.data_ptr(), tokens, *pointers)
+        self.functions.feed_forward(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
         return out
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        if not self.takes(hidden):
+        if not self.computes_whole(hidden):
             return None
-        keys, values = self.cached(cache, spec, hidden)
+        keys, values = self.keys_and_values(cache, spec, hidden)
         if keys.dtype != hidden.dtype:
             return None
         ready = self.prepared(cache, hidden)
@@ -179,11 +181,11 @@ class LayerCalls(ABC):
         memory.window, memory.scaling = spec.window or 0, spec.scaling
         out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self.functions.whole(self.this, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
-        self.shape_independent = self._alone
+        self.functions.whole(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.shape_independent = self._tokens_independent
         return out
 
-    def cached(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, allocated in the type of the hidden states if there are none."""
         return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
@@ -211,10 +213,10 @@ class LayerCalls(ABC):
 
 
 class CompiledOps(LayerCalls):
-    """See `LayerCalls`; bfloat16. Each token is computed as if it were alone where the weights have 12 bits."""
+    """A layer in bfloat16. No token's bits depend on the others where the weights have 12 bits."""
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
-        """ops: such that `recognise` gives this activation."""
+        """ops: such that `kernel_activation` gives this activation."""
         self._plain = ops  # the struct has only the addresses of the weights
         head_norms = ops.head_norms or (None, None)
         norms = (ops.before_attention, *head_norms, ops.after_attention)
@@ -230,8 +232,8 @@ class CompiledOps(LayerCalls):
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
         self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(layer))
-        alone = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
-        super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, alone=alone)
+        tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
+        super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, tokens_independent=tokens_independent)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
@@ -243,7 +245,7 @@ class CompiledOps(LayerCalls):
     def scratch(self, tokens: int) -> int:
         return tokens * self._scratch_per_token
 
-    def takes(self, hidden: Tensor) -> bool:
+    def computes_whole(self, hidden: Tensor) -> bool:
         return hidden.shape[0] * hidden.shape[1] <= self._most_attended
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -264,14 +266,14 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | None:
     library = kernels()
     if library is None:
         return None
-    activation = recognise(ops)
+    activation = kernel_activation(ops)
     if isinstance(activation, str):
         warn_slower(f"layers are not compiled: {activation}")
         return None
     return CompiledOps(ops, library, activation)
 
 
-def recognise(ops: LayerOps) -> Activation | str:
+def kernel_activation(ops: LayerOps) -> Activation | str:
     """The slope and cubic term of the activation if the kernels can compute this layer, else why they cannot."""
     sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": ops.inner}
     if odd := [name for name, size in sizes.items() if size % LANES]:
@@ -292,10 +294,10 @@ def _kernel(linear: Any) -> KernelLinear | None:
 
 
 class BlockLayerOps(LayerCalls):
-    """See `LayerCalls`; float32, each token as if it were alone."""
+    """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
-        """ops: such that `recognise` gives this activation, over `BlockLinear`s."""
+        """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
         linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
         self._linears, self._library = linears, linears[0].parts[0].library
         self._norm_weights: list[Tensor] = []
@@ -304,7 +306,7 @@ class BlockLayerOps(LayerCalls):
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
         self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, alone=True)
+        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, tokens_independent=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
@@ -316,7 +318,7 @@ class BlockLayerOps(LayerCalls):
         needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
         return needed
 
-    def takes(self, hidden: Tensor) -> bool:
+    def computes_whole(self, hidden: Tensor) -> bool:
         return self._attends
 
 
@@ -327,7 +329,7 @@ def is_of_blocks(ops: LayerOps) -> bool:
 
 def block_layer_ops(ops: LayerOps) -> BlockLayerOps | None:
     """The compiled form of a layer of blocks; None, with a warning, where its form is not the kernels'."""
-    activation = recognise(ops)
+    activation = kernel_activation(ops)
     if isinstance(activation, str):
         warn_slower(f"layers are not compiled: {activation}")
         return None
@@ -348,26 +350,28 @@ class Rotations:
         if "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
         named = set(types.values()) if isinstance(types, dict) else {types}
-        self._is_static, self._known = named <= STATIC, list[Rope]()
+        self._is_static, self._table = named <= STATIC, list[Rope]()
 
     def __len__(self) -> int:
         return len(self._options)
 
-    def at(self, positions: Tensor, hidden: Tensor, most: int) -> list[Rope]:
-        """Cosines and sines [B, W, size] of each kind at positions [B, W] below `most`, in the type of hidden states
-        [B, W, H]."""
+    def ropes(self, positions: Tensor, hidden: Tensor, max_positions: int) -> list[Rope]:
+        """Cosines and sines [B, W, size] of each kind, in the type of hidden states [B, W, H].
+
+        positions: [B, W], all below `max_positions`.
+        """
         if not self._is_static:
-            return [self._of(hidden, positions, options) for options in self._options]
-        if not self._known or len(self._known[0][0]) < most or self._known[0][0].dtype != hidden.dtype:
-            every = torch.arange(most)[None]
-            found = [self._of(hidden, every, options) for options in self._options]
-            self._known = [(cosines[0], sines[0]) for cosines, sines in found]
+            return [self._computed(hidden, positions, options) for options in self._options]
+        if not self._table or len(self._table[0][0]) < max_positions or self._table[0][0].dtype != hidden.dtype:
+            positions_in_order = torch.arange(max_positions)[None]
+            ropes = [self._computed(hidden, positions_in_order, options) for options in self._options]
+            self._table = [(cosines[0], sines[0]) for cosines, sines in ropes]
         size = hidden.shape[:2]
         return [
-            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._known
+            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._table
         ]
 
-    def _of(self, hidden: Tensor, positions: Tensor, options: dict[str, str]) -> Rope:
+    def _computed(self, hidden: Tensor, positions: Tensor, options: dict[str, str]) -> Rope:
         cosines, sines = self._module(hidden, positions, **options)
         return cosines, sines
 
@@ -380,7 +384,7 @@ class LayerStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
             raise UnknownLayerError("they are not all compiled")
-        inner = _caller_of(model, len(layers))
+        inner = _decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._functions, self._norm = ops[0].functions, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
         of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
@@ -389,8 +393,8 @@ class LayerStack:
         which = [kinds.index(kind) if len(self._rotations) > 1 else 0 for kind in of_layers]
         self._structs = (StackedLayerStruct * len(layers))(
             *(
-                StackedLayerStruct(one.this, None, None, 0, spec.window or 0, kind, spec.scaling)
-                for one, spec, kind in zip(ops, self._specs, which, strict=True)
+                StackedLayerStruct(layer_ops.address, None, None, 0, spec.window or 0, kind, spec.scaling)
+                for layer_ops, spec, kind in zip(ops, self._specs, which, strict=True)
             )
         )
         self._cached: list[ReferenceType[Tensor]] = []  # the keys whose addresses the structs have
@@ -402,7 +406,9 @@ class LayerStack:
         keep: of which columns; 0 of all, 1 of the last.
         """
         hidden: Tensor = self._model.get_input_embeddings()(tokens)
-        if not all(one.takes(hidden) for one in self._ops) or not self._point_to(cache, hidden):
+        if not all(layer_ops.computes_whole(hidden) for layer_ops in self._ops) or not self._update_addresses(
+            cache, hidden
+        ):
             return None
         hidden, ready = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
         self._compute(hidden, positions, ready, cache.shape[1])
@@ -410,19 +416,20 @@ class LayerStack:
         normed, size = torch.empty_like(kept), kept.shape[-1]
         norm = ctypes.addressof(self._norm)
         self._functions.normalise(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
-        found: Tensor = self._model.get_output_embeddings()(normed)
-        return found
+        logits: Tensor = self._model.get_output_embeddings()(normed)
+        return logits
 
-    def _point_to(self, cache: RaggedCache, hidden: Tensor) -> bool:
+    def _update_addresses(self, cache: RaggedCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's keys and values; whether these are of the right type."""
-        there = [cache.layers[spec.index].keys for spec in self._specs]
+        cached_keys = [cache.layers[spec.index].keys for spec in self._specs]
         if self._cached and all(
-            keys is not None and keys is known() for keys, known in zip(there, self._cached, strict=True)
+            keys is not None and keys is pointed_to()
+            for keys, pointed_to in zip(cached_keys, self._cached, strict=True)
         ):
             return True
         self._cached = []
-        for one, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
-            keys, values = one.cached(cache, spec, hidden)
+        for layer_ops, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
+            keys, values = layer_ops.keys_and_values(cache, spec, hidden)
             if keys.dtype != hidden.dtype:
                 self._cached = []
                 return False
@@ -430,12 +437,15 @@ class LayerStack:
             self._cached.append(ref(keys))
         return True
 
-    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, most: int) -> None:
+    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, max_positions: int) -> None:
         tokens = hidden.numel() // hidden.shape[-1]
-        ropes = [rotation(rope, hidden, rope[0].shape[-1]) for rope in self._rotations.at(positions, hidden, most)]
+        ropes = [
+            rotation(rope, hidden, rope[0].shape[-1])
+            for rope in self._rotations.ropes(positions, hidden, max_positions)
+        ]
         pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
         if tokens not in self._scratch:
-            self._scratch[tokens] = max(one.scratch(tokens) for one in self._ops)
+            self._scratch[tokens] = max(layer_ops.scratch(tokens) for layer_ops in self._ops)
         scratch = ready.space(self._scratch[tokens])
         self._functions.all_layers(
             ctypes.addressof(self._structs),
@@ -448,22 +458,22 @@ class LayerStack:
         )
 
 
-def _caller_of(model: Any, count: int) -> nn.Module:
+def _decoder_module(model: Any, count: int) -> nn.Module:
     """The module that calls the layers."""
     inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
     if inner is None or len(inner.get_submodule("layers")) != count:
         raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
-    found: nn.Module = inner
-    return found
+    module: nn.Module = inner
+    return module
 
 
 @torch.inference_mode()
-def check_around(model: Any, layers: Sequence[nn.Module]) -> None:
+def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
     """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
 
     A forward of two tokens shows it: each is given the bits that the one before it returned.
     """
-    norm = _caller_of(model, len(layers)).get_submodule("norm")
+    norm = _decoder_module(model, len(layers)).get_submodule("norm")
     chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
     passed: list[tuple[nn.Module, Tensor, Tensor]] = []
 
@@ -482,7 +492,7 @@ def check_around(model: Any, layers: Sequence[nn.Module]) -> None:
         raise UnknownLayerError(
             "its embedding, layers, norm and output layer do not run one after the other, once each"
         )
-    given = [*(into for _, into, _ in passed[1:]), logits]
-    for (module, _, output), into in zip(passed, given, strict=True):
+    inputs_of_next = [*(into for _, into, _ in passed[1:]), logits]
+    for (module, _, output), into in zip(passed, inputs_of_next, strict=True):
         if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
             raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -19,7 +19,7 @@ NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)
 
 
 class CompiledRecurrence:
-    """See `recurrence.advance`."""
+    """A recurrent layer by the kernel; called as `advance` is, but for the recurrence."""
 
     def __init__(self, recurrence: Recurrence, library: Any) -> None:
         """recurrence: such that `unsupported` is None."""
@@ -45,10 +45,10 @@ class CompiledRecurrence:
             raise ValueError(f"x: {rows.dtype}; allowed: {self._dtype}")
         out = torch.empty(*rows.shape[:2], self._outputs, dtype=torch.float32)
         self._struct.ring = memory.inputs.shape[1]
-        given = (SegmentStruct * len(segments))(
+        structs = (SegmentStruct * len(segments))(
             *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
         )
-        before = ctypes.byref(self._struct), given, ctypes.c_int64(len(segments))
+        before = ctypes.byref(self._struct), structs, ctypes.c_int64(len(segments))
         tensors = (rows, memory.inputs, memory.states, out)
         self._advance(*before, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
         return out
@@ -93,15 +93,15 @@ def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
     """Whether both give the same outputs and the same state, but for rounding; NaN differs from everything."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 2 * TRIED, recurrence.inputs, generator=generator).to(recurrence.dtype)
-    found = []
+    results = []
     for way in (lambda *inputs: advance(recurrence, *inputs), compiled):
         memory = LayerMemory(recurrence)
         memory.resize(1, 4 * TRIED, [])
         first, second = Segment(0, 0, TRIED, 0, 2), Segment(0, TRIED - 1, TRIED, 2, TRIED)
         parts = [way(memory, [first], x[:, :TRIED]), way(memory, [second], x[:, TRIED:]), memory.states]
-        found.append(torch.cat([part.flatten() for part in parts]))
-    error = (found[0] - found[1]).abs().max()
-    return bool(error <= CLOSE[recurrence.dtype] * found[0].abs().max())
+        results.append(torch.cat([part.flatten() for part in parts]))
+    error = (results[0] - results[1]).abs().max()
+    return bool(error <= CLOSE[recurrence.dtype] * results[0].abs().max())
 
 
 def _of_heads(heads: Heads) -> tuple[tuple[Tensor, Tensor, Tensor | None], tuple[int, ...], tuple[bool, bool]]:

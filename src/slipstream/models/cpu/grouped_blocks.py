@@ -63,19 +63,19 @@ class GroupedMatrix:
             raise NotInBlocksError(
                 f"has {inputs} inputs in groups of {self.group}; computed with: multiples of {INPUTS}"
             )
-        whole = self._divided()
-        short = whole.minima is None and torch.equal(whole.scales.half().float(), whole.scales)
-        centred = bool((whole.zeros == CENTRE[self.bits]).all())
+        matrix = self._divided()
+        short = matrix.minima is None and torch.equal(matrix.scales.half().float(), matrix.scales)
+        centred = bool((matrix.zeros == CENTRE[self.bits]).all())
         if self.bits == 8:
             if not (short and centred):
                 what = "scales beyond float16" if centred else "zero points other than 128"
                 raise NotInBlocksError(f"has 8 bits and {what}; computed with: 8 bits, symmetric, 4 and 2 bits")
-            return Q8_0, whole._spread(INPUTS).q8_0()
+            return Q8_0, matrix._spread(INPUTS).q8_0()
         if not short:
-            return whole._int4_minima()
-        if centred and self.bits == 4 and whole.group == INPUTS:
-            return Q4_0, whole._q4_0()
-        return grouped_format("INT4", whole.group), whole.int4()
+            return matrix._int4_minima()
+        if centred and self.bits == 4 and matrix.group == INPUTS:
+            return Q4_0, matrix._q4_0()
+        return grouped_format("INT4", matrix.group), matrix.int4()
 
     def q8_0(self) -> Any:
         """[outputs, bytes]: rows of `Q8_0`, of 8 bits with centred zero points and scales that are float16 numbers."""
@@ -88,12 +88,12 @@ class GroupedMatrix:
         return self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
 
     def _divided(self) -> GroupedMatrix:
-        """The same in groups that divide the inputs: the last group of a row may be short."""
+        """This matrix in groups that divide the inputs; as it is, the last group of a row may be short."""
         inputs = self.codes.shape[1]
         return self if inputs % self.group == 0 else self._spread(INPUTS)
 
     def _spread(self, group: int) -> GroupedMatrix:
-        """The same in smaller groups."""
+        """This matrix in smaller groups."""
         if group == self.group:
             return self
         owner = torch.arange(0, self.codes.shape[1], group) // self.group

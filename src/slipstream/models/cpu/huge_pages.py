@@ -25,11 +25,11 @@ class HugePages:
 
     def zeros(self, size: int) -> Tensor:
         """[size] uint8 zeros that begin at a multiple of 64 bytes."""
-        whole = -(-size // ALIGNED) * ALIGNED
-        if whole > len(self._rest):
-            self._rest = _chunk(max(whole, CHUNK))
-        taken, self._rest = self._rest[:size], self._rest[whole:]
-        return taken
+        aligned_size = -(-size // ALIGNED) * ALIGNED
+        if aligned_size > len(self._rest):
+            self._rest = _chunk(max(aligned_size, CHUNK))
+        memory, self._rest = self._rest[:size], self._rest[aligned_size:]
+        return memory
 
 
 class SmallPages:

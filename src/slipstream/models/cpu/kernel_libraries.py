@@ -195,8 +195,8 @@ def compile_library(compiler: list[str], recipe: Recipe, library: Path, librarie
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [f"{scratch}/{source.stem}.o" for source in recipe.sources]
         commands = [
-            [*compiler, *recipe.flags, "-c", str(source), "-o", made]
-            for source, made in zip(recipe.sources, objects, strict=True)
+            [*compiler, *recipe.flags, "-c", str(source), "-o", target]
+            for source, target in zip(recipe.sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             list(compilers.map(_run, commands))
@@ -257,19 +257,19 @@ def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        reason = next(iter(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
         raise NoKernelsError(f"{command[0]} failed: {reason}")
 
 
-def variants_of(processor: Processor, wanted: str | None) -> list[str]:
-    """The variants that can be used, best first. wanted: see `isa_of`, which raises the errors."""
-    best = isa_of(processor, wanted)
+def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
+    """The variants that can be used, best first. forced_isa: see `isa_of`, which raises the errors."""
+    best = isa_of(processor, forced_isa)
     below = list(NEEDED)[list(NEEDED).index(best) :]
     allowed = [name for name in VARIANTS if name in below or (name == BFLOAT16 and "avx512" in below)]
-    found = [name for name in allowed if set(VARIANTS[name]) <= processor.flags and name != "plain"]
-    return found or ["plain"]
+    usable = [name for name in allowed if set(VARIANTS[name]) <= processor.flags and name != "plain"]
+    return usable or ["plain"]
 
 
 def bfloat16_recipe(variant: str) -> Recipe:
@@ -284,10 +284,10 @@ def kernels() -> ctypes.CDLL | None:
 
 
 @cache
-def kernels_for(wanted: str | None) -> ctypes.CDLL | None:
-    """See `kernels`. wanted: of SLIPSTREAM_ISA."""
+def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
+    """forced_isa: the value of SLIPSTREAM_ISA."""
     try:
-        library = loaded(best_bfloat16_recipe(wanted))
+        library = loaded(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {error}")
         return None
@@ -296,10 +296,10 @@ def kernels_for(wanted: str | None) -> ctypes.CDLL | None:
     return library
 
 
-def best_bfloat16_recipe(wanted: str | None) -> Recipe:
-    """The best variant that can be had here; without `wanted` a lesser one where the compiler lacks the best."""
-    found = [bfloat16_recipe(variant) for variant in variants_of(processor(), wanted)]
-    return first_that_loads(found[:1] if wanted else found)
+def best_bfloat16_recipe(forced_isa: str | None) -> Recipe:
+    """Of the best variant that processor and compiler have, or of `forced_isa` alone."""
+    recipes = [bfloat16_recipe(variant) for variant in variants_of(processor(), forced_isa)]
+    return first_that_loads(recipes[:1] if forced_isa else recipes)
 
 
 def bfloat16_version() -> str:
@@ -320,9 +320,9 @@ def block_kernels() -> ctypes.CDLL:
     return library_of(best_block_recipe(os.environ.get(ISA)))
 
 
-def best_block_recipe(wanted: str | None) -> Recipe:
-    """The best instructions that can be had here; without `wanted` lesser ones where the compiler lacks the best."""
-    return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), wanted)])
+def best_block_recipe(forced_isa: str | None) -> Recipe:
+    """Of the best instructions that processor and compiler have, or of `forced_isa` alone."""
+    return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
 
 
 def library_for(isa: str) -> ctypes.CDLL:

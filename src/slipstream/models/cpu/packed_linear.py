@@ -64,8 +64,8 @@ def _has_bf16() -> bool:
 
 def unsupported(model: Any) -> str | None:
     """Why a model cannot be packed, or None if it can."""
-    own = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
-    if not torch.backends.mkldnn.is_available() and not own:
+    has_kernels = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
+    if not torch.backends.mkldnn.is_available() and not has_kernels:
         return "this PyTorch has no oneDNN"
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:
@@ -79,7 +79,7 @@ def unsupported(model: Any) -> str | None:
     linears = [module for module in model.modules() if is_plain(module)]
     if not linears:
         return "the model has no nn.Linear"
-    if needs_float32(model.dtype) and not own:
+    if needs_float32(model.dtype) and not has_kernels:
         copies = 4 * sum(linear.weight.numel() for linear in linears)
         memory = memory_bytes()
         if memory is not None and copies > SHARE * memory:

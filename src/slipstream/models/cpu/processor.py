@@ -50,10 +50,10 @@ def processor(file: Path = CPU_INFO) -> Processor:
     """The first processor of this machine."""
     if not file.exists():
         return elsewhere(sys.platform)
-    found = parse(file.read_text(errors="replace"))
-    if AMX[0] in found.flags and not gives_tiles():
-        return Processor(found.model_name, found.flags.difference(AMX))
-    return found
+    described = parse(file.read_text(errors="replace"))
+    if AMX[0] in described.flags and not gives_tiles():
+        return Processor(described.model_name, described.flags.difference(AMX))
+    return described
 
 
 def memory_bytes() -> int | None:
@@ -108,24 +108,26 @@ class NoKernelsError(Exception):
     """Why the kernels cannot be used here."""
 
 
-def isas_of(processor: Processor, wanted: str | None) -> list[str]:
-    """The instructions that can be used, best first; `wanted` alone if there is one. Raises `NoKernelsError` if none of
-    these are there, `UsageError` for a wrong name or one that this processor lacks."""
+def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
+    """The instructions that can be used, best first; only `forced_isa` if it is set.
+
+    Raises `NoKernelsError` if the processor has none of them, `UsageError` for a wrong name or one that it lacks.
+    """
     there = [name for name, flags in NEEDED.items() if set(flags) <= processor.flags]
-    if wanted:
-        if wanted not in NEEDED or wanted not in there:
-            what = "this processor lacks them" if wanted in NEEDED else "no such instructions"
-            raise UsageError(f"{ISA}={wanted!r}: {what}; allowed here: {', '.join(there)}")
-        return [wanted]
+    if forced_isa:
+        if forced_isa not in NEEDED or forced_isa not in there:
+            what = "this processor lacks them" if forced_isa in NEEDED else "no such instructions"
+            raise UsageError(f"{ISA}={forced_isa!r}: {what}; allowed here: {', '.join(there)}")
+        return [forced_isa]
     usable = [name for name in there if name not in FORCED_ONLY]
     if not usable:
         raise NoKernelsError("they need a processor with AVX2, FMA and F16C or one of ARM with dot products")
     return usable
 
 
-def isa_of(processor: Processor, wanted: str | None) -> str:
+def isa_of(processor: Processor, forced_isa: str | None) -> str:
     """The best of `isas_of`."""
-    return isas_of(processor, wanted)[0]
+    return isas_of(processor, forced_isa)[0]
 
 
 def compiler_flags(needed: tuple[str, ...]) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ class Int4Linear(KernelLinear):
         """[N, in] bfloat16: the rounded weights of some outputs [N], read back from the records."""
         panel, within = outputs // PANEL, outputs % PANEL
         words = self._records[..., :WORDS].unflatten(2, (8, 16, 2, 2))  # quad, o, i, byte; as `_records` has them
-        own = words[panel, :, :, within % 16].permute(0, 1, 2, 4, 3)  # ..., byte (the pair), i
-        codes = torch.where((within < 16).view(-1, 1, 1, 1, 1), own & 15, own >> 4).flatten(2)
+        panel_words = words[panel, :, :, within % 16].permute(0, 1, 2, 4, 3)  # ..., byte (the pair), i
+        codes = torch.where((within < 16).view(-1, 1, 1, 1, 1), panel_words & 15, panel_words >> 4).flatten(2)
         factors = self._records[..., WORDS:].view(torch.bfloat16).unflatten(2, (2, PANEL))[panel, :, :, within].float()
         return (codes * factors[..., :1] + factors[..., 1:]).flatten(1).to(torch.bfloat16)
 
@@ -88,9 +88,9 @@ class IntegerLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> [tokens, out_features]."""
         steps = x.abs().amax(-1, keepdim=True).mul_(1 / LARGEST).clamp_(min=torch.finfo(torch.bfloat16).tiny)
-        whole = (x.float() / steps).add_(ZERO + 0.5).to(torch.uint8)  # to the nearest, as no sum is negative
+        integers = (x.float() / steps).add_(ZERO + 0.5).to(torch.uint8)  # to the nearest, as no sum is negative
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            whole, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, self._dtype, "none", [], ""
+            integers, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, self._dtype, "none", [], ""
         )
         out *= steps
         if self.bias is not None:
@@ -170,8 +170,8 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] int8 weights and [out] scales."""
     scale = weight.abs().amax(-1).float().clamp(min=torch.finfo(torch.bfloat16).tiny) / 127
-    whole = [(rows.float() / part[:, None]).round_().to(torch.int8) for rows, part in _parts(weight, scale)]
-    return torch.cat(whole), scale.to(weight.dtype)
+    rounded_rows = [(rows.float() / part[:, None]).round_().to(torch.int8) for rows, part in _parts(weight, scale)]
+    return torch.cat(rounded_rows), scale.to(weight.dtype)
 
 
 def _parts(weight: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:

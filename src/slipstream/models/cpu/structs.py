@@ -214,10 +214,10 @@ def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structu
 
 
 def _compiled(library: ctypes.CDLL) -> dict[str, int]:
-    """What layout.c exports."""
+    """Sizes, offsets and constants by name, as layout.c exports them."""
     entries = ctypes.cast(ctypes.addressof(_Entry.in_dll(library, "layout")), ctypes.POINTER(_Entry))
-    values, at = dict[str, int](), 0
-    while entries[at].name is not None:
-        values[entries[at].name.decode()] = entries[at].value
-        at += 1
+    values, index = dict[str, int](), 0
+    while entries[index].name is not None:
+        values[entries[index].name.decode()] = entries[index].value
+        index += 1
     return values

@@ -103,8 +103,8 @@ def _workers() -> list[int]:
     while perf_counter() < ended:
         numbers.mul_(1.0)
     gained = {task: used - before.get(task, 0) for task, used in _used().items() if task != os.getpid()}
-    most = sorted(gained, key=lambda task: -gained[task])[: torch.get_num_threads() - 1]
-    return [task for task in most if gained[task] > 0]
+    busiest = sorted(gained, key=lambda task: -gained[task])[: torch.get_num_threads() - 1]
+    return [task for task in busiest if gained[task] > 0]
 
 
 def _share_a_core(tasks: list[int]) -> bool:

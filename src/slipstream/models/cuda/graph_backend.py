@@ -45,7 +45,8 @@ from slipstream.models.decoder.attention import Masks
 from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits, Trial, fuse_layers, group_queries, largest_error, tolerance
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
 
@@ -59,10 +60,10 @@ def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Ten
     last = tokens.shape[1] - 1
     steps = torch.arange(last + 1, device=tokens.device)
     index = ((counts - widths - 1).clamp(min=0)[:, None] + steps).clamp(max=last)
-    own, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
-    agree = (own[:, :last] == draft) & (steps[:last] < lengths[:, None])
+    choices, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
+    agree = (choices[:, :last] == draft) & (steps[:last] < lengths[:, None])
     accepted = agree.long().cumprod(1).sum(1)
-    return torch.stack([accepted, own.gather(1, accepted[:, None])[:, 0]], dim=1)
+    return torch.stack([accepted, choices.gather(1, accepted[:, None])[:, 0]], dim=1)
 
 
 class CapturedForwards:
@@ -110,8 +111,8 @@ class CapturedForwards:
         """[R, steps] greedy tokens, each fed to the next step."""
         starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
         logits = self.logits(bucket)
-        at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
-        drafted = [logits.gather(1, at)[:, 0, :limit].argmax(-1)]
+        last_column = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
+        drafted = [logits.gather(1, last_column)[:, 0, :limit].argmax(-1)]
         position, real = starts + counts, counts.clamp(max=1)
         for step in range(steps - 1):
             logits = self._indexed_forward(drafted[-1][:, None], position + step, real, bucket.attended)
@@ -127,11 +128,13 @@ class CapturedForwards:
     def tree(self, bucket: Bucket) -> Tensor:
         """[R, C, V] logits of trees; `trees` says where tokens stand and which they follow."""
         starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        positions, stands, visible = self.trees.places(bucket, starts, self._eager.key_positions()[: bucket.attended])
+        positions, key_positions, visible = self.trees.places(
+            bucket, starts, self._eager.key_positions()[: bucket.attended]
+        )
         columns = self._columns(starts, counts, bucket.width)
         slots, trees = self._offsets[: bucket.rows], self.trees.of(bucket)
         forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, *trees)
-        masks = partial(self._eager.masks.build, positions, stands[:, None, None], visible[:, None])
+        masks = partial(self._eager.masks.build, positions, key_positions[:, None, None], visible[:, None])
         return self._forward(self._tokens_of(bucket), forward, masks)
 
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
@@ -263,9 +266,9 @@ class GraphedBackend:
         """
         table = tree_table(segments)
         starts, counts = table.starts, table.counts
-        whole = len(tokens) == sum(counts) and table.slots == list(range(len(starts)))
+        is_batch = len(tokens) == sum(counts) and table.slots == list(range(len(starts)))
         width = max(counts)
-        bucket = self._bucket(starts, width, max(starts) + width) if whole else None
+        bucket = self._bucket(starts, width, max(starts) + width) if is_batch else None
         if bucket is not None:
             rows, columns = (part.to(self.device, non_blocking=True) for part in table.cells())
             laid_out = tokens.new_zeros(len(starts), width)
@@ -345,23 +348,23 @@ class GraphedBackend:
         logits = self.eager.forward(self._bodies.known(tokens), starts, first_slot=0, logits=True)
         last = torch.tensor(counts, device=self.device) - 1
         drafted = [logits[torch.arange(len(starts), device=self.device), last, :limit].argmax(-1)]
-        at = [start + count for start, count in zip(starts, counts, strict=True)]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
         for step in range(steps - 1):
-            positions = [start + step for start in at]
+            positions = [start + step for start in ends]
             logits = self.eager.forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
 
 
-def make_graphs_faster(backend: GraphedBackend, own: OwnLogits) -> None:
+def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
     """Give a model whose products are fused grouped attention, fused layers and then Triton kernels.
 
     Each stays if it gives the model's own logits; a warning says what does not.
     """
     if any(map(is_fused, backend.model.modules())):
         return  # an earlier decoder has done it
-    group_queries(backend.eager, own)
-    layers = fuse_layers(backend.eager, own)
+    group_queries(backend.eager, own_logits)
+    layers = fuse_layers(backend.eager, own_logits)
     reason = _use_kernels(backend, layers) if layers else None
     if reason is not None:
         warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
@@ -375,7 +378,7 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
     kernels = [TritonOps(forward.plain) for _, forward in layers]
-    trials = [Trial(forward, forward.by(ops)) for (_, forward), ops in zip(layers, kernels, strict=True)]
+    trials = [Trial(forward, forward.with_ops(ops)) for (_, forward), ops in zip(layers, kernels, strict=True)]
     rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
     try:
         with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device

@@ -39,7 +39,7 @@ class Capturer(Protocol):
 
     @property
     def bytes(self) -> int:
-        """See the class."""
+        """Device memory that captures hold; see the class."""
 
     def capture(self, body: Body) -> Body:
         """Capture a body. It may be run several times, so it must do the same thing each time."""
@@ -58,7 +58,7 @@ class Rerun:
         return body
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Holds nothing, so there is nothing to reset."""
 
 
 class CudaCapturer:
@@ -279,5 +279,5 @@ def why_not_captured(model: Any) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error's message, or its kind."""
+    """The first line of an error's message, or the error's type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -126,10 +126,10 @@ class TreeTable:
         depths = torch.zeros(rows, width, dtype=torch.int64)
         visible = torch.zeros(rows, width, width, dtype=torch.bool)
         visible[:, :, 0] = True
-        for row, (own, seen) in enumerate(zip(self.depths, self.follows, strict=True)):
-            depths[row, : len(own)] = torch.tensor(own)
-            at = [(column, other) for column, them in enumerate(seen) for other in them]
-            columns, others = zip(*at, strict=True)
+        for row, (row_depths, seen) in enumerate(zip(self.depths, self.follows, strict=True)):
+            depths[row, : len(row_depths)] = torch.tensor(row_depths)
+            pairs = [(column, other) for column, followed in enumerate(seen) for other in followed]
+            columns, others = zip(*pairs, strict=True)
             visible[row, columns, others] = True
         return depths, visible
 
@@ -160,10 +160,14 @@ class TreeBuffers:
         """
         depths, own_visible = self.of(bucket)
         behind = keys - starts[:, None]
-        at, own = behind.clamp(0, bucket.width - 1), (behind >= 0) & (behind < bucket.width)
-        visible = own_visible.gather(2, at[:, None].expand(-1, bucket.width, -1))
-        visible = torch.where(own[:, None], visible, behind[:, None] < 0)
-        return starts[:, None] + depths, torch.where(own, starts[:, None] + depths.gather(1, at), keys), visible
+        token, is_own_token = behind.clamp(0, bucket.width - 1), (behind >= 0) & (behind < bucket.width)
+        visible = own_visible.gather(2, token[:, None].expand(-1, bucket.width, -1))
+        visible = torch.where(is_own_token[:, None], visible, behind[:, None] < 0)
+        return (
+            starts[:, None] + depths,
+            torch.where(is_own_token, starts[:, None] + depths.gather(1, token), keys),
+            visible,
+        )
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
@@ -175,10 +179,10 @@ def tree_table(segments: Sequence[TreeSegment]) -> TreeTable:
     """The table of a forward; segments of a row follow each other, the one that begins it first."""
     table = TreeTable([], [], [], [])
     for slot, group in groupby(segments, lambda segment: segment.slot):
-        own = list(group)
-        first = own[0].start
+        row_segments = list(group)
+        first = row_segments[0].start
         depths, follows = list[int](), list[list[int]]()
-        for segment in own:
+        for segment in row_segments:
             on_chain = segment.start - len(segment.detour) - first  # of the main chain, what the segment follows
             path = [*range(on_chain), *(place - first for place in segment.detour)]
             for column in range(segment.count):

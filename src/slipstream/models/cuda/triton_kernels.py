@@ -45,17 +45,17 @@ def add_norm(
     x, residual, summed, out: [T, size]; weights: [size], float32.
     """
     dtype: tl.constexpr = x.dtype.element_ty
-    at = tl.arange(0, block)
-    inside = at < size
-    row = tl.program_id(0).to(tl.int64) * size + at
+    columns = tl.arange(0, block)
+    inside = columns < size
+    row = tl.program_id(0).to(tl.int64) * size + columns
     value = tl.load(x + row, mask=inside, other=0.0)
     if has_after:
-        value = _normalised(value, after_weight + at, size, inside, after_eps, rounds_first, dtype)
+        value = _normalised(value, after_weight + columns, size, inside, after_eps, rounds_first, dtype)
     if has_residual:
         value = (tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
         tl.store(summed + row, value, mask=inside)
     if has_next:
-        normalised = _normalised(value, next_weight + at, size, inside, next_eps, rounds_first, dtype)
+        normalised = _normalised(value, next_weight + columns, size, inside, next_eps, rounds_first, dtype)
         tl.store(out + row, normalised, mask=inside)
 
 
@@ -88,11 +88,11 @@ def rotate_and_cache(
     dtype: tl.constexpr = qkv.dtype.element_ty
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = 2 * half
-    at = tl.arange(0, half)
+    offsets = tl.arange(0, half)
     source = qkv + (token * (heads + 2 * key_heads) + head) * size
-    low, high = tl.load(source + at), tl.load(source + half + at)
+    low, high = tl.load(source + offsets), tl.load(source + half + offsets)
     slot, column = tl.load(slots + token // width), tl.load(columns + token)
-    cached = slot * slot_stride + column * size + at
+    cached = slot * slot_stride + column * size + offsets
     if head >= heads + key_heads:
         place = values + cached + (head - heads - key_heads) * head_stride
         tl.store(place, low)
@@ -106,9 +106,9 @@ def rotate_and_cache(
             wide_low, wide_high = wide_low * factor, wide_high * factor
             if rounds_first:
                 wide_low, wide_high = wide_low.to(dtype).to(tl.float32), wide_high.to(dtype).to(tl.float32)
-            low = (wide_low * tl.load(weight + at)).to(dtype)
-            high = (wide_high * tl.load(weight + half + at)).to(dtype)
-        angle = token * size + at
+            low = (wide_low * tl.load(weight + offsets)).to(dtype)
+            high = (wide_high * tl.load(weight + half + offsets)).to(dtype)
+        angle = token * size + offsets
         cos_low, cos_high = tl.load(cosines + angle), tl.load(cosines + half + angle)
         sin_low, sin_high = tl.load(sines + angle), tl.load(sines + half + angle)
         straight_low = (low.to(tl.float32) * cos_low.to(tl.float32)).to(dtype).to(tl.float32)
@@ -117,7 +117,7 @@ def rotate_and_cache(
         turned_high = (low.to(tl.float32) * sin_high.to(tl.float32)).to(dtype).to(tl.float32)
         rotated_low, rotated_high = (straight_low + turned_low).to(dtype), (straight_high + turned_high).to(dtype)
         if head < heads:
-            place = queries + (token * heads + head) * size + at
+            place = queries + (token * heads + head) * size + offsets
             tl.store(place, rotated_low)
             tl.store(place + half, rotated_high)
         else:
@@ -173,31 +173,33 @@ def attend_chunk(
     place = (token.to(tl.int64) * heads + head) * chunks + number
     first = number * chunk
     if first < start + width:
-        at = tl.arange(0, size)
-        query = tl.load(queries + (token.to(tl.int64) * heads + head)[:, None] * size + at[None, :])
+        columns = tl.arange(0, size)
+        query = tl.load(queries + (token.to(tl.int64) * heads + head)[:, None] * size + columns[None, :])
         position = tl.load(positions + token)
         base = tl.load(slots + row) * slot_stride + key_head.to(tl.int64) * head_stride
         best = tl.full([rows], float("-inf"), tl.float32)
         total = tl.zeros([rows], tl.float32)
-        found = tl.zeros([rows, size], tl.float32)
+        summed = tl.zeros([rows, size], tl.float32)
         for offset in range(0, chunk, step):
             seen = first + offset + tl.arange(0, step)
             inside = seen < start + width
             behind = seen - start
             allowed = (seen[None, :] <= position[:, None]) & inside[None, :]
-            stands = seen
+            key_position = seen
             if is_tree:
-                own = (behind >= 0) & inside
+                is_own_token = (behind >= 0) & inside
                 tree = tl.load(
                     visible + (token[:, None].to(tl.int64) * width) + behind[None, :],
-                    mask=own[None, :] & real[:, None],
+                    mask=is_own_token[None, :] & real[:, None],
                     other=0,
                 )
-                allowed = tl.where(own[None, :], tree != 0, (behind < 0)[None, :])
-                stands = tl.where(own, start + tl.load(depths + row * width + behind, mask=own, other=0), seen)
+                allowed = tl.where(is_own_token[None, :], tree != 0, (behind < 0)[None, :])
+                key_position = tl.where(
+                    is_own_token, start + tl.load(depths + row * width + behind, mask=is_own_token, other=0), seen
+                )
             if has_window:
-                allowed = allowed & (stands[None, :] > position[:, None] - window)
-            cached = base + seen[:, None].to(tl.int64) * size + at[None, :]
+                allowed = allowed & (key_position[None, :] > position[:, None] - window)
+            cached = base + seen[:, None].to(tl.int64) * size + columns[None, :]
             key = tl.load(keys + cached, mask=inside[:, None], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             scores = tl.where(allowed, scores, float("-inf"))
@@ -207,9 +209,9 @@ def attend_chunk(
             kept = tl.exp(best - finite)
             value = tl.load(values + cached, mask=inside[:, None], other=0.0)
             total = total * kept + tl.sum(weights, 1)
-            found = found * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             best = higher
-        tl.store(partial + place[:, None] * size + at[None, :], found, mask=real[:, None])
+        tl.store(partial + place[:, None] * size + columns[None, :], summed, mask=real[:, None])
         tl.store(leading + place, best, mask=real)
         tl.store(totals + place, total, mask=real)
 
@@ -223,18 +225,18 @@ def combine_chunks(
     Padding may reach beyond the last chunk, and sees nothing there.
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, size)
+    columns = tl.arange(0, size)
     used = tl.minimum(tl.cdiv(tl.load(starts + token // width) + width, chunk), chunks)
     begin = (token.to(tl.int64) * heads + head) * chunks
     best = float("-inf")
     for number in range(0, used):
         best = tl.maximum(best, tl.load(leading + begin + number))
-    total, found = 0.0, tl.zeros([size], tl.float32)
+    total, summed = 0.0, tl.zeros([size], tl.float32)
     for number in range(0, used):
         share = tl.exp(tl.load(leading + begin + number) - best)
         total += share * tl.load(totals + begin + number)
-        found += share * tl.load(partial + (begin + number) * size + at)
-    tl.store(out + (token.to(tl.int64) * heads + head) * size + at, (found / total).to(out.dtype.element_ty))
+        summed += share * tl.load(partial + (begin + number) * size + columns)
+    tl.store(out + (token.to(tl.int64) * heads + head) * size + columns, (summed / total).to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -242,9 +244,9 @@ def gate(gate_up, out, inner, slope, cubic, block: tl.constexpr):
     """x * sigmoid(slope * x + cubic * x^3), rounded, times up. gate_up: [T, 2 * inner]; out: [T, inner]."""
     dtype: tl.constexpr = gate_up.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < inner
-    x = tl.load(gate_up + token * 2 * inner + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < inner
+    x = tl.load(gate_up + token * 2 * inner + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * inner + inner + columns, mask=inside, other=0.0).to(tl.float32)
     active = (x / (1.0 + tl.exp(-(slope * x + cubic * x * x * x)))).to(dtype).to(tl.float32)
-    tl.store(out + token * inner + at, (active * up).to(dtype), mask=inside)
+    tl.store(out + token * inner + columns, (active * up).to(dtype), mask=inside)

@@ -32,7 +32,7 @@ Norm = tuple[Tensor, float]  # factors, float32, and epsilon
 
 
 class TritonOps:
-    """See `Ops`: whole layers of forwards whose places tensors say; of all others the plain operators' parts."""
+    """Layers by Triton: whole ones in captured forwards, whose places are in tensors; else by the plain operators."""
 
     def __init__(self, ops: LayerOps) -> None:
         """ops: such that `why_no_kernels` finds nothing, on a machine that has the kernels."""

@@ -77,7 +77,7 @@ def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int])
     attended_lengths: what a block may read if it is enough, ascending; else it reads the whole length. If there are
     none, a cut is one block.
     """
-    columns, whole = cuts[-1].column + cuts[-1].width, mask.shape[3]
+    columns, full_length = cuts[-1].column + cuts[-1].width, mask.shape[3]
     repeats = mask.shape[2] // columns
     table = mask[:, :, : repeats * columns].unflatten(2, (repeats, columns))
     blocks = []
@@ -85,7 +85,7 @@ def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int])
         step = BLOCK if attended_lengths else cut.width
         for first in range(0, cut.width, step):
             last = min(first + step, cut.width)
-            length = next((length for length in attended_lengths if length >= cut.start + last), whole)
+            length = next((length for length in attended_lengths if length >= cut.start + last), full_length)
             segment = table[:, :, :, cut.column + first : cut.column + last, :length].flatten(2, 3)
             segment = pad(segment, (0, 0, 0, -segment.shape[2] % ROWS))
             blocks.append(Block(cut.row, cut.token + first, last - first, min(last, cut.count) - first, segment))
@@ -108,7 +108,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
 ) -> Tensor:
-    """The same for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
+    """`attend` for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
     parts = []
     for block in blocks:
         length, row = block.mask.shape[3], slice(block.row, block.row + 1)
@@ -128,15 +128,15 @@ class Heads:
     dtype: torch.dtype
 
 
-def attended_length_agrees(heads: Heads, width: int, length: int, whole: int) -> bool:
-    """Whether `width` columns get the same bits from `length` positions as from `whole`, wherever they end."""
+def attended_length_agrees(heads: Heads, width: int, length: int, full_length: int) -> bool:
+    """Whether `width` columns get the same bits from `length` positions as from `full_length`, wherever they end."""
     generator = torch.Generator().manual_seed(length + width)
-    shapes = (heads.key_heads * heads.repeats, width), (heads.key_heads, whole), (heads.key_heads, whole)
+    shapes = (heads.key_heads * heads.repeats, width), (heads.key_heads, full_length), (heads.key_heads, full_length)
     query, key, value = (
         torch.randn(1, count, n, heads.size, generator=generator).to(heads.dtype) for count, n in shapes
     )
     for end in {length, max(width, length - LONG)}:
-        allowed = torch.arange(whole) <= torch.arange(end - width, end)[:, None]
+        allowed = torch.arange(full_length) <= torch.arange(end - width, end)[:, None]
         mask = group_mask(allowed[None, None], heads.repeats, heads.dtype)
         short = attend(query, key[:, :, :length], value[:, :, :length], mask[..., :length], None)
         if not torch.equal(short, attend(query, key, value, mask, None)):
@@ -232,12 +232,12 @@ class MaskBuilder:
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
 
     def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """In place of masks, for layers that need none."""
+        """A placeholder for layers that read no mask."""
         empty = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
 
     def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
-        """The same for a model with recurrent layers, which take none; None if it has no others."""
+        """`build` for a model with recurrent layers, which take no mask; None if all its layers are recurrent."""
         if not self._kinds:
             return None
         built = self.build(queries, keys)

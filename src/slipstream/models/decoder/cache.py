@@ -78,23 +78,27 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     for row, (segment, count) in enumerate(zip(segments, written, strict=True)):
         if segment.place != segment.start:
             begin = segment.start - len(segment.detour)
-            own = [*segment.detour, *range(segment.place, segment.place + segment.count)]
-            rows += [row] * len(own)
-            positions += range(begin, begin + len(own))
-            places += own
+            detour_places = [*segment.detour, *range(segment.place, segment.place + segment.count)]
+            rows += [row] * len(detour_places)
+            positions += range(begin, begin + len(detour_places))
+            places += detour_places
             forks[row], begins[row] = begin, len(paths)
             paths += [*segment.detour, *range(segment.place, segment.place + count)]
-    of = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
-    column = torch.arange(total) - torch.tensor([0, *accumulate(counts)][:-1])[of]
-    place = torch.tensor([segment.place for segment in segments])[of] + column
+    row_of_token = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
+    column = torch.arange(total) - torch.tensor([0, *accumulate(counts)][:-1])[row_of_token]
+    place = torch.tensor([segment.place for segment in segments])[row_of_token] + column
     slots = torch.tensor([segment.slot for segment in segments])
     parts = slots, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions), torch.tensor(places)
-    own_slots, own_rows, at, of_place = (part.to(device=device, dtype=torch.int64) for part in parts)
-    cells, into = (of.to(device), column.to(device)), (slots[of].to(device), place.to(device))
-    forked = torch.tensor(forks)[of], torch.tensor(begins)[of], torch.tensor(paths, dtype=torch.int64)
+    own_slots, own_rows, moved_positions, moved_places = (part.to(device=device, dtype=torch.int64) for part in parts)
+    cells, into = (row_of_token.to(device), column.to(device)), (slots[row_of_token].to(device), place.to(device))
+    forked = (
+        torch.tensor(forks)[row_of_token],
+        torch.tensor(begins)[row_of_token],
+        torch.tensor(paths, dtype=torch.int64),
+    )
     last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last
-    return TreeRows(own_slots, own_rows, at, of_place, cells, into, *forked, reach)
+    return TreeRows(own_slots, own_rows, moved_positions, moved_places, cells, into, *forked, reach)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -124,7 +128,6 @@ class SlotLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """Number of positions."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     get_max_cache_shape = get_max_length
@@ -133,10 +136,10 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
 
-    attended_unit, attended_lengths: attention reads the first of the lengths that is enough, else a multiple of the
-    unit. tree: what the next forward is over, if over draft trees. shape: slots and positions reserved; held: those
-    that keys and values have memory for. moves: how often what forwards refer to by address may have moved. states:
-    those of recurrent layers, if there are any. spare_positions: held behind every text.
+    attended_unit, attended_lengths: attention reads up to the first of these lengths that suffices, else up to a
+    multiple of the unit. tree: the draft trees that the next forward is over, if any. shape: slots and positions
+    reserved; held: slots and positions that have memory. moves: counts the times when memory that forwards address may
+    have moved. states: those of recurrent layers, if there are any. spare_positions: positions held behind every text.
     """
 
     states: RecurrentStates | None = None
@@ -208,7 +211,7 @@ class SlotCache(Cache):
         return self._attend_up_to(end, self._slots.stop, end)
 
     def place_tree(self, tree: TreeRows, end: int) -> int:
-        """The same for a forward over a tree; `end` is that of the positions attended to."""
+        """`place` for a forward over a tree. end: of the positions attended to."""
         self.tree = tree
         return self._attend_up_to(end, *tree.reach)
 
@@ -231,7 +234,7 @@ class SlotCache(Cache):
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """What stands at these places of a slot is to stand from `start` on."""
+        """Move the keys and values at these places of a slot to `start` and the positions behind it."""
         for layer in self.layers:
             if layer.keys is not None:
                 for cached in (layer.keys, layer.values):
@@ -267,7 +270,7 @@ class SlotCache(Cache):
 
 
 def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
-    """The same keys or values with at least so many slots and positions; zeros are written where nothing is copied."""
+    """Keys or values in memory of at least so many slots and positions; zeros where nothing is copied."""
     old_slots, heads, old_positions, size = cached.shape
     slots, positions = max(slots, old_slots), max(positions, old_positions)
     if (slots, positions) == (old_slots, old_positions):
@@ -326,12 +329,12 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
         return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end, reach)
     width = _width(counts, widths)
     cells = torch.tensor(first)[:, None] + torch.arange(width)
-    cuts, at = [], len(segments) * width
+    cuts, mask_column = [], len(segments) * width
     for i, (segment, begin) in enumerate(zip(segments, first, strict=True)):
         if segment.count > width:
             wide = _next(segment.count, widths)
-            cuts.append(Cut(i, begin, at, wide, segment.count, segment.start))
-            at += wide
+            cuts.append(Cut(i, begin, mask_column, wide, segment.count, segment.start))
+            mask_column += wide
     queries = torch.cat([(starts[:, None] + torch.arange(width)).flatten()[None], _queries(cuts)], 1)
     end = max(int(starts.max()) + width, *(cut.start + cut.width for cut in cuts), 0)
     out_of = row * width + column.clamp(max=width - 1)
@@ -364,7 +367,7 @@ class RaggedCache(SlotCache):
         return super().place(first_slot, starts, columns)
 
     def place_ragged(self, layout: Layout) -> int:
-        """The same for a ragged forward."""
+        """`place` for a ragged forward."""
         self._cut(layout.cuts, layout)
         self.tree = None
         self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
@@ -372,7 +375,7 @@ class RaggedCache(SlotCache):
         return self._attend_up_to(layout.end, *layout.reach)
 
     def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
-        """The same for a forward over a tree. layout: of its rows, if it is ragged."""
+        """layout: of the tree's rows, if the forward is ragged."""
         self._cut([] if layout is None else layout.cuts, layout)
         self._destinations = None if layout is None else (tree.into[0], layout.positions)
         return super().place_tree(tree, end)
@@ -438,10 +441,10 @@ def attend_ragged(
     table = cells.unflatten(0, layout.shape).transpose(1, 2)
     out = attend(table, key, value, mask, scaling).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
     for block in blocks:
-        own, length = slice(block.row, block.row + 1), block.mask.shape[3]
+        cache_row, length = slice(block.row, block.row + 1), block.mask.shape[3]
         columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
         columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
-        attended = attend(columns, key[own, :, :length], value[own, :, :length], block.mask, scaling)
+        attended = attend(columns, key[cache_row, :, :length], value[cache_row, :, :length], block.mask, scaling)
         out[block.token : block.token + block.count] = attended[0, :, : block.count].transpose(0, 1)
     return out.transpose(0, 1)[None]
 

@@ -50,8 +50,8 @@ def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     threads, size, count = torch.get_num_threads(), x.shape[-1], x.numel()
     shares = {threads, min(threads, -(-count // GRAIN))}  # GELU has as many as there are threads
-    whole = size % VECTORS == 0 and all(-(-count // share) % VECTORS == 0 for share in shares)
-    if x.device.type != "cpu" or threads == 1 or count <= SINGLE or whole:
+    shares_are_whole_vectors = size % VECTORS == 0 and all(-(-count // share) % VECTORS == 0 for share in shares)
+    if x.device.type != "cpu" or threads == 1 or count <= SINGLE or shares_are_whole_vectors:
         return act(x)
     rows = x.flatten(0, -2)
     shared = len(rows) - len(rows) % threads
@@ -163,7 +163,7 @@ class Ops(Protocol):
 
 
 class LayerOps:
-    """See `Ops`; PyTorch's operators."""
+    """A layer by PyTorch's operators: the specification of all faster ops."""
 
     def __init__(self, layer: nn.Module, rope: RotaryEmbedding) -> None:
         children = dict(layer.named_children())
@@ -206,13 +206,15 @@ class LayerOps:
         return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        """None: see `Ops.whole_layer`."""
+        """None: these ops compute a layer in two parts."""
         return None
 
 
 class FusedLayer:
-    """Replaces a decoder layer's `forward`. ops: what it computes with, at first `plain`, its specification; spec: of
-    its attention."""
+    """Replaces a decoder layer's `forward`.
+
+    ops: what it computes with, at first `plain`, the specification; spec: of its attention.
+    """
 
     def __init__(self, layer: nn.Module, rope: RotaryEmbedding, window: int | None) -> None:
         if "forward" in layer.__dict__:
@@ -230,15 +232,15 @@ class FusedLayer:
         mask = options.get("attention_mask")
         if inputs or rope is None or mask is None or not isinstance(cache, RaggedCache):
             return self._own(hidden_states, *inputs, **options)
-        whole = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
-        if whole is not None:
-            return whole
+        output = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
+        if output is not None:
+            return output
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
         attended = self._attend(qk, values, mask, cache)
         return self.ops.residual_mlp(hidden_states, attended.transpose(1, 2).flatten(2))
 
-    def by(self, ops: Ops) -> FusedLayer:
-        """The same layer, computed by other ops."""
+    def with_ops(self, ops: Ops) -> FusedLayer:
+        """A copy of this layer that computes with other ops."""
         other = copy(self)
         other.ops = ops
         return other

@@ -45,7 +45,7 @@ class FusedOutput(nn.Module):
 
     @property
     def source(self) -> FusedLinear:
-        """The common product."""
+        """The fused layer that computes this output."""
         return self._source[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def fuse(
     groups = _same_input(model, linear_calls(model) if calls is None else calls)
     for parent, names in groups:
         linears: list[nn.Linear] = [getattr(parent, name) for name in names]
-        whole: nn.Module = joined(linears) if join is None else join(linears)
+        joint: nn.Module = joined(linears) if join is None else join(linears)
         if convert is not None:
-            whole = convert(whole)
-        fused = FusedLinear(whole, [linear.out_features for linear in linears])
+            joint = convert(joint)
+        fused = FusedLinear(joint, [linear.out_features for linear in linears])
         for index, name in enumerate(names):
             setattr(parent, name, FusedOutput(fused, index))
     return len(groups)
@@ -82,11 +82,11 @@ def fuse(
 def joined(linears: list[nn.Linear]) -> nn.Linear:
     """The layer of all outputs of some layers of one input."""
     outputs, biased = sum(linear.out_features for linear in linears), linears[0].bias is not None
-    whole = nn.Linear(linears[0].in_features, outputs, biased, device="meta")
-    whole.weight = _concatenated([linear.weight for linear in linears])
+    joint = nn.Linear(linears[0].in_features, outputs, biased, device="meta")
+    joint.weight = _concatenated([linear.weight for linear in linears])
     if biased:
-        whole.bias = _concatenated([linear.bias for linear in linears])
-    return whole
+        joint.bias = _concatenated([linear.bias for linear in linears])
+    return joint
 
 
 def _concatenated(parts: list[Any]) -> nn.Parameter:
@@ -133,8 +133,8 @@ def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
     ]
 
 
-def _alike(one: nn.Linear, other: nn.Linear) -> bool:
-    return (one.bias is None) == (other.bias is None) and one.weight.dtype == other.weight.dtype
+def _alike(first: nn.Linear, second: nn.Linear) -> bool:
+    return (first.bias is None) == (second.bias is None) and first.weight.dtype == second.weight.dtype
 
 
 class _ObservedLinear(nn.Linear):

@@ -71,7 +71,7 @@ class Recurrence:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return len(self.weight)
 
     @property
@@ -86,12 +86,12 @@ class Recurrence:
 
     @property
     def outputs(self) -> int:
-        """Numbers per token."""
+        """Numbers per token that a layer returns."""
         return self.heads.count * self.heads.value_size if self.heads else self.channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of the state of one row; empty without heads."""
+        """Shape of one row's state; empty without heads."""
         return (self.heads.count, self.heads.key_size, self.heads.value_size) if self.heads else (0, 0, 0)
 
 
@@ -134,8 +134,8 @@ class LayerMemory:
     def between(self, slot: int, first: int, last: int) -> Tensor:
         """The inputs [last - first, inputs] at these positions; zeros before the beginning."""
         positions = torch.arange(max(0, first), last)
-        known = self.inputs[slot, positions % self.inputs.shape[1]]
-        return torch.cat([known.new_zeros(last - first - len(positions), known.shape[1]), known])
+        kept_inputs = self.inputs[slot, positions % self.inputs.shape[1]]
+        return torch.cat([kept_inputs.new_zeros(last - first - len(positions), kept_inputs.shape[1]), kept_inputs])
 
     def write(self, slot: int, first: int, inputs: Tensor) -> None:
         """Keep inputs from a position on, the latest of them."""
@@ -159,14 +159,14 @@ def _advance_row(recurrence: Recurrence, memory: LayerMemory, segment: Segment, 
     if heads is None:
         return mixed[segment.start - segment.known :]
     state = kept.clone() if segment.known else torch.zeros_like(kept)
-    gates, found = inputs[recurrence.taps - 1 :, recurrence.channels :], []
-    for at, position in enumerate(range(segment.known, segment.start + segment.count)):
-        state, out = _take_in(recurrence, heads, state, mixed[at], gates[at])
+    gates, outputs = inputs[recurrence.taps - 1 :, recurrence.channels :], []
+    for step, position in enumerate(range(segment.known, segment.start + segment.count)):
+        state, out = _take_in(recurrence, heads, state, mixed[step], gates[step])
         if position >= segment.start:
-            found.append(out)
+            outputs.append(out)
         if position + 1 == segment.keep:
             kept.copy_(state)
-    return torch.stack(found)
+    return torch.stack(outputs)
 
 
 def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ def _take_in(
     if heads.normalised:
         query, key = _normalised(query) * heads.key_size**-0.5, _normalised(key)
     state = state * fade[:, None, None]
-    taken = value - (key[:, None] @ state)[:, 0] if heads.corrects else value
-    state = torch.baddbmm(state, key[:, :, None], (taken * take[:, None])[:, None])
+    correction = value - (key[:, None] @ state)[:, 0] if heads.corrects else value
+    state = torch.baddbmm(state, key[:, :, None], (correction * take[:, None])[:, None])
     out = (query[:, None] @ state)[:, 0]
     return state, (out if heads.skip is None else out + heads.skip[:, None] * value).flatten()
 
@@ -212,8 +212,8 @@ def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor,
 
 def _vectors(heads: Heads, mixed: Tensor, first: int) -> Tensor:
     """Queries or keys [heads, key size]; neighbouring heads share them."""
-    own = mixed.narrow(0, first, heads.key_count * heads.key_size).view(heads.key_count, -1)
-    return own.repeat_interleave(heads.count // heads.key_count, 0)
+    vectors = mixed.narrow(0, first, heads.key_count * heads.key_size).view(heads.key_count, -1)
+    return vectors.repeat_interleave(heads.count // heads.key_count, 0)
 
 
 def _normalised(vectors: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ Copy = Sequence[tuple[Tensor, Tensor]]  # for each layer, a state and the inputs
 
 @dataclass
 class SlotPositions:
-    """What is known of a slot: the state at `kept`, and the inputs from there to `end`."""
+    """What a slot holds: the state at position `kept`, and the inputs from there to `end`."""
 
     kept: int = 0
     end: int = 0
@@ -265,31 +265,31 @@ class RecurrentStates:
             self._resize(self._ring, ends)
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Before a forward: none after it will begin before `position`, but at a copy. The text is true up to there.
+        """Call before a forward: the text is final up to `position`. Later ones begin there or behind, or at a copy.
 
-        Without this it may begin a few tokens before the forward's end.
+        Without this call a later forward may begin only a few tokens before the end of this one.
         """
         self._settled[slot] = position
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which a forward of a slot can begin."""
-        known = self._slots[slot]
-        near = min(limit, known.end) if known.kept <= limit else 0
+        held = self._slots[slot]
+        near = min(limit, held.end) if held.kept <= limit else 0
         return max([near, *(position for position in self._positions(slot) if position <= limit)])
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a slot know what another one knows up to `length`."""
+        """Copy the state of another slot, and the inputs behind it, up to `length`."""
         for position in self._positions(destination):
             del self._copies[destination, position]
         for position in self._positions(source):
             if position <= length:
                 self._keep(destination, position, self._copies[source, position])
-        known = self._slots[source]
-        if known.kept <= length <= known.end:
+        held = self._slots[source]
+        if held.kept <= length <= held.end:
             for memory in self._memory.values():
                 memory.states[destination] = memory.states[source]
                 memory.inputs[destination] = memory.inputs[source]
-            self._slots[destination] = SlotPositions(known.kept, length)
+            self._slots[destination] = SlotPositions(held.kept, length)
         else:
             self._restore(destination, length)
 
@@ -297,16 +297,16 @@ class RecurrentStates:
         """Prepare a forward of `width` tokens of each slot from `first_slot` on, written from these positions on."""
         self._segments = []
         for slot, start in enumerate(starts, first_slot):
-            known = self._slots[slot]
-            if not known.kept <= start <= known.end:
-                known = self._restore(slot, start)
+            held = self._slots[slot]
+            if not held.kept <= start <= held.end:
+                held = self._restore(slot, start)
             for position in self._positions(slot):
                 if position > start:
                     del self._copies[slot, position]
             end = start + width
             settled = self._settled.pop(slot, end - self._ring + self._taps - 1)
-            keep = max(known.kept, min(settled, end))
-            self._segments.append(Segment(slot, start, width, known.kept, keep))
+            keep = max(held.kept, min(settled, end))
+            self._segments.append(Segment(slot, start, width, held.kept, keep))
         needed = max(segment.start + width - segment.keep for segment in self._segments) + self._taps - 1
         if needed > self._ring:
             self._resize(1 << (needed - 1).bit_length(), [slot.end for slot in self._slots])
@@ -345,7 +345,7 @@ class RecurrentStates:
     def _keep(self, slot: int, position: int, copy: Copy) -> None:
         self._copies[slot, position] = copy
         self._copies.move_to_end((slot, position))
-        while sum(state.nbytes + inputs.nbytes for one in self._copies.values() for state, inputs in one) > COPIES:
+        while sum(state.nbytes + inputs.nbytes for kept in self._copies.values() for state, inputs in kept) > COPIES:
             self._copies.popitem(last=False)
 
     def _restore(self, slot: int, position: int) -> SlotPositions:

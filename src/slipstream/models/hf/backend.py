@@ -19,7 +19,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
-from slipstream.models.decoder.cache import RaggedCache, lay_out, tree_rows
+from slipstream.models.decoder.cache import RaggedCache, TreeRows, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
@@ -31,10 +31,11 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged
-    forwards, and whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole
-    forwards of the kinds that it can. told_later: by how much, [B, 1], the positions that the model is told are later
-    than those of the cache; for trials.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`.
+
+    ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
+    it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
+    [B, 1], for trials: the model sees the positions of the cache plus these.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -54,7 +55,7 @@ class HFBackend:
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
-        self.told_later: Tensor | None = None
+        self.position_offsets: Tensor | None = None
         self.longest_short = rotate_by_length(model)
         self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
         self._long_slots = set[int]()
@@ -104,11 +105,7 @@ class HFBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        layout = lay_out(segments, len(tokens), widths)
-        attended = self.cache.place_ragged(layout)
-        masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-        keep, is_long = 0 if columns is None else columns, self._each_is_long(segments, len(tokens))
-        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
+        return self._run_side_by_side(tokens, segments, widths, 0 if columns is None else columns)
 
     @property
     def branching(self) -> bool:
@@ -125,11 +122,7 @@ class HFBackend:
         tree = tree_rows(segments, len(tokens), self.device)
         if self.ragged:
             rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
-            layout = lay_out(rows, len(tokens), widths)
-            attended = self.cache.place_tree(tree, layout.end, layout)
-            masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-            is_long = self._each_is_long(rows, len(tokens))
-            return self._run(tokens[None], layout.positions[None], masks, 0, is_long)[0]
+            return self._run_side_by_side(tokens, rows, widths, 0, tree)
         width = max(segment.count for segment in segments)
         starts = torch.tensor([segment.start for segment in segments], device=self.device)
         positions = starts[:, None] + torch.arange(width, device=self.device)
@@ -150,7 +143,7 @@ class HFBackend:
         self.cache.copy(source, destination, length)
 
     @torch.inference_mode()
-    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
+    def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
         if self.shape_independent:  # its kernels read the positions that a token sees and no others
             return True
         repeats = self.masks.repeats
@@ -159,7 +152,7 @@ class HFBackend:
             return False
         blocks = range(PROMPT_UNIT, BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         return all(
-            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, whole)
+            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, full_length)
             for key_heads, size in shapes
             for width in (*widths, *blocks)
         )
@@ -194,7 +187,7 @@ class HFBackend:
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)
 
     def key_positions(self) -> Tensor:
-        """The positions [P] of all keys in the cache, made anew when it has grown."""
+        """The positions [P] of all keys in the cache, computed again when it has grown."""
         if len(self._key_positions) != self.cache.shape[1]:
             self._key_positions = torch.arange(self.cache.shape[1], device=self.device)
         return self._key_positions
@@ -212,15 +205,30 @@ class HFBackend:
         states.end()
         return logits
 
+    def _run_side_by_side(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        widths: Sequence[int] | None,
+        keep: int | Tensor,
+        tree: TreeRows | None = None,
+    ) -> Tensor:
+        """Logits of tokens [T], the segments' one after the other. tree: whose chains the segments are, if any's."""
+        layout = lay_out(segments, len(tokens), widths)
+        attended = self.cache.place_ragged(layout) if tree is None else self.cache.place_tree(tree, layout.end, layout)
+        masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
+        is_long = self._each_is_long(segments, len(tokens))
+        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
+
     def _is_long(self, slots: Sequence[int], count: int) -> Tensor | None:
-        """[count, 1] whether the texts in these slots are long, those behind the last as it; None: it matters not."""
+        """[count, 1] whether these slots' texts are long; the last flag is repeated. None: it does not matter."""
         if self.longest_short is None:
             return None
         flags = [slot in self._long_slots for slot in slots]
         return torch.tensor(flags + flags[-1:] * (count - len(flags)), device=self.device)[:, None]
 
     def _each_is_long(self, segments: Sequence[RowSegment], count: int) -> Tensor | None:
-        """[1, count] the same of each token of a ragged forward."""
+        """[1, count] the same for each token of a ragged forward."""
         if self.longest_short is None:
             return None
         is_long = self._is_long([segment.slot for segment in segments for _ in range(segment.count)], count)
@@ -234,8 +242,8 @@ class HFBackend:
         keep: int | Tensor,
         is_long: Tensor | None,
     ) -> Tensor:
-        if self.told_later is not None:
-            positions = positions + self.told_later
+        if self.position_offsets is not None:
+            positions = positions + self.position_offsets
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
         with texts_are_long(is_long):
@@ -243,13 +251,13 @@ class HFBackend:
 
     def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
         # its table of rotations reaches as far as the cache
-        stack = self.stack if self.told_later is None else None
-        if stack is not None and (whole := stack.logits(tokens, positions, self.cache, keep)) is not None:
-            return whole
-        given: dict[str, Any] = {self.cache_name: self.cache}
+        stack = self.stack if self.position_offsets is None else None
+        if stack is not None and (stack_logits := stack.logits(tokens, positions, self.cache, keep)) is not None:
+            return stack_logits
+        inputs: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
-            given["position_ids"] = positions
-        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **given)
+            inputs["position_ids"] = positions
+        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **inputs)
         logits: Tensor = out.logits
         return logits
 

@@ -80,8 +80,8 @@ def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     builder.fill_the_rest()
     builder.replace_embedding()
     builder.replace_linears()
-    if left := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
-        raise NotInBlocksError(f"{left[0]} belongs to no layer that is computed with blocks")
+    if unfilled := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
+        raise NotInBlocksError(f"{unfilled[0]} belongs to no layer that is computed with blocks")
     return model.eval()
 
 

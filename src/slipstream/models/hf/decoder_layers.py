@@ -68,10 +68,10 @@ class Skip(nn.Module):
     def __init__(self, layer: nn.Module, extra: int | None) -> None:
         super().__init__()
         self._extra = extra
-        own = self.__dict__
+        attributes = self.__dict__
         for name, value in layer.__dict__.items():
             if not name.startswith("_") and name != "forward":
-                own.setdefault(name, value)
+                attributes.setdefault(name, value)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """The hidden states [B, W, H] as they came."""

@@ -29,7 +29,7 @@ COMPILED = "_orig_mod"  # where what torch.compile returns has the model
 
 
 class ModelView:
-    """See the module. model: what Slipstream runs; copies_weights: see `View`, whoever replaces modules sets it."""
+    """A view of a model. model: what Slipstream runs; copies_weights: see `View`, set by whoever replaces modules."""
 
     copies_weights = False
 

@@ -47,9 +47,12 @@ class State:
     def take_keys(self, position: int, later: State) -> None:
         """Keep keys and values as views of those of a later state of the same text, which begin with them."""
         if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
-            for own, other in zip(self.cache.layers, later.cache.layers, strict=True):
-                if type(own) is DynamicLayer and own.keys is not None and own.keys.shape[-2] == position:
-                    own.keys, own.values = other.keys[..., :position, :], other.values[..., :position, :]
+            for layer, later_layer in zip(self.cache.layers, later.cache.layers, strict=True):
+                if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.shape[-2] == position:
+                    layer.keys, layer.values = (
+                        later_layer.keys[..., :position, :],
+                        later_layer.values[..., :position, :],
+                    )
 
 
 def _duplicate(layer: Any) -> Any:
@@ -60,8 +63,8 @@ def _duplicate(layer: Any) -> Any:
     changed = copy(layer)
     for name, values in vars(layer).items():
         if isinstance(values, dict):  # number of a state -> what is known of it
-            own = {i: value.clone() if isinstance(value, Tensor) else value for i, value in values.items()}
-            setattr(changed, name, own)
+            copied = {i: value.clone() if isinstance(value, Tensor) else value for i, value in values.items()}
+            setattr(changed, name, copied)
     return changed
 
 
@@ -73,8 +76,8 @@ class ModuleState:
         self._before: dict[tuple[nn.Module, str], Tensor | None] = dict(self._attributes())
         self._places: list[tuple[nn.Module, str]] = []
 
-    def find(self) -> None:
-        """Note which attributes a first forward has changed."""
+    def note_changed(self) -> None:
+        """Note which attributes the first forward has changed."""
         after = self._attributes()
         self._places = [place for place, value in after.items() if value is not self._before.get(place)]
         self._before = {place: self._before.get(place) for place in self._places}
@@ -132,8 +135,10 @@ class OwnCaches:
                     state += torch.randn(state.shape, generator=generator).to(state)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a slot know what another one knows up to `length`; kept states are never changed, so they are shared."""
-        self._states[destination] = {at: state for at, state in self._states[source].items() if at <= length}
+        """Give a slot the states of another one up to `length`. Kept states are never changed, so both share them."""
+        self._states[destination] = {
+            position: state for position, state in self._states[source].items() if position <= length
+        }
 
 
 def _dispensable(positions: Sequence[int]) -> int:
@@ -144,9 +149,9 @@ def _dispensable(positions: Sequence[int]) -> int:
 
 
 class OwnCacheBackend:
-    """See the module. Optional capabilities: `UnpaddedForwards`, `RaggedForwards`.
+    """Runs a model on its own caches. Optional capabilities: `UnpaddedForwards`, `RaggedForwards`.
 
-    Tokens after a state are fed one at a time unless `reads_on`. `state_trials` finds out.
+    Tokens after a state are fed one at a time unless `takes_several_tokens`, which `state_trials` sets.
     """
 
     attended_unit = 1
@@ -159,7 +164,7 @@ class OwnCacheBackend:
         # a draft that reached into long texts would be read as one of them
         longest = rotate_by_length(model) or unmasked_window(model)
         self.max_length: int = longest or getattr(config, "max_position_embeddings", None) or 1 << 20
-        self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
+        self.takes_several_tokens, self.rounds_like_one_token = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model, CACHE_NAMES)
         self._has_dynamic_cache = self._cache_name in KEYS_AND_VALUES and model._supports_default_dynamic_cache()
@@ -194,13 +199,12 @@ class OwnCacheBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """Row after row."""
         parts = tokens.tolist()
-        found, begin = [], 0
+        logits_of_rows, begin = [], 0
         for segment in segments:
-            found.append(self._feed(segment.slot, segment.start, parts[begin : begin + segment.count], True))
+            logits_of_rows.append(self._feed(segment.slot, segment.start, parts[begin : begin + segment.count], True))
             begin += segment.count
-        logits = torch.cat(found)
+        logits = torch.cat(logits_of_rows)
         return logits if columns is None else logits[columns.to(self.device)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -208,13 +212,13 @@ class OwnCacheBackend:
         self._ids[destination] = self._ids[source][:length]
 
     def _feed(self, slot: int, start: int, ids: list[int], logits: bool) -> Tensor:
-        """Logits [len(ids), V] after each of these tokens, written from position `start` on; else of any of them."""
-        if start and not self.reads_on and len(ids) > 1:
+        """Logits [len(ids), V] after each of these tokens, which begin at position `start`; fewer without `logits`."""
+        if start and not self.takes_several_tokens and len(ids) > 1:
             return torch.cat([self._feed(slot, start + i, [token], logits) for i, token in enumerate(ids)])
-        state, known = self.caches.at(slot, start), self._ids[slot]
-        known[start:] = ids
-        out, state = self._run(known, len(ids), state, logits)
-        self.caches.put(slot, len(known), state)
+        state, text = self.caches.at(slot, start), self._ids[slot]
+        text[start:] = ids
+        out, state = self._run(text, len(ids), state, logits)
+        self.caches.put(slot, len(text), state)
         return out
 
     def _run(self, ids: list[int], count: int, state: State | None, logits: bool) -> tuple[Tensor, State]:
@@ -223,17 +227,17 @@ class OwnCacheBackend:
         logits: whether they are wanted; else those of the last token may be all there are.
         """
         everything, caches = torch.tensor([ids], device=self.device), self._cache_name is not None
-        given: dict[str, Any] = {"attention_mask": torch.ones_like(everything), "use_cache": caches}
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(everything), "use_cache": caches}
         if "position_ids" in self._accepts:
-            given["position_ids"] = torch.arange(len(ids), device=self.device)[None]
+            options["position_ids"] = torch.arange(len(ids), device=self.device)[None]
         cache = None if state is None else state.cache
         if cache is None and self._has_dynamic_cache:
             cache = DynamicCache(config=self.model.config)
         if self._cache_name is not None and cache is not None:
-            given[prepared_name(self.model, self._cache_name)] = cache
+            options[prepared_name(self.model, self._cache_name)] = cache
         width = count if caches else len(ids)
         inputs = self.model.prepare_inputs_for_generation(
-            everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given
+            everything, next_sequence_length=width, is_first_iteration=width == len(ids), **options
         )
         embedded = inputs.get("inputs_embeds")
         if embedded is not None and embedded.shape[1] > width:

@@ -69,7 +69,7 @@ class GatedDelta:
 
 
 class InterleavedGatedDelta(GatedDelta):
-    """The same with projections in common, ordered head by head."""
+    """Gated delta layers whose projections are one matrix, ordered head by head."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
@@ -167,7 +167,7 @@ class RecurrentForward:
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
         """The layer's own forward, or [B, W, H] -> [B, W, H] on a cache that knows its state."""
         caches = (getattr(x, "states", None) for x in (*inputs, *options.values()))
-        states = next((found for found in caches if isinstance(found, RecurrentStates)), None)
+        states = next((cache for cache in caches if isinstance(cache, RecurrentStates)), None)
         if states is None:
             return self._own(hidden_states, *inputs, **options)
         prepared, rest = self.form.project(hidden_states)
@@ -198,9 +198,9 @@ def form_of(layer: Any) -> Callable[[Any], Form] | None:
     form = next(
         (form for form, names, sizes in FORMS if children == names and all(hasattr(layer, x) for x in sizes)), None
     )
-    known = getattr(layer, "activation", SILU[0]) in SILU
+    is_silu = getattr(layer, "activation", SILU[0]) in SILU
     unlimited = tuple(getattr(layer, "time_step_limit", NO_LIMIT)) == NO_LIMIT
-    return form if known and unlimited else None
+    return form if is_silu and unlimited else None
 
 
 def _form(layer: Any) -> Form:

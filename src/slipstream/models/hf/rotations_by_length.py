@@ -87,8 +87,8 @@ def _switch(model: Any, module: nn.Module) -> int | None:
     positions = torch.arange(PROBE, device=x.device)[None]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     by_kind = "layer_type" in inspect.signature(module.forward).parameters
-    every: list[dict[str, str]] = [{"layer_type": kind} for kind in kinds] if by_kind else [{}]
-    for options in every:
+    option_sets: list[dict[str, str]] = [{"layer_type": kind} for kind in kinds] if by_kind else [{}]
+    for options in option_sets:
         try:
             alone = _own(module, x, positions, options)
             for position in thresholds(config, end)[:-1]:
@@ -106,10 +106,10 @@ def drops_cache(model: Any, longest_short: int) -> bool:
     key = torch.zeros(1, 1, longest_short, 1)
     cache.update(key, key, 0)  # its length is what matters
     ids = torch.zeros(1, longest_short + 1, dtype=torch.int64)
-    given = {prepared_name(model, name): cache} if name else {}
+    options = {prepared_name(model, name): cache} if name else {}
     try:
         inputs = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **given
+            ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **options
         )
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return False
@@ -128,5 +128,5 @@ def _beside(module: nn.Module, x: Tensor, positions: Tensor, far: int, options: 
     return cosines[..., :-1, :], sines[..., :-1, :]
 
 
-def _same(one: Rotation, other: Rotation) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def _same(first: Rotation, second: Rotation) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

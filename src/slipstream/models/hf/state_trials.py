@@ -1,4 +1,4 @@
-"""What a model does with its state, tried when it is loaded; never assumed from its name."""
+"""Trials at load of what a model does with its state. Nothing is assumed from its name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.fast_forwards import START, a_few_tokens, later_starts
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, prepares_inputs_differently
+from slipstream.models.hf.trials import START, a_few_tokens, later_starts
 
 log = logging.getLogger("slipstream")
 
@@ -46,20 +46,20 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     try:
         backend.reserve(1, TOKENS)
         ids = _ids(backend)
-        whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
-        backend.module_state.find()
+        at_once = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
+        backend.module_state.note_changed()
         is_causal(backend, model)
-        if not _takes_several(backend, ids) and not _agree(whole, _steps(backend, ids)):
+        if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids)):
             raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
-        backend.reads_on = backend.reads_on and _agree(steps, several)
-        if not backend.reads_on:
+        backend.takes_several_tokens = backend.takes_several_tokens and _agree(steps, several)
+        if not backend.takes_several_tokens:
             warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
         elif prepares_inputs_differently(model):  # what it does to several at once need not be what it does to each
-            backend.reads_on = False
+            backend.takes_several_tokens = False
             warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
-        if not _agree(several if backend.reads_on else steps, again):
+        if not _agree(several if backend.takes_several_tokens else steps, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
     except UsageError:
         raise
@@ -90,8 +90,8 @@ def is_causal(backend: Backend, model: Any) -> bool:
         return True
     backend.reserve(1, TOKENS)
     ids = _ids(backend)
-    whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
-    if not _agree(whole, backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)):
+    with_later_tokens = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
+    if not _agree(with_later_tokens, backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)):
         raise UsageError(
             f"model {type(model).__name__} attends to later tokens: {switches[0]}=False in its config; allowed: True"
         )
@@ -108,16 +108,18 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
-    given, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
-    own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    if not _agree(own.nan_to_num(), given.to(own.dtype), close) and _differs_in_two(model, tokens, given, close):
+    expected, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
+    own_logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    if not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close) and _differs_in_two(
+        model, tokens, expected, close
+    ):
         return True
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
         later = None  # such layers read many tokens in another precision than few, whatever their positions
-    for start, beside in () if later is None else zip(later_starts(model), later, strict=True):
-        own = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
-        alone = [own.nan_to_num()] if start else [own.nan_to_num(), given.to(own.dtype)]
-        if any(_agree(logits, beside[None].nan_to_num().to(own.dtype), close) for logits in alone):
+    for start, logits_beside_others in () if later is None else zip(later_starts(model), later, strict=True):
+        own_logits = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
+        alone = [own_logits.nan_to_num()] if start else [own_logits.nan_to_num(), expected.to(own_logits.dtype)]
+        if any(_agree(logits, logits_beside_others[None].nan_to_num().to(own_logits.dtype), close) for logits in alone):
             continue
         if start:
             return True
@@ -128,7 +130,7 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     return False
 
 
-def _differs_in_two(model: Any, tokens: Tensor, given: Tensor, close: float | None) -> bool:
+def _differs_in_two(model: Any, tokens: Tensor, expected: Tensor, close: float | None) -> bool:
     """`differ` where the model's own forward goes on from its own cache after the first tokens."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
@@ -139,8 +141,8 @@ def _differs_in_two(model: Any, tokens: Tensor, given: Tensor, close: float | No
     except MODEL_ERRORS as error:
         log.info("%s does not go on from its own cache: %s", type(model).__name__, error)
         return True
-    own = torch.cat([begun.logits, rest.logits], 1)
-    return not _agree(own.nan_to_num(), given.to(own.dtype), close)
+    own_logits = torch.cat([begun.logits, rest.logits], 1)
+    return not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close)
 
 
 def _ids(backend: Backend) -> Tensor:
@@ -155,7 +157,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
         _several(backend, ids)
     except MODEL_ERRORS as error:
         log.info("%s takes one token after a state, not several: %s", type(backend.model).__name__, error)
-        backend.reads_on = False
+        backend.takes_several_tokens = False
         return False
     return True
 
@@ -178,9 +180,9 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
     )
 
 
-def _agree(one: Tensor, other: Tensor, close: float | None = None) -> bool:
+def _agree(first: Tensor, second: Tensor, close: float | None = None) -> bool:
     """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type."""
-    close = CLOSE.get(one.dtype, CLOSE_ELSE) if close is None else close
-    one, other = one.float(), other.float()
-    varies = (one - one.mean(-1, keepdim=True)).square().mean().sqrt()
-    return bool((one - other).square().mean().sqrt() <= close * varies)
+    close = CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close
+    first, second = first.float(), second.float()
+    varies = (first - first.mean(-1, keepdim=True)).square().mean().sqrt()
+    return bool((first - second).square().mean().sqrt() <= close * varies)

@@ -65,16 +65,16 @@ class TensorParallelBackend(HFBackend):
         self._do("reserve", rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        found: Tensor = self._do("forward", tokens, starts, first_slot=first_slot, logits=logits)
-        return found
+        scores: Tensor = self._do("forward", tokens, starts, first_slot=first_slot, logits=logits)
+        return scores
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        found: Tensor = self._do("answer", tokens, start, slot=slot, columns=columns)
-        return found
+        scores: Tensor = self._do("answer", tokens, start, slot=slot, columns=columns)
+        return scores
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        found: Tensor = self._do("forward_tree", tokens, segments, widths=widths)
-        return found
+        scores: Tensor = self._do("forward_tree", tokens, segments, widths=widths)
+        return scores
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         self._do("move", slot, places, start)
@@ -114,12 +114,12 @@ class TensorParallelBackend(HFBackend):
         self.cache.attended_lengths = lengths
 
     def weights_digest(self) -> str:
-        """Of the part that this rank holds."""
-        found = hashlib.sha256(repr(dist.get_world_size()).encode())
+        """A digest of the weights that this rank holds."""
+        digest = hashlib.sha256(repr(dist.get_world_size()).encode())
         for name, weight in sorted(self.model.state_dict().items()):
             local = weight.to_local() if isinstance(weight, DTensor) else weight
-            found.update(name.encode() + local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+            digest.update(name.encode() + local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def layer_kinds(self) -> Sequence[Hashable]:
         """Refused: shapes are measured on the whole model, which every rank runs."""
@@ -164,11 +164,11 @@ class TensorParallelBackend(HFBackend):
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device."""
+    """A value, tuple or dictionary with its tensors moved to a device."""
     if isinstance(value, tuple):
-        return tuple(_moved(one, device) for one in value)
+        return tuple(_moved(part, device) for part in value)
     if isinstance(value, dict):
-        return {name: _moved(one, device) for name, one in value.items()}
+        return {name: _moved(part, device) for name, part in value.items()}
     return value.to(device) if isinstance(value, Tensor) else value
 
 
@@ -189,8 +189,8 @@ def check_heads(source: str, model: Any, ranks: int) -> None:
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     counts = [count for count in heads if count]
     if any(count % ranks for count in counts):
-        most = math.gcd(*counts)
-        allowed = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
+        max_ranks = math.gcd(*counts)
+        allowed = ", ".join(str(count) for count in range(1, max_ranks + 1) if max_ranks % count == 0)
         raise UsageError(
             f"load_options {PLAN!r}: {ranks} processes, but model {source!r} has {' and '.join(map(str, counts))} "
             f"heads of queries and of keys; allowed: {allowed}"
@@ -198,7 +198,7 @@ def check_heads(source: str, model: Any, ranks: int) -> None:
 
 
 def loading_options(options: LoadOptions) -> LoadOptions:
-    """The same with transformers' own argument for a plan. UsageError for what does not go with one."""
+    """The options with transformers' own argument for a plan. Raises `UsageError` for what does not go with one."""
     from transformers.distributed import DistributedConfig
 
     if options.fast is True:

@@ -54,7 +54,7 @@ static void update_softmax(struct query *q, int64_t start, int64_t size, floats 
     float most = largest(max_floats(left, right));
     if (!(most > q->most)) most = q->most;
     floats lowest = all_floats(LOWEST), top = all_floats(most);
-    /* of a number and what is none `max_floats` gives the second: a broken score makes the result no number either */
+    /* of a number and NaN `max_floats` gives the second: a score that is NaN makes the result NaN, too */
     left = exponential(max_floats(lowest, subtract_floats(left, top)));
     right = exponential(max_floats(lowest, subtract_floats(right, top)));
     left = only_lanes(left, begins, ends, zero), right = only_lanes(right, begins - 16, ends - 16, zero);

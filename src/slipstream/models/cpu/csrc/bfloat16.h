@@ -33,7 +33,7 @@ ALWAYS floats load_bf16(const uint16_t *from) {
     return upper_half(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)));
 }
 
-/* To the nearest, ties to even; what is no number stays none. */
+/* To the nearest, ties to even; NaN stays NaN. */
 ALWAYS void store_bf16(uint16_t *to, floats x) {
     __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
@@ -55,7 +55,7 @@ ALWAYS __m256 eight_wide(const uint16_t *from) {
 }
 ALWAYS floats load_bf16(const uint16_t *from) { return FLOATS(eight_wide(from), eight_wide(from + 8)); }
 
-/* To the nearest, ties to even; what is no number stays none. */
+/* To the nearest, ties to even; NaN stays NaN. */
 ALWAYS __m256i eight_rounded(__m256 x) {
     __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
@@ -101,7 +101,7 @@ ALWAYS floats load_bf16(const uint16_t *from) {
     return y;
 }
 
-/* To the nearest, ties to even; what is no number stays none. */
+/* To the nearest, ties to even; NaN stays NaN. */
 ALWAYS void store_bf16(uint16_t *to, floats x) {
     EACH {
         uint32x4_t bits = vreinterpretq_u32_f32(x.val[i]), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -146,7 +146,7 @@ ALWAYS float bf16_to_float(uint16_t half) {
 }
 ALWAYS floats load_bf16(const uint16_t *from) { floats y; EACH y.v[i] = bf16_to_float(from[i]); return y; }
 
-/* To the nearest, ties to even; what is no number stays none. */
+/* To the nearest, ties to even; NaN stays NaN. */
 ALWAYS void store_bf16(uint16_t *to, floats x) {
     EACH {
         uint32_t bits;

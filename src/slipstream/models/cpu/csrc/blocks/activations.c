@@ -38,7 +38,7 @@ static void quantise_group(const float *x, const struct tiling *of, int place, i
     int64_t planes = of->planes;
     floats parts[2] = {load_floats(x), load_floats(x + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
-    if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* what it is part of is no number */
+    if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* every sum with it becomes NaN */
     floats times = all_floats(most > SMALLEST ? top / most : 0);
     int32_t sums[2];
     for (int half = 0; half < 2; half++) {

@@ -29,7 +29,7 @@ ALWAYS floats multiply_floats(floats x, floats y) { return FLOATS(_mm256_mul_ps(
 ALWAYS floats divide_floats(floats x, floats y) { return FLOATS(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
 ALWAYS floats max_floats(floats x, floats y) { return FLOATS(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
 ALWAYS floats min_floats(floats x, floats y) { return FLOATS(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
-/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     __m256i sign = _mm256_set1_epi32(0x7fffffff), most = _mm256_setzero_si256();
     __m256 all[4] = {x.a, x.b, y.a, y.b};

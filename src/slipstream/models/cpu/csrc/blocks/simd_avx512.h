@@ -17,7 +17,7 @@ ALWAYS floats multiply_floats(floats a, floats b) { return _mm512_mul_ps(a, b); 
 ALWAYS floats divide_floats(floats a, floats b) { return _mm512_div_ps(a, b); }
 ALWAYS floats max_floats(floats a, floats b) { return _mm512_max_ps(a, b); }
 ALWAYS floats min_floats(floats a, floats b) { return _mm512_min_ps(a, b); }
-/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     __m512i a = _mm512_castps_si512(_mm512_abs_ps(x)), b = _mm512_castps_si512(_mm512_abs_ps(y));
     int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));

@@ -18,7 +18,7 @@ ALWAYS floats multiply_floats(floats a, floats b) { EACH a.v[i] *= b.v[i]; retur
 ALWAYS floats divide_floats(floats a, floats b) { EACH a.v[i] /= b.v[i]; return a; }
 ALWAYS floats max_floats(floats a, floats b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 ALWAYS floats min_floats(floats a, floats b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     uint32_t most = 0, bits[2];
     EACH {
@@ -59,7 +59,7 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { ints y; EACH y.v[i] = x; return y; }
-/* What is no number or too large becomes INT32_MIN, as by the instructions. */
+/* NaN and what is too large becomes INT32_MIN, as by the instructions. */
 ALWAYS ints to_ints(floats x) {
     ints y;
     EACH y.v[i] = x.v[i] >= -0x1p31f && x.v[i] < 0x1p31f ? (int32_t)lrintf(x.v[i]) : INT32_MIN;

@@ -1,0 +1,274 @@
+"""Trials of faster forwards: a change stays only if the model gives its own logits, at several positions.
+
+A trial compares the logits, or each layer's output, with those of the model's own forward. Models are tried when they
+are loaded, which takes a second for a billion weights; which trials a model has passed on this machine is saved, so
+that a process that loads it again need not repeat them. The same files, read by the same versions of everything, pass
+again. A trial that failed is repeated at every load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import slipstream.models
+from slipstream.core.interfaces import Backend
+from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.block_linear import arithmetic_of, block_linears
+from slipstream.models.cpu.processor import processor
+from slipstream.models.decoder.fused_layer import FusedLayer
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.declared_numbers import thresholds
+from slipstream.models.loaded import LoadOptions
+
+log = logging.getLogger("slipstream")
+
+START = 6  # tokens of the first of two forwards that a model is tried with
+TOKENS = 9  # of both
+CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
+ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
+ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
+PARTS, PART_BYTES = 16, 1024  # of a file, by which it is known
+
+
+class Trial:
+    """Runs in place of a layer's forward: returns what `expected` computes, and notes how far `tried` is from it."""
+
+    def __init__(self, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
+        self._expected, self._found = expected, tried
+        self.error = 0.0  # see `difference`
+
+    def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
+        computed = self._found(hidden, *inputs, **options)
+        expected = self._expected(hidden, *inputs, **options)
+        error = difference(computed, expected, hidden) if isinstance(expected, Tensor) else math.inf
+        self.error = max(self.error, error)
+        return expected
+
+
+def difference(computed: Tensor, expected: Tensor, start: Tensor | None = None) -> float:
+    """How far numbers [..., N] are from the expected ones, relative to how much these vary, both as RMS.
+
+    start: what the expected numbers were before a layer added to them. They vary as much as was added, or as the sum
+    where that is so large that its rounding is what differs. Infinite where anything is NaN or infinite.
+    """
+    computed, expected = computed.float(), expected.float()
+    if start is None:
+        varies = _rms(expected - expected.mean(-1, keepdim=True))
+    else:
+        varies = max(_rms(expected - start.float()), _rms(expected) / ROUNDINGS)
+    error = _rms(computed - expected)
+    if not math.isfinite(error) or not math.isfinite(varies):
+        return math.inf
+    return error / varies if varies else math.inf if error else 0.0
+
+
+def _rms(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
+
+
+class OwnLogits:
+    """The logits of a few tokens by the model's own forward, which every faster forward has to reproduce.
+
+    They are computed before the first change that is tried. passed: changes that passed in an earlier process.
+    """
+
+    def __init__(self, backend: HFBackend, passed: PassedTrials | None = None) -> None:
+        self._backend, self.passed = backend, passed or PassedTrials()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return a_few_logits(self._backend)
+
+    @cached_property
+    def later(self) -> Tensor:
+        return later_logits(self._backend)
+
+    def keep_if_same(self, name: str, change: Callable[[], None]) -> bool:
+        """Apply a change of the forward and return whether the logits are still the model's own; the caller undoes it.
+
+        name: of the trial, in `passed`.
+        """
+        if name in self.passed:
+            change()
+            return True
+        pairs = [(a_few_logits, self.logits), (later_logits, self.later)]
+        change()
+        if max(difference(compute(self._backend), expected) for compute, expected in pairs) > tolerance(
+            self._backend.model
+        ):
+            return False
+        self.passed.add(name)
+        return True
+
+
+def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:
+    """The largest difference of any layer's outputs in a few forwards of the backend."""
+    replaced = [layer.__dict__.get("forward") for layer, _ in layers]
+    for (layer, _), trial in zip(layers, trials, strict=True):
+        layer.forward = trial
+    try:
+        a_few_logits(backend)
+        if isinstance(backend, HFBackend):
+            later_logits(backend)
+    finally:
+        for (layer, _), forward in zip(layers, replaced, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+    return max(trial.error for trial in trials)
+
+
+def tolerance(model: Any) -> float:
+    """The largest `difference` of a faster forward's numbers that is rounding."""
+    linears, dtype = block_linears(model), model.dtype
+    if linears:
+        return ROUNDED[linears[0].activations]
+    return max(CLOSE, ROUNDINGS * torch.finfo(dtype).eps)
+
+
+def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """[1, TOKENS] token ids to try a model with: any, since special ones may be read as nothing else is."""
+    return torch.randint(0, vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(11)).to(device)
+
+
+def a_few_logits(backend: Backend) -> Tensor:
+    """Logits of a few tokens, float32: some at the start, and some that attend to them."""
+    backend.reserve(1, 2 * backend.attended_unit)
+    tokens = a_few_tokens(backend.vocab_size, backend.device)
+    first = backend.forward(tokens[:, :START], [0], first_slot=0, logits=True)
+    return torch.cat([first, backend.forward(tokens[:, START:], [START], first_slot=0, logits=True)], 1).float()
+
+
+def later_logits(backend: HFBackend) -> Tensor:
+    """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
+
+    Each row attends to itself alone: its model is told other positions than those at which its tokens are cached.
+    """
+    starts = later_starts(backend.model)
+    backend.reserve(len(starts), 2 * backend.attended_unit)
+    tokens = a_few_tokens(backend.vocab_size, backend.device).expand(len(starts), -1)
+    backend.position_offsets = torch.tensor(starts, device=backend.device)[:, None]
+    short = backend.longest_short
+    for slot, start in enumerate(starts):
+        backend.read_as(slot, is_long=short is not None and start + TOKENS > short)
+    try:
+        return backend.forward(tokens, [0] * len(starts), first_slot=0, logits=True).float()
+    finally:
+        backend.position_offsets = None
+        for slot in range(len(starts)):
+            backend.read_as(slot, is_long=False)
+
+
+def later_starts(model: Any) -> list[int]:
+    """Start positions for texts of TOKENS tokens: 0, and one text across each position at which models change."""
+    config = model.config.get_text_config()
+    end = getattr(config, "max_position_embeddings", None) or 0
+    starts = {min(position - START, end - TOKENS) for position in thresholds(config, end)}
+    return [0, *sorted(start for start in starts if start > 0)]
+
+
+class PassedTrials:
+    """Trials by name. identity: of all that they depend on; None if that is not known, and nothing outlasts this."""
+
+    def __init__(self, identity: str | None = None) -> None:
+        self._identity = identity
+        self._passed = set[str]() if identity is None else _read(identity)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a model has passed this trial before."""
+        return name in self._passed
+
+    def add(self, name: str) -> None:
+        """Note that a model passes a trial."""
+        if name not in self._passed:
+            self._passed.add(name)
+            if self._identity is not None:
+                _save(self._identity, self._passed)
+
+
+def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, way: str) -> PassedTrials:
+    """The trials that a model of files has passed. folder: of its configuration; way: what becomes of its layers.
+
+    Nothing is kept of a model whose code is not transformers' own, or that was loaded with arguments of the caller's.
+    """
+    files = _files(source) or _files(folder)
+    if files is None or options.extra or not type(model).__module__.startswith("transformers.models."):
+        return PassedTrials()
+    versions = f"torch {torch.__version__} transformers {transformers.__version__} slipstream {_digest_of_code()}"
+    machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
+    switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
+    what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {way} fast {options.fast} {switches}"
+    return PassedTrials(f"{machine} {versions} {what} {model.config.to_json_string()} {files}")
+
+
+def _files(source: str) -> str | None:
+    """What files a model was read from, as the system tells them apart; None if this names no file and no folder."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    else:
+        return None
+    return " ".join(map(_identity, files))
+
+
+def _identity(file: Path) -> str:
+    """A file's name, size, times and some of its bytes: other weights of the same size may be copied with their time.
+
+    The first bytes of weights are a header that says nothing of the numbers, so bytes are taken from all over the file.
+    """
+    about, digest = file.stat(), hashlib.sha256()
+    with file.open("rb") as opened:
+        for part in range(PARTS):
+            opened.seek(max(0, about.st_size - PART_BYTES) * part // (PARTS - 1))
+            digest.update(opened.read(PART_BYTES))
+    return f"{file.absolute()} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns} {digest.hexdigest()[:20]}"
+
+
+@cache
+def _digest_of_code() -> str:
+    """A digest of all code that loads and computes; a version number stays the same while somebody works on it."""
+    folder = Path(slipstream.models.__path__[0])
+    files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in folder.rglob(kind))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:20]
+
+
+def _file(identity: str) -> Path:
+    return cache_folder() / "trials" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+
+
+def _read(identity: str) -> set[str]:
+    try:
+        saved = json.loads(_file(identity).read_text())
+        return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.info("%s is damaged, so the model is tried again: %s", _file(identity), error)
+        return set()
+
+
+def _save(identity: str, passed: set[str]) -> None:
+    """A cache folder that cannot be written is no reason to stop: the next process tries again."""
+    file = _file(identity)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}))
+        partial.replace(file)
