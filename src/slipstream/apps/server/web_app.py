@@ -76,7 +76,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
 
 def _count(scope: Scope, status: int) -> None:
-    """By the address as it was declared; what was refused before it was found has none."""
+    """Count an answer by its declared address; one refused before routing has none."""
     service: Service = scope["app"].state.service
     route = scope.get("route")
     method = scope["method"] if scope["method"] in METHODS else "other"  # clients may make up their own
