@@ -380,7 +380,7 @@ class CompletionWriter(AnswerWriter):
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities of the likeliest tokens and the chosen one. Where two have one text, the likelier gets it."""
+        """Log-probabilities of the likeliest tokens and the chosen one. Of two with one text the likelier gets it."""
         named: dict[str, float] = {}
         for token, logprob in entry.top:
             name = self.token_name(token)
