@@ -35,7 +35,7 @@ UNNAMED = "sha256:"  # how the owner of a key without a name begins
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The digests of the keys and the names of their owners; that of a key without a name is made of its digest."""
+    """Digests of the keys, with their owners' names; a key without a name is named by its digest."""
 
     digests: tuple[tuple[str, bytes], ...] = ()
 
@@ -82,7 +82,7 @@ class ApiKeys:
         return ApiKeys(tuple(keys))
 
     def owner(self, key: str) -> str | None:
-        """Whose key this is; None for nobody's. Takes the same time for every key."""
+        """The name of a key's owner; None for a key that is not listed. Takes the same time for every key."""
         digest, owner = _digest(key), None
         for name, key_digest in self.digests:
             if hmac.compare_digest(key_digest, digest):
@@ -121,7 +121,7 @@ class Access:
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
-        """Break off bodies that grow too large without having said so, or that do not end in time."""
+        """Break off bodies that turn out too large, or that do not arrive in time."""
         size, ended = 0, False
         until = asyncio.get_running_loop().time() + self._settings.request_timeout
 
@@ -143,7 +143,7 @@ class Access:
         return receiving
 
     def _finished(self, scope: Scope, send: Send) -> Send:
-        """Every answer is counted and carries a header against guessing its type."""
+        """Count every answer, and add the header that forbids browsers to guess its type."""
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -168,7 +168,7 @@ class Access:
         return owner
 
     def _asks_first(self, scope: Scope) -> bool:
-        """Whether a browser asks on behalf of a listed site what it may send; it does so without the key."""
+        """Whether this is a preflight request for a listed site; browsers send those without the key."""
         is_preflight = bool(_headers(scope, b"access-control-request-method"))
         return is_preflight and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
 
@@ -189,7 +189,7 @@ class Access:
         return host
 
     def _largest(self, scope: Scope) -> int:
-        """How large the body of a request may be."""
+        """The largest body that this address takes, in bytes."""
         files = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
         return self._settings.max_file_bytes if files else self._settings.max_body_bytes
 

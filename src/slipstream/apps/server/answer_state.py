@@ -119,7 +119,7 @@ def _failure(event: Ended, limits: str | None) -> ApiError:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What does not change while a server runs.
+    """What answers say of the model; it does not change while a server runs.
 
     reproducible: whether a seed gives the same text whatever runs beside it. source: which drafter a round's own draft
     is of. lossless: whether all texts keep the target's distribution. tokenizer: the event loop's own.
@@ -145,7 +145,7 @@ class ModelFacts:
         )
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What one token stands for, perhaps a part of a character; None if that is no text, or not known."""
+        """The bytes of one token, perhaps a part of a character; None if it has no text or is not known."""
         if not isinstance(self.tokenizer, ReadableAsBytes):
             return None
         try:
@@ -154,14 +154,14 @@ class ModelFacts:
             return None
 
     def added_bytes(self, token: int) -> bytes:
-        """What one token adds to a text, as far as that is known."""
+        """The bytes that one token adds to a text; none if they are not known."""
         data = self.token_bytes(token)
         if data is None and self.tokenizer is not None:
             data = self.tokenizer.decode([token]).encode()
         return data or b""
 
     def token_text(self, token: int) -> str:
-        """One token as text; those that stand for none by their number."""
+        """One token as text; a token without text is named by its id."""
         return self.added_bytes(token).decode(errors="replace") or f"token_id:{token}"
 
 
@@ -290,7 +290,7 @@ def _sources(round: Round, drafters: Sequence[Share]) -> list[str | None]:
 
 
 def receipt(choice: ChoiceState, facts: ModelFacts) -> dict[str, Any]:
-    """All that repeats a text, and what it cost. A prediction changes no text."""
+    """All that is needed to repeat a text, and what it cost. Leaves out the prediction, which changes no text."""
     row = choice.job.row
     params = {name: value for name, value in params_of(row).to_dict().items() if name not in ("n", "prediction")}
     ids = json.dumps(choice.prompt, separators=(",", ":"))

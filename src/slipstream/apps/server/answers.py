@@ -39,7 +39,7 @@ encoded = to_json  # without spaces; in a third of the time of Python's own
 
 
 def event(data: bytes) -> bytes:
-    """One event with this JSON."""
+    """JSON as one server-sent event."""
     return b"data: %b\n\n" % data
 
 
@@ -81,7 +81,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """A choice's part of every chunk that a piece gives rise to: mostly one; none if there is nothing to send."""
+        """A choice's parts of the chunks for a piece: usually one; none if there is nothing to send."""
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class AnswerWriter(ABC):
         return self.whole()
 
     def sent(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event, with what all of them begin with."""
+        """A chunk as a server-sent event, with the fields that all chunks share."""
         return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks that an event gives rise to, without what all of them begin with."""
+        """The chunks for an event, without the fields that all chunks share."""
         choice = self.choices[event.choice]
         piece = choice.take(event)
         parts: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ class AnswerWriter(ABC):
         return chunk
 
     def token_name(self, token: int) -> str:
-        """A token in a report of log-probabilities."""
+        """A token's name in a report of log-probabilities."""
         return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)
 
 
@@ -197,7 +197,7 @@ class ToolWatch:
         return text
 
     def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
-        """What a finished choice calls, and what it says before: of tags that are no text only the parser knows."""
+        """The calls of a finished choice, and its text before them; tags that have no text are left to the parser."""
         if self._opening is None or self._parser is None:
             return None
         parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
@@ -213,7 +213,7 @@ class ToolWatch:
 
 
 def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
-    """Calls as OpenAI shows them. prefix: of their ids; numbered: as parts of a stream are."""
+    """Calls as OpenAI's objects. prefix: of their ids; numbered: add the index that chunks of a stream have."""
     return [
         ({"index": index} if numbered else {})
         | {
@@ -362,7 +362,7 @@ class CompletionWriter(AnswerWriter):
         return {"index": choice.job.choice, "text": text, "logprobs": None, "finish_reason": reason}
 
     def _prompt_entries(self, choice: ChoiceState) -> list[TokenLogprobs | int]:
-        """The prompt's tokens: the first has no log-probability."""
+        """The prompt's tokens; the first has no log-probability, only its id."""
         return [choice.prompt[0], *(choice.prompt_logprobs or ())]
 
     def _logprobs(
@@ -380,7 +380,7 @@ class CompletionWriter(AnswerWriter):
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the one that stands there. Of two tokens with one text the likelier has the name."""
+        """Log-probabilities of the likeliest tokens and the chosen one. Of two with one text the likelier gets it."""
         named: dict[str, float] = {}
         for token, logprob in entry.top:
             name = self.token_name(token)

@@ -70,7 +70,7 @@ class UploadForm:
         self._ended = False
 
     async def read(self, body: AsyncIterator[bytes]) -> None:
-        """Take the whole body in; ApiError if it is no such form."""
+        """Read the whole body; ApiError if it is not a form with one file."""
         with open(self._destination, "wb") as file:
             async for piece in body:
                 if not self._ended:  # what stands behind the last boundary means nothing
@@ -83,7 +83,7 @@ class UploadForm:
             raise refused("the form has no file; allowed: a part named 'file'", "file")
 
     def _advance(self, file: BinaryIO) -> bool:
-        """Take what stands before the next boundary, and begin the part behind it; False if more is needed."""
+        """Store what precedes the next boundary and begin the next part; False if more bytes are needed."""
         data, boundary = self._buffer, self._buffer.find(self._between)
         if boundary < 0:
             cut = max(0, len(data) - len(self._between) + 1)
@@ -214,7 +214,7 @@ async def delete(http: Request, file_id: str) -> dict[str, Any]:
 
 @router.get("/files/{file_id}/content", response_class=FileResponse, responses=LINES)
 async def content(http: Request, file_id: str) -> FileResponse:
-    """A file as it is."""
+    """The content of a file."""
     store = _runner(http).store
     record = owned(store.files, file_id, http.state.owner, "file")
     return FileResponse(store.content(record.id), media_type="application/jsonl")
@@ -258,7 +258,7 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
 
 
 def _page(records: dict[str, Listed], owner: str, limit: int, after: str, order: Order = "desc") -> dict[str, Any]:
-    """A part of a list. after: the id of the last one of the part before; order: by age, desc from the newest."""
+    """One page of a list. after: the id that the page before ended with; order: by age, desc from the newest."""
     sorted_records = records.values() if order == "asc" else reversed(records.values())
     listed = [record for record in sorted_records if record.owner == owner]
     ids = [record.id for record in listed]

@@ -114,14 +114,14 @@ class OpenAIRequest:
 
 
 def answer_line(line: Line, digest: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """A line of the output from an answer."""
+    """An answer as a line of the output."""
     body = {name: value for name, value in answer.items() if name not in TIMED_PARTS} | {"created": 0}
     body["usage"] = {name: count for name, count in body["usage"].items() if name not in VARYING_USAGE}
     return _line(line, digest, 200, body)
 
 
 def refusal_line(line: Line, digest: str, error: Exception) -> dict[str, Any]:
-    """A line of the error file."""
+    """A refusal or failure as a line of the error file."""
     refusal = as_api_error(error)
     reason = {"code": refusal.code or refusal.body["error"]["type"], "message": refusal.message}
     return _line(line, digest, refusal.status, refusal.body) | {"error": reason}
@@ -259,7 +259,7 @@ class BatchLines:
             self._places.release()
 
     async def _prepared(self, line: Line) -> Prepared | None:
-        """A line that can be answered; others are written down."""
+        """A line that can be answered; None for others, which are in the error file then."""
         if self._key(line) in self._under_way.fatal:
             await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
             return None
@@ -267,7 +267,7 @@ class BatchLines:
             return await self._read(line)
 
     def _check_answers(self) -> None:
-        """Refuse to go on with the answers of another model."""
+        """Refuse to go on with a batch that another model began."""
         for answered in self._output.answered.values():
             if answered.fingerprint != self._reader.fingerprint:
                 raise SlipstreamError(
@@ -278,7 +278,7 @@ class BatchLines:
         return (line for line in self._source if str(line.id) not in self._output.answered)
 
     async def _read(self, line: Line) -> Prepared | None:
-        """A line whose prompts can be rendered; others are written down."""
+        """A line with its prompts rendered; None for a wrong one, which is in the error file then."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
         live: LiveRequest | None = None
         try:
@@ -295,7 +295,7 @@ class BatchLines:
             return None
 
     async def _answer(self, prepared: Prepared) -> None:
-        """One line; those that fail are counted and written down."""
+        """Answer one line; a failure goes to the error file."""
         try:
             self._service.submit(prepared.live, prepared.live.jobs)
             answer = answer_line(prepared.line, prepared.digest, await prepared.writer.collect())
@@ -306,7 +306,7 @@ class BatchLines:
             self._service.release(prepared.live)
 
     async def _refuse(self, line: Line, digest: str, error: BaseException) -> None:
-        """Write down why a line has no answer; raises what is not the line's fault: the next server answers it then."""
+        """Write why a line has no answer to the error file; raises what is no fault of the line."""
         elsewhere = isinstance(error, SlipstreamError | OSError) and not isinstance(error, UsageError)
         if self._service.state != "ready" or elsewhere or not isinstance(error, Exception):
             raise error
@@ -385,7 +385,7 @@ class BatchRunner:
         self.store.close()
 
     async def _run(self, record: BatchRecord) -> None:
-        """A batch from wherever it is to its end."""
+        """Take a batch from its current status to its end."""
         try:
             if record.status == "cancelling":
                 self._cancelled(record)
@@ -410,7 +410,7 @@ class BatchRunner:
             self._tasks.pop(record.id, None)
 
     def _validated(self, record: BatchRecord) -> tuple[int, list[dict[str, object]]]:
-        """How many lines there are, and which are no requests of this batch; called in a thread."""
+        """The number of lines, and the problems of those that do not belong to this batch; called in a thread."""
         problems, line_numbers, total = [], dict[str, int](), 0
         for line in FileLines(self.store.content(record.input_file_id)):
             total += 1

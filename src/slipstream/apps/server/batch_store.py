@@ -33,7 +33,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 
 def printable(name: str) -> str:
-    """A name that can be written anywhere: each character that is none, as half of a pair, is replaced."""
+    """A name of printable characters; others, such as lone surrogates, are replaced."""
     return "".join(character if character.isprintable() else "\ufffd" for character in name)
 
 
@@ -164,13 +164,13 @@ class BatchStore:
             self._uploads += Counter()  # leaves out zeros
 
     def add_file(self, owner: str, filename: str, purpose: str, content: Path) -> FileRecord:
-        """Take over what has been uploaded, and is on the disk."""
+        """Keep an upload that is on the disk."""
         id = f"file-{uuid4().hex}"
         content.replace(self.content(id))
         return self.register(id, owner, filename, purpose)
 
     def register(self, id: str, owner: str, filename: str, purpose: str) -> FileRecord:
-        """Make a file known whose content is there."""
+        """List a file whose content is in the folder."""
         size = self.content(id).stat().st_size
         record = FileRecord(id, owner, filename, size, int(time.time()), purpose)
         _write(self.folder / "files" / f"{id}.json", record)
@@ -222,12 +222,12 @@ class BatchStore:
         self.save(record)
 
     def save(self, record: BatchRecord) -> None:
-        """Put a batch on the disk."""
+        """Write a batch to the disk."""
         _write(self.folder / "batches" / f"{record.id}.json", record)
 
 
 def owned(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
-    """The record of an id, for its owner; others learn nothing of it."""
+    """The record of an id, if it belongs to this owner; to others it does not exist."""
     record = records.get(id)
     if record is None or record.owner != owner:
         raise ApiError(404, f"there is no {kind} {id!r:.100}", param=f"{kind}_id", code="not_found")
@@ -235,7 +235,7 @@ def owned(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
 
 
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
-    """Replace a file whole."""
+    """Write a record aside, then replace its file."""
     temporary = path.with_suffix(".part")
     with open(temporary, "wb") as file:
         file.write(json.dumps(asdict(record)).encode())

@@ -25,7 +25,7 @@ class ConnectionLimits:
     arrival: float = REQUEST_ARRIVAL_SECONDS
 
     def protocol(self) -> Any:
-        """What makes connections, for uvicorn."""
+        """The factory of connections that uvicorn calls."""
         return partial(BoundedConnection, self)
 
 
@@ -41,7 +41,7 @@ class BoundedConnection(H11Protocol):
         self.waiting_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close another one where there are too many."""
+        """Close the connection that has waited longest where there are too many."""
         super().connection_made(transport)
         self._await_request()
         limit = self._limits.max_connections
@@ -60,7 +60,7 @@ class BoundedConnection(H11Protocol):
         _end(self._stall)
 
     def handle_events(self) -> None:
-        """A request whose head has come is waited for no longer; its body has a deadline of its own."""
+        """End the deadline of a request whose head has come; its body has a deadline of its own."""
         super().handle_events()
         if self.cycle is not self._cycle_seen:
             self._cycle_seen = self.cycle
@@ -82,7 +82,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def lacks_request(self) -> bool:
-        """Whether no whole request is being answered."""
+        """Whether the connection is idle or its request has not come whole."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 

@@ -17,6 +17,7 @@ from slipstream.apps.server.openai_routes import service_of, until_gone
 from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields, Fields, ReplayResult, TokenId, answers
 from slipstream.apps.server.service import Service
+from slipstream.certificate.parity import first_difference
 
 router = APIRouter(prefix="/v1/slipstream")
 INTERVAL_SECONDS = 1.0  # between two states of a stream
@@ -106,11 +107,3 @@ def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
     if again.seed in (None, -1) and again.temperature != 0:
         raise refused("seed: a sampled request without one cannot be repeated; send the receipt's", "seed")
     return again
-
-
-def first_difference(tokens: list[int], other: list[int]) -> int | None:
-    """Where two texts part; None if they are the same."""
-    if tokens == other:
-        return None
-    pairs = enumerate(zip(tokens, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(other)))

@@ -45,7 +45,7 @@ class PromptBudget:
         return round(max(MIN_TOKENS, min(MAX_TOKENS, PROMPT_SECONDS / self._seconds_per_token)))
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A step has read so many tokens of prompts in so many seconds."""
+        """Learn from a step that read `tokens` of prompts in `seconds`."""
         if tokens < MIN_TOKENS or seconds <= 0:
             return
         cost, average = seconds / tokens, self._seconds_per_token
@@ -79,7 +79,7 @@ class FairQueue:
         return job
 
     def remove(self, job: Job) -> None:
-        """Take a job out, if it is there."""
+        """Remove a job, if it waits."""
         requests = self._callers.get(job.request.caller, OrderedDict())
         line = requests.get(job.request, deque())
         if job in line:
@@ -189,7 +189,7 @@ class EngineThread:
         self._call(self._on_end, error)
 
     def _read_mail(self) -> bool:
-        """Take in what has come; wait if there is nothing to do. False once the thread is to end."""
+        """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread is to end."""
         with self._wake:
             while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting()):
                 self._wake.wait()
@@ -246,13 +246,13 @@ class EngineThread:
         return all(other.request is not job.request for other in under_way)
 
     def _take_background(self) -> Job | None:
-        """The next job that nobody waits for. One place is left to those who come, where there is more than one."""
+        """The next job of a batch. Of several places the last is left to live requests."""
         under_way = [*self._running.values(), *self._scoring]
         num_taken = sum(job.request.background for job in under_way)
         return self._background_queue.take() if num_taken < max(1, self._scheduler.max_batch_size - 1) else None
 
     def _has_waiting(self) -> bool:
-        """Whether a job waits that can begin."""
+        """Whether jobs wait for a place."""
         return bool(len(self._queue) or len(self._background_queue))
 
     def _decode(self, job: Job) -> None:
@@ -266,7 +266,7 @@ class EngineThread:
         self._scheduler.add(job.row)
 
     def _decode_step(self) -> list[Round]:
-        """A round of every row, and as much of new prompts as the rows may wait for."""
+        """One round of every row; reads as much of new prompts as the rows may wait for."""
         read = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
         try:
@@ -295,7 +295,7 @@ class EngineThread:
                 self._end(job, Ended(job.choice, round.finish_reason, now, job.row.error))
 
     def _score_prompt(self) -> None:
-        """Score a prompt for a while; rows that are decoded wait no longer than for a long prompt."""
+        """Score a part of a prompt, no longer than a step may read prompts."""
         if not self._scoring:
             return
         job = self._scoring[0]
@@ -322,7 +322,7 @@ class EngineThread:
         self._add_event(job, event)
 
     def _publish(self, rounds: list[Round]) -> None:
-        """All events of a step in one call of the event loop."""
+        """Hand all events of a step over in one call of the event loop."""
         if self._events or rounds:
             events, self._events = self._events, []
             self._call(self._add_events, events, rounds)

@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that is wrong and stays so: status 400, which clients do not repeat."""
+    """The error of a wrong request: status 400, which clients do not repeat."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -106,7 +106,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> list[str]:
-    """What an address takes; the web framework names the methods of the first of its routes alone."""
+    """The methods of an address; the web framework names only those of its first route."""
     routes = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
@@ -184,7 +184,7 @@ def _without_indexes(place: Sequence[str | int]) -> str | None:
 
 
 def _address(error: Any) -> list[str | int]:
-    """Where a mistake is, without the names that pydantic has for the kinds of a field's values."""
+    """The fields and indexes that lead to a mistake, without pydantic's names for kinds of values."""
     place = [part for index, part in enumerate(error["loc"]) if index or part not in SOURCES]
     return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
 
@@ -195,7 +195,7 @@ def _is_name(part: str) -> bool:
 
 
 def _allowed(error: Any) -> str:
-    """What pydantic says is allowed; objects are not called what they are here."""
+    """What pydantic says is allowed; it calls objects by the names of our classes."""
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{SHOULD}an object"
     return str(error["msg"])
@@ -208,6 +208,6 @@ def misspelt(name: str, fields: Any) -> str:
 
 
 def _any_of(allowed: Sequence[str]) -> str:
-    """Several things that are allowed, as one sentence."""
+    """What is allowed, joined by "or"."""
     first, *others = dict.fromkeys(allowed)
     return " or ".join([first, *(text.removeprefix(SHOULD) for text in others)])

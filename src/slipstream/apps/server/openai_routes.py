@@ -202,7 +202,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
 async def tokenizer_info(http: Request) -> dict[str, Any]:
-    """What clients that count or cut tokens themselves ask for; the chat template is not told."""
+    """The tokenizer's facts for clients that count tokens; the chat template is not revealed."""
     service = service_of(http)
     service.check_ready()
     decoder = service.decoder

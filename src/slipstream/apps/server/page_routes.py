@@ -66,7 +66,7 @@ async def page_file(http: Request, name: str) -> Response:
 
 
 def _file(name: str) -> bytes | None:
-    """A file of the package's page folder, by a name that is one of those there."""
+    """A file of the package's page folder; None if the folder has none of this name."""
     folder = resources.files("slipstream.apps.server") / "page"
     if not folder.is_dir():
         return None

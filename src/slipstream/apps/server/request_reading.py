@@ -251,7 +251,7 @@ def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set
 
 
 def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
-    """Refuse what the model's chat template does not show it. Tokenizers that do not tell are taken to show all."""
+    """Refuse fields that the chat template would leave out. Tokenizers that cannot tell are taken to show all."""
     templated, variables = tokenizer.has_chat_template, frozenset[str]()
     if templated and not isinstance(tokenizer, TokenizerDetails):
         return
@@ -309,12 +309,12 @@ def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[
 
 
 def _speaks_otherwise(message: MessageFields) -> bool:
-    """Whether an assistant's message without content says something: it calls tools, or only thought."""
+    """Whether an assistant's message without content has tool calls or reasoning."""
     return message.role == "assistant" and bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
 
 
 def content_text(content: str | list[ContentPart] | None, name: str, between: str = "\n") -> str:
-    """A content's text: its own, or that of its parts."""
+    """The text of a message's content, or of its parts."""
     if isinstance(content, list):
         for number, part in enumerate(content):
             if part.type != "text":
@@ -327,7 +327,7 @@ def content_text(content: str | list[ContentPart] | None, name: str, between: st
 
 
 def _call(place: str, call: CallFields) -> dict[str, Any]:
-    """A call that the assistant made, its arguments as an object, which is what templates print."""
+    """A call that the assistant made, with its arguments as an object, as templates expect."""
     name, arguments = f"{place}.function.arguments", call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -398,7 +398,7 @@ def wanted_logprobs(fields: SamplingFields) -> int | None:
 
 
 def check_supported(fields: SamplingFields) -> None:
-    """Refuse what would change the answer and is not there, rather than leave it out."""
+    """Refuse fields that are not supported and would change the answer."""
     check_extra(fields)
     extra = fields.extra
     other, address = (
@@ -418,7 +418,7 @@ def check_supported(fields: SamplingFields) -> None:
 
 
 def check_extra(fields: Fields) -> None:
-    """Refuse fields that are known and not supported, at whatever depth."""
+    """Refuse fields listed as not supported, at every depth."""
     for place, part in nested(fields):
         for name, why in part.REFUSED.items():
             if says_something(part.extra.get(name)):

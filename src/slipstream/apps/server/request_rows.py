@@ -51,7 +51,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 @contextmanager
 def errors_named(field: str) -> Iterator[None]:
-    """Refusals of constraints name the field that they came from."""
+    """Let refusals of constraints name the request's field."""
     try:
         yield
     except UsageError as error:
@@ -62,7 +62,7 @@ def errors_named(field: str) -> Iterator[None]:
 
 
 def form_field(fields: SamplingFields) -> str | None:
-    """The field that decides the form of the answer; None where it is free. ApiError if several do."""
+    """The field that constrains the answer; None if none does, ApiError if several do."""
     names = []
     form = fields.response_format
     if form is not None and form.json_schema is not None and form.type != "json_schema":
@@ -197,7 +197,7 @@ def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounded(field: str, value: Any, max_bytes: int = MAX_BYTES) -> None:
-    """Refuse what is too large to be read for a request."""
+    """Refuse schemas and grammars that are too large."""
     try:
         size = len(value) if isinstance(value, str) else len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
@@ -216,7 +216,7 @@ class RowMaker:
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
-        """With compiled grammars of its own, and a tokenizer for them: requests are read beside the engine."""
+        """A maker with grammars and a tokenizer of its own, as requests are read beside the engine."""
         target = replace(decoder.target, tokenizer=deepcopy(decoder.tokenizer))
         return cls(decoder, settings, CompiledGrammars(target, target.backend.vocab_size))
 
@@ -269,7 +269,7 @@ class RowMaker:
         return [Job(live, 0, row, echo, generate=max_tokens > 0, limits=limits) for row in rows]
 
     def _max_tokens(self, fields: SamplingFields, prompt: int) -> int:
-        """How long an answer may be; 0 for none."""
+        """The answer's length at most; 0 for a prompt that is only scored."""
         if not prompt:
             raise refused("the prompt is empty; allowed: at least one token", "prompt")
         asked_tokens, name = fields.max_tokens, "max_tokens"

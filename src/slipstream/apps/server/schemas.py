@@ -77,14 +77,14 @@ WHY: dict[int | str, str] = {
 
 
 def _number(value: Any) -> Any:
-    """Numbers as JSON has them: pydantic would take texts and booleans for numbers, too."""
+    """Refuse texts and booleans, which pydantic would take for numbers."""
     if isinstance(value, bool | str):
         raise PydanticCustomError("number_type", "Input should be a number")
     return value
 
 
 def _few_biases(value: Any) -> Any:
-    """Biases are counted before they are read."""
+    """Refuse too many biases before each is validated."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise PydanticCustomError("too_long", f"{len(value)} biases; allowed: at most {MAX_BIASES}")
     return value
@@ -109,17 +109,17 @@ class Fields(BaseModel):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The fields that are not known here."""
+        """Unknown fields that are not null."""
         return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
 
 def says_something(value: Any) -> bool:
-    """Whether a field's value asks for anything: clients send back what they were sent, `null` and all."""
+    """Whether a field's value asks for anything; clients send null, false and empty values for unused fields."""
     return value is not None and value is not False and value not in ([], {}, "")
 
 
 def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
-    """An object of a request and all objects in it, with the beginnings of their fields' addresses."""
+    """All objects in a request, itself included, each with the prefix of its fields' addresses."""
     yield place, fields
     for name in type(fields).model_fields:
         value = getattr(fields, name)

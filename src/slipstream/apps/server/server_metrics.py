@@ -124,7 +124,7 @@ class EngineStatus:
         self._prompt_tokens = self._cached_tokens = 0
 
     def event(self, live: LiveRequest, event: Event) -> None:
-        """Rows take lanes and leave them."""
+        """Give a row that starts a lane, and free the lane of one that ends."""
         job = live.jobs[event.choice]
         if isinstance(event, Started):
             lanes = set(self._lanes.values())
@@ -236,7 +236,7 @@ class ServerMetrics:
             self._labelled[name].labels(*self._values, label).inc(amount)
 
     def answered(self, handler: str, method: str, status: int) -> None:
-        """Count an answer. handler: the address as it is declared, so that there are few."""
+        """Count an answer. handler: the address as it is declared, so that there are few labels."""
         self._http.labels(handler, method, str(status)).inc()
 
     def rejected(self, reason: str) -> None:
@@ -252,7 +252,7 @@ class ServerMetrics:
         self._observe("vllm:iteration_tokens_total", tokens)
 
     def event(self, live: LiveRequest, event: Event) -> None:
-        """Take the times of a row, but for those that nobody waits for."""
+        """Note the times of a row, except a batch's."""
         if isinstance(event, Committed):
             self._unfolded.append((live, event))
             if len(self._unfolded) >= MAX_UNFOLDED_ROUNDS:
@@ -264,7 +264,7 @@ class ServerMetrics:
             self._finished(live, live.jobs[event.choice], event)
 
     def _fold(self) -> None:
-        """Take the times of rounds; many at once cost less than each on its own between two forwards."""
+        """Observe the times of rounds; many at once cost less than each on its own between two forwards."""
         for live, event in self._unfolded:
             if (job := live.jobs[event.choice]) in self._times:
                 self._committed(live, job, event)

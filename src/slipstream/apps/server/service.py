@@ -161,7 +161,7 @@ class Service:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step, or a text that waits to be read, takes longer than anything that gets on."""
+        """Whether a step, or a text that waits for a thread, has taken longer than any healthy one does."""
         if self.state != "ready" or self.engine is None or self._pools is None:
             return False
         return max(self.engine.step_seconds, self._pools[0].waiting_seconds) > STALLED_SECONDS
@@ -258,7 +258,7 @@ class Service:
             self.background.stop(orderly=orderly)
 
     def _end_rows(self, live: LiveRequest) -> None:
-        """What a request has left to decode ends before its next round."""
+        """Cancel a request's unfinished rows before their next round."""
         self._preparing.discard(live)
         was_waiting = self.admission.leave(live)
         unfinished = [job for job in live.jobs if not job.over] if live in self._submitted else []

@@ -93,14 +93,14 @@ class AnswerStream(Response):
             self._slow_send.cancel()
 
     def _on_events(self) -> Callable[[], None] | None:
-        """Read what has happened; returns how to write it. While a task waits for the client, the task reads it."""
+        """Read new events; returns how to write them. Where a task waits for a slow client, that task reads them."""
         self._last_event = self._loop.time()
         if self._slow_send is None and not self._all_sent and (data := self._take()):
             return partial(self._write, data)
         return None
 
     def _write(self, data: bytes) -> None:
-        """Send this and what is left to read; where that must wait for the client, a task goes on with it."""
+        """Send this and all unread events; if sending must wait for the client, a task goes on."""
         try:
             rest = run_until_blocked(self._sent(data))
             while rest is None and self._has_unread:
@@ -147,7 +147,7 @@ class AnswerStream(Response):
             self._over.set_exception(error)
 
     def _take(self) -> bytes:
-        """What has happened since, as server-sent events: nothing if nothing has, and not more than may be joined."""
+        """Unread events as server-sent events, at most `MAX_JOINED_EVENTS`; empty if there are none."""
         events: list[bytes] = []
         try:
             for _ in range(MAX_JOINED_EVENTS):
@@ -164,7 +164,7 @@ class AnswerStream(Response):
         return b"".join([*events, DONE] if self._all_sent else events)
 
     def _end_silence(self) -> None:
-        """Say something once nothing has happened for long: one timer, whatever comes in between."""
+        """Send a comment after a long silence. One timer serves the stream: it starts again for what remains."""
         remaining = self._last_event + answers.SILENCE_SECONDS - self._loop.time()
         if remaining <= 0:
             remaining, self._last_event = answers.SILENCE_SECONDS, self._loop.time()

@@ -47,7 +47,7 @@ class TextPool:
             self._start_thread()
 
     async def run(self, function: Callable[[Tokenizer | None], T], caller: str = "") -> T:
-        """What a function makes of a tokenizer. caller: with whom calls take turns."""
+        """Call a function with a thread's tokenizer. caller: callers take turns."""
         loop = asyncio.get_running_loop()
         call = _Call(function, loop, loop.create_future())
         with self._changed:

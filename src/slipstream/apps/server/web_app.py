@@ -31,7 +31,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
     UsageError for files of keys and folders of batches that cannot be used.
     """
-    folder = settings.batch_folder
+    keys, folder = ApiKeys.read(settings.api_key_file), settings.batch_folder
     store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
 
     @asynccontextmanager
@@ -71,12 +71,12 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origin), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Access, keys=ApiKeys.read(settings.api_key_file), settings=settings, count=_count)
+    app.add_middleware(Access, keys=keys, settings=settings, count=_count)
     return app
 
 
 def _count(scope: Scope, status: int) -> None:
-    """By the address as it was declared; what was refused before it was found has none."""
+    """Count an answer by its declared address; one refused before routing has none."""
     service: Service = scope["app"].state.service
     route = scope.get("route")
     method = scope["method"] if scope["method"] in METHODS else "other"  # clients may make up their own
