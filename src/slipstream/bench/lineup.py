@@ -27,10 +27,13 @@ from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.loaded import LoadOptions
+from slipstream.reproducibility.timing import wait_for_device
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result, Stats
 
 WARM_UP_TOKENS = 8
+
+log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -192,24 +195,15 @@ class TimedRuns:
             self.lineup.generate(arm, prompts[:batch], [_shortened(options) for options in params[:batch]])
             self._warm.add((arm.name, batch))
         self.lineup.forget(arm)
-        wait_for_device()
+        wait_for_device(self.lineup.decoder.target.backend.device)  # what is queued belongs to whatever ran before
         started = perf_counter()
         output = self.lineup.generate(arm, prompts, params)
         return output, perf_counter() - started
 
 
-def wait_for_device() -> None:
-    """Work that is still queued on a GPU belongs to whatever ran before."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _shortened(params: SamplingParams) -> SamplingParams:
     few = min(WARM_UP_TOKENS, params.max_tokens)
     return replace(params, max_tokens=few, min_tokens=min(few, params.min_tokens))
-
-
-log = logging.getLogger("slipstream")
 
 
 @dataclass

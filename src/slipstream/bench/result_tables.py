@@ -75,7 +75,7 @@ def terminal_table(table: Table, *, narrow: bool = False, centred: bool = False)
     written = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title or None)
     written.title_justify = "center" if centred else "left"
     for number, name in enumerate(table.columns):
-        is_words = number == 0 or name in table.words
+        is_words = name in table.words or (number == 0 and not all(row[0].text.isdigit() for row in table.cells))
         written.add_column(name, justify="left" if is_words else "right", no_wrap=number == 0, overflow="fold")
     for row in table.cells:
         written.add_row(*(_terminal_text(entry, narrow=narrow) for entry in row))

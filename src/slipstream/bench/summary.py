@@ -27,6 +27,8 @@ PARTS = ("prefill", "draft", "verify", "accept")
 
 Floats = NDArray[np.float64]
 RepeatedSeconds = Sequence[Sequence[float]]  # seconds: one list of repeats per group of prompts
+Group = tuple[str, ...]
+RunsByRepeat = dict[int, Run]
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,6 @@ def _estimate(value: float, resampled: Floats) -> Estimate:
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(resampled, [tail, 100 - tail])
     return Estimate(float(value), float(low), float(high))
-
-
-Group = tuple[str, ...]
-RunsByRepeat = dict[int, Run]
 
 
 @dataclass(frozen=True)

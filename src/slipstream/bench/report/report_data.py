@@ -22,6 +22,8 @@ from slipstream.text.round_view import views
 from slipstream.tokenization.tokenizer import Tokenizer
 
 MAX_SAMPLE_TOKENS = 400  # shown of a text
+Prompts = tuple[str, ...]
+Count = Callable[[Run], float]
 CSS_CLASSES = {
     "accepted": "acc",
     "branch": "acc tree",
@@ -80,10 +82,6 @@ def against(data: Data, reference: str) -> Data:
 def efficiency(arm: ArmSummary) -> str:
     """Output tokens per forward of the target, where it is known."""
     return "-" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
-
-
-Prompts = tuple[str, ...]
-Count = Callable[[Run], float]
 
 
 def total_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate | None:

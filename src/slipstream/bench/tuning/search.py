@@ -39,6 +39,10 @@ WORTH = 1.1  # a drafter that would gain this if its drafts cost nothing lost by
 FLOOR = 0.8  # predictions leave out prompts and move with the machine: what is below this is not measured
 TURNS, DRAFTING = 4, 10  # `measure_costs` takes every shape at least so often; its drafting, in plain steps
 
+Clock = Callable[[], float]
+ShowProgress = Callable[[str, str], None]
+log = logging.getLogger("slipstream")
+
 
 class Measures(Protocol):
     """What runs all arms once on a group of prompts; see `Meter`."""
@@ -208,10 +212,6 @@ def at_length(candidate: Candidate, length: int) -> Candidate:
     return replace(candidate, length=length)
 
 
-Clock = Callable[[], float]
-ShowProgress = Callable[[str, str], None]
-
-
 class Budget:
     """Seconds, from now on."""
 
@@ -266,9 +266,6 @@ class Meter:
         seconds_of = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
         longest = max((fmean(times) for times in seconds_of.values()), default=0.0)
         return sum(fmean(seconds_of[arm.name]) if arm.name in seconds_of else longest for arm in arms)
-
-
-log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
