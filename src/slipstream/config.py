@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import check_choice, check_whole
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -71,25 +72,17 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
-        named = {"dtype": DTYPES, "draft_dtype": DRAFT_DTYPES, "activations": ACTIVATIONS, "quantize": QUANTIZE}
-        for name, allowed in named.items():
-            if (value := getattr(self, name)) not in allowed:
-                near = did_you_mean(str(value), *allowed)
-                raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("draft_dtype", self.draft_dtype, DRAFT_DTYPES)
+        check_choice("activations", self.activations, ACTIVATIONS)
+        check_choice("quantize", self.quantize, QUANTIZE)
         for name in ("fast", "reproducible"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or value == "auto"):
                 raise UsageError(f"{name}={value!r}; allowed: 'auto', True, False")
-        vocabulary = self.draft_vocabulary
-        if vocabulary not in ("auto", "full") and (not _whole(vocabulary) or vocabulary == 0):
-            raise UsageError(f"draft_vocabulary={vocabulary!r}; allowed: 'auto', 'full' or a whole number >= 1")
-        context = self.draft_context
-        if context not in ("auto", "full") and (not _whole(context) or int(context) < SHORTEST_CONTEXT):
-            raise UsageError(
-                f"draft_context={context!r}; allowed: 'auto', 'full' or a whole number >= {SHORTEST_CONTEXT}"
-            )
-        if not _whole(self.max_batch_size) or self.max_batch_size < 1:
-            raise UsageError(f"max_batch_size={self.max_batch_size!r}; allowed: a whole number >= 1")
+        check_whole("draft_vocabulary", self.draft_vocabulary, 1, words=("auto", "full"))
+        check_whole("draft_context", self.draft_context, SHORTEST_CONTEXT, words=("auto", "full"))
+        check_whole("max_batch_size", self.max_batch_size, 1)
         if not isinstance(self.load_options, dict):
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 
@@ -119,10 +112,6 @@ class DecoderConfig:
             near = did_you_mean(unknown[0], *allowed) if isinstance(values, dict) else ""
             raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(allowed)}{near}")
         return replace(defaults or cls(), **values)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 SERVED = DecoderConfig(acceptance="match")  # of servers and jobs: texts must not depend on what was drafted

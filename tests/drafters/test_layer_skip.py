@@ -168,7 +168,7 @@ def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monke
     monkeypatch.setattr(SharedCacheSession, "_begin", lambda self, rows: None)  # never asks the target's cache again
     target = Session(HFBackend(llama))
     session = SharedCacheSession(target, (0,))
-    session._own.table.states = target.table.states  # and claims as the target's what some layers have read
+    session._layers.table.states = target.table.states  # and claims as the target's what some layers have read
     with pytest.raises((SlipstreamError, AssertionError)):
         for _ in run(engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)), ragged()):
             pass
@@ -218,7 +218,7 @@ def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(na
         target = Session(backend)
         session = SharedCacheSession(target, (0,))
         if isinstance(backend, GraphedBackend):
-            session._own.table.backend = GraphedBackend(session.backend.model, tapes[1], cache=backend.cache)
+            session._layers.table.backend = GraphedBackend(session.backend.model, tapes[1], cache=backend.cache)
         for _ in range(2):
             rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
             for _ in run(engine(target, ModelDrafter(session, VOCAB), Fixed(3)), rows):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.checks import is_text
 from slipstream.constraints.grammar_text import (
     WHITESPACE,
     choice_grammar,
@@ -72,7 +73,7 @@ class Constraint:
         if kind == "choice":
             return choice_grammar(self._choices())
         value = getattr(self, kind)
-        if not _is_text(value):
+        if not is_text(value):
             raise UsageError(f"constraint: {kind}={value!r:.80}; allowed: a text of valid Unicode that is not empty")
         if kind == "regex":
             return regex_grammar(value)
@@ -84,7 +85,7 @@ class Constraint:
         if isinstance(chosen, str) or not isinstance(chosen, Sequence) or not chosen:
             raise UsageError(f"constraint: choice={chosen!r}; allowed: a list of texts that is not empty")
         for text in chosen:
-            if not _is_text(text):
+            if not is_text(text):
                 raise UsageError(f"constraint: choice has {text!r:.80}; allowed: texts of valid Unicode, not empty")
         return list(chosen)
 
@@ -110,7 +111,3 @@ def _schema(name: str, schema: Any) -> str:
         return json.dumps(dict(schema))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"constraint: {name} is not JSON ({error}); allowed: what JSON can write") from None
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != "" and not any("\ud800" <= sign <= "\udfff" for sign in value)

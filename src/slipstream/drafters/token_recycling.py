@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
@@ -100,8 +101,7 @@ class TokenRecyclingDrafter:
     _own: WeakKeyDictionary[Row, FollowerTable] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= LIMIT:
-            raise UsageError(f"token_recycling width={self.width!r}; allowed: a whole number from 1 to {LIMIT}")
+        check_whole("token_recycling width", self.width, 1, LIMIT)
         self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from slipstream.checks import check_whole, is_number, is_text, is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -83,25 +84,25 @@ class SamplingParams:
             if name != "logits_processors":
                 object.__setattr__(self, name, _as_python(value))
         self._number("temperature", 0.0, math.inf)
-        self._integer("top_k", 0)
+        check_whole("top_k", self.top_k, 0)
         self._number("top_p", 0.0, 1.0, open_below=True)
         self._number("min_p", 0.0, 1.0)
         self._number("repetition_penalty", 1 / LARGEST, math.inf)
         self._number("presence_penalty", -math.inf, math.inf)
         self._number("frequency_penalty", -math.inf, math.inf)
-        self._integer("max_tokens", 1)
-        self._integer("min_tokens", 0)
+        check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
         if self.seed is not None:
-            self._integer("seed", 0)
+            check_whole("seed", self.seed, 0)
         if self.logprobs is not None:
-            self._integer("logprobs", 0)
-        self._integer("n", 1)
+            check_whole("logprobs", self.logprobs, 0)
+        check_whole("n", self.n, 1)
         if self.n > 1 and self.temperature == 0:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
-            self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
+            check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         self._check_prediction()
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
@@ -119,9 +120,9 @@ class SamplingParams:
             isinstance(prediction, Sequence)
             and not isinstance(prediction, str | bytes)
             and len(prediction) > 0
-            and all(map(_is_id, prediction))
+            and all(map(is_whole, prediction))
         )
-        if not (ids or _is_text(prediction)):
+        if not (ids or is_text(prediction)):
             raise UsageError(
                 f"prediction={prediction!r:.60}; allowed: None, a non-empty text of valid Unicode, or a list of token "
                 "ids"
@@ -132,32 +133,25 @@ class SamplingParams:
     def _check_collections(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _each("stop", self.stop, _is_text, "non-empty strings of valid Unicode")
-        _each("stop_token_ids", self.stop_token_ids, _is_id, "token ids >= 0")
+        _each("stop", self.stop, is_text, "non-empty strings of valid Unicode")
+        _each("stop_token_ids", self.stop_token_ids, is_whole, "token ids >= 0")
         _each("bad_words", self.bad_words, _is_word, "non-empty strings of valid Unicode or lists of token ids")
         _each("logits_processors", self.logits_processors, callable, "callables (input_ids, scores) -> scores")
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
-            if not _is_id(token) or not _is_real(bias) or not (bias == -math.inf or abs(bias) <= LARGEST):
+            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or _is_minus_infinity(bias)):
                 raise UsageError(
                     f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
                 )
 
     def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
         value = getattr(self, name)
-        finite = _is_real(value) and abs(value) <= LARGEST
-        inside = finite and low <= value <= high and not (open_below and value == low)
-        if not inside:
+        is_inside = is_number(value, max(low, -LARGEST), min(high, LARGEST)) and not (open_below and value == low)
+        if not is_inside:
             above = ">" if open_below else ">="
             bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
             raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
-
-    def _integer(self, name: str, low: int, high: int | None = None) -> None:
-        value = getattr(self, name)
-        if not _is_int(value) or value < low or (high is not None and value > high):
-            allowed = f">= {low}" if high is None else f"from {low} to {high}"
-            raise UsageError(f"{name}={value!r}; allowed: a whole number {allowed}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -196,28 +190,14 @@ def _as_python(value: Any) -> Any:
     return value
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_text(value: object) -> bool:
-    if not isinstance(value, str) or value == "":
-        return False
-    return not any("\ud800" <= character <= "\udfff" for character in value)  # lone surrogates: bytes, not text
+def _is_minus_infinity(value: object) -> bool:
+    return isinstance(value, float) and value == -math.inf
 
 
 def _is_word(value: object) -> bool:
     if isinstance(value, str):
-        return _is_text(value)
-    return isinstance(value, Sequence) and len(value) > 0 and all(map(_is_id, value))
+        return is_text(value)
+    return isinstance(value, Sequence) and len(value) > 0 and all(map(is_whole, value))
 
 
 def _each(name: str, values: object, holds: Callable[[Any], bool], allowed: str) -> None:
