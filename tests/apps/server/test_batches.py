@@ -14,8 +14,9 @@ import openai
 import pytest
 from job_cases import by_id, chat, write
 from job_cases import toy as job_toy
-from served import Gate, Served, served, toy
+from served import PATIENCE, Gate, Served, served, toy
 
+from slipstream.apps.server import engine_thread
 from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
@@ -277,13 +278,19 @@ def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
     assert [json.loads(line)["custom_id"] for line in found.text.splitlines()] == ["c1", "c3", "c0", "c2"]
 
 
-def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
+def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     gate = Gate()
-    with served(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
-        with server.openai() as client:
-            begun(client, LINES)
-            assert gate.reached.wait(60)
-            server.wait_until(lambda: server.service.engine_status.num_running == 3)
+    with served(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server, server.openai() as client:
+        service, late = server.service, LiveRequest("/v1/completions")
+        server.call(lambda: service._preparing.add(late))  # so that the first step has all lines that may begin
+        begun(client, LINES)
+        server.wait_until(lambda: len(service._submitted) == 4)
+        server.call(lambda: service._preparing.discard(late))
+        with service.engine._wake:
+            service.engine._wake.notify()
+        server.wait_until(lambda: service.engine_status.num_running > 0)
+        assert server.call(lambda: service.engine_status.num_running) == 3
         gate.opened.set()
 
 
