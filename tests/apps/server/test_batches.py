@@ -12,7 +12,11 @@ from typing import Any
 
 import openai
 import pytest
+from tests.support.job_cases import by_id, chat, write
+from tests.support.job_cases import toy as job_toy
+from tests.support.running_server import PATIENCE, Gate, Served, served, toy
 
+from slipstream.apps.server import engine_thread
 from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
@@ -284,7 +288,8 @@ def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
     assert [json.loads(line)["custom_id"] for line in found.text.splitlines()] == ["c1", "c3", "c0", "c2"]
 
 
-def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
+def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
         with server.openai() as client:
