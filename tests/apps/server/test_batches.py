@@ -287,11 +287,20 @@ def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
 def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
+        running, ended, shown = list[int](), list[str](), server.service.room.event
+
+        def note(live: LiveRequest, event: Event) -> None:
+            shown(live, event)
+            running.append(server.service.room.num_running)
+            ended.extend(["line"] * isinstance(event, Ended))
+
+        server.service.room.event = note
         with server.openai() as client:
             begun(client, LINES)
-            assert gate.reached.wait(60)
-            server.wait_until(lambda: server.service.room.num_running == 3)
-        gate.opened.set()
+            server.wait_until(lambda: server.service.batches.under_way._running == 4)  # more than may run
+            gate.opened.set()
+        server.wait_until(lambda: len(ended) == len(LINES))
+        assert max(running) == 3
 
 
 def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
