@@ -6,6 +6,7 @@ value is). `--exhaustive` runs whole products, and the tests marked `exhaustive`
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import wraps
 from inspect import Parameter, signature
@@ -56,8 +57,7 @@ def subcases(names: str, cases: Iterable[Any], ids: Callable[[Any], str] | None 
 
 
 def _shown(value: Any) -> str:
-    text = getattr(value, "__name__", None) or repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return getattr(value, "__name__", None) or reprlib.repr(value)
 
 
 def covering(cases: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:

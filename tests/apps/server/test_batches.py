@@ -12,9 +12,6 @@ from typing import Any
 
 import openai
 import pytest
-from tests.support.job_cases import by_id, chat, write
-from tests.support.job_cases import toy as job_toy
-from tests.support.running_server import PATIENCE, Gate, Served, served, toy
 
 from slipstream.apps.server import engine_thread
 from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore
@@ -23,7 +20,7 @@ from slipstream.apps.server.live_request import Ended, Event, LiveRequest
 from tests.support.job_cases import by_id, chat, write
 from tests.support.job_cases import toy as job_toy
 from tests.support.markers import subcases
-from tests.support.running_server import Gate, RunningServer, running_server, toy
+from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server, toy
 
 LINES = [
     chat(f"c{at}", text, **({"temperature": 0.9} if at % 2 else {"temperature": 0}))
@@ -292,11 +289,20 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
+        running, ended, shown = list[int](), list[str](), server.service.engine_status.event
+
+        def note(live: LiveRequest, event: Event) -> None:
+            shown(live, event)
+            running.append(server.service.engine_status.num_running)
+            ended.extend(["line"] * isinstance(event, Ended))
+
+        server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            assert gate.reached.wait(60)
-            server.wait_until(lambda: server.service.engine_status.num_running == 3)
-        gate.opened.set()
+            server.wait_until(lambda: server.service.background.under_way._running == 4)  # more than may run
+            gate.opened.set()
+        server.wait_until(lambda: len(ended) == len(LINES))
+        assert max(running) == 3
 
 
 def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
