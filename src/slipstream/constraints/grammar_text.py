@@ -55,7 +55,7 @@ class Limits:
     step_items: int = 100_000
 
     def parser_limits(self, step_cost: int) -> Any:
-        """The same as llguidance takes them."""
+        """The limits in the form that llguidance takes."""
         return load_llguidance().LLParserLimits(
             max_items_in_row=self.row_items,
             step_max_items=self.step_items,

@@ -105,8 +105,7 @@ class DraftScorer(Protocol):
     """A draft model and its KV cache: what a drafter needs of a `Session`."""
 
     @property
-    def backend(self) -> Backend:
-        """The model."""
+    def backend(self) -> Backend: ...
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token."""

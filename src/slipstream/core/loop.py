@@ -291,9 +291,9 @@ def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None)
     ]
 
 
-def check_draft(draft: object, asked: Sequence[int], drafter: Drafter) -> None:
-    """Refuse what is no draft of at most so many tokens per row; the message names the drafter."""
-    name, rows = type(drafter).__name__, len(asked)
+def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter) -> None:
+    """Refuse what is no draft of at most max_lengths[i] tokens for row i; the message names the drafter."""
+    name, rows = type(drafter).__name__, len(max_lengths)
     if not isinstance(draft, Draft):
         raise UsageError(
             f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
@@ -304,8 +304,10 @@ def check_draft(draft: object, asked: Sequence[int], drafter: Drafter) -> None:
             f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
             f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
         )
-    for i, (length, most) in enumerate(zip(draft.lengths, asked, strict=True)):
-        if not 0 <= length <= most:
-            raise UsageError(f"drafter {name} returned {length} tokens for row {i}; allowed: 0 to the {most} asked for")
+    for i, (length, max_length) in enumerate(zip(draft.lengths, max_lengths, strict=True)):
+        if not 0 <= length <= max_length:
+            raise UsageError(
+                f"drafter {name} returned {length} tokens for row {i}; allowed: 0 to the {max_length} asked for"
+            )
     if draft.parents is not None:
         check_parents(draft, name)

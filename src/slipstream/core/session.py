@@ -149,7 +149,6 @@ class Session:
 
     @property
     def backend(self) -> Backend:
-        """The model."""
         return self.table.backend
 
     @property

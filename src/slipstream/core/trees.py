@@ -95,7 +95,7 @@ def _comb(
 
 
 def arranged(draft: Draft) -> Draft:
-    """The same tree with its nodes chain by chain; without branches a chain. Nodes cut off from the root are left out.
+    """A tree with its nodes chain by chain; one without branches becomes a chain. Nodes cut off from the root go.
 
     The first child of a node goes on with its chain.
     """

@@ -60,9 +60,9 @@ class VocabularyReport:
     def lines(self) -> list[str]:
         """The report for people: the conclusion, then two lines per finding."""
         lines = [f"draft {self.draft!r} for target {self.target!r}: {self.conclusion}"]
-        for one in self.findings:
-            mark = {True: "same", False: "different", None: "unknown"}[one.same]
-            lines += [f"  {one.subject:15} {mark:10} {one.found}", f"  {'':26} {one.follows}"]
+        for finding in self.findings:
+            mark = {True: "same", False: "different", None: "unknown"}[finding.same]
+            lines += [f"  {finding.subject:15} {mark:10} {finding.found}", f"  {'':26} {finding.follows}"]
         return lines
 
 
@@ -73,7 +73,7 @@ def compare_vocabularies(
 
     text: on which drafts through bytes are tried, where the vocabularies differ; a text of the package's by default.
     """
-    a, b = (one if isinstance(one, VocabularyInfo) else VocabularyInfo.of(one) for one in (target, draft))
+    a, b = (model if isinstance(model, VocabularyInfo) else VocabularyInfo.of(model) for model in (target, draft))
     differing = differences(a, b)
     same = usable(a, b, differing)
     bridge, refusal = (None, "") if same or differing is None else _bridge(a, b, text)
@@ -81,7 +81,7 @@ def compare_vocabularies(
     conclusion = head.follows if same else refusal or tokens.follows
     findings = [tokens, head, _special(a, b, same), _ends(a, b, same)]
     if bridge is not None:
-        findings += [Finding(*one) for one in bridge.findings()]
+        findings += [Finding(*values) for values in bridge.findings()]
     elif a.tokenizer is not None and b.tokenizer is not None:
         findings += _encodings(a.tokenizer, b.tokenizer)
     sizes, shown = (a.head_size, b.head_size), tuple((differing or [])[:SHOWN])
@@ -93,7 +93,7 @@ def compare_vocabularies(
 
 def _bridge(target: VocabularyInfo, draft: VocabularyInfo, text: str) -> tuple[BridgeEstimate | None, str]:
     """What to expect of drafts through bytes, or why there can be none."""
-    text = text or "\n\n".join(one.prompt for one in builtin_prompts())
+    text = text or "\n\n".join(prompt.prompt for prompt in builtin_prompts())
     try:
         return estimate(bridge_between(target, target.head_size, draft, draft.head_size), text), ""
     except UsageError as error:
@@ -102,22 +102,22 @@ def _bridge(target: VocabularyInfo, draft: VocabularyInfo, text: str) -> tuple[B
 
 def _tokens(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None, bridged: bool) -> Finding:
     if differing:
-        found = f"{len(differing)} tokens differ, first {'; '.join(differing[:SHOWN])}"
+        summary = f"{len(differing)} tokens differ, first {'; '.join(differing[:SHOWN])}"
         follows = "not usable as a draft model: the same id is another text to the target"
-        return Finding("tokens", False, found, "usable through bytes, verified by match" if bridged else follows)
+        return Finding("tokens", False, summary, "usable through bytes, verified by match" if bridged else follows)
     if differing is None or target.tokenizer is None:
-        lacking = " and ".join(who for who, one in (("target", target), ("draft", draft)) if one.tokenizer is None)
+        lacking = " and ".join(who for who, info in (("target", target), ("draft", draft)) if info.tokenizer is None)
         follows = "taken to be the same, because the heads are of one size"
         if target.head_size != draft.head_size:
             follows = "not usable as a draft model: the heads differ, and nothing shows that ids mean the same"
         return Finding("tokens", None, f"the {lacking} came without a tokenizer", follows)
-    found = f"{len(target.tokenizer.vocabulary())} tokens, each with the same id"
-    return Finding("tokens", True, found, "a drafted id means the same to the target")
+    summary = f"{len(target.tokenizer.vocabulary())} tokens, each with the same id"
+    return Finding("tokens", True, summary, "a drafted id means the same to the target")
 
 
 def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Finding:
     extra = draft.head_size - target.head_size
-    found = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
+    summary = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
     if not usable:
         follows = "beside the point, since the tokens decide"
     elif extra == 0:
@@ -128,45 +128,47 @@ def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Findin
         vocabulary = {} if draft.tokenizer is None else draft.tokenizer.vocabulary()
         real = sum(number >= draft.head_size for number in vocabulary.values())
         follows = f"usable, smaller head filled: the target's last {-extra} ids ({real} real tokens) are never drafted"
-    return Finding("head", extra == 0, found, follows)
+    return Finding("head", extra == 0, summary, follows)
 
 
 def _special(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
-    ours, theirs = target.special, draft.special
-    found = [
-        f"{name} is {ours.get(name, 'none')} in the target and {theirs.get(name, 'none')} in the draft"
+    target_special, draft_special = target.special, draft.special
+    differing = [
+        f"{name} is {target_special.get(name, 'none')} in the target and {draft_special.get(name, 'none')} in the draft"
         for name in SPECIAL
-        if ours.get(name) != theirs.get(name)
+        if target_special.get(name) != draft_special.get(name)
     ]
-    same = ", ".join(f"{name} {token}" for name, token in ours.items()) or "neither tokenizer names one"
+    same = ", ".join(f"{name} {token}" for name, token in target_special.items()) or "neither tokenizer names one"
     follows = "only the target's are used: it alone encodes prompts"
     if not same_tokens:
         follows = "those of one name are turned into each other, never by their text"
-    return Finding("special tokens", not found, "; ".join(found) or same, follows)
+    return Finding("special tokens", not differing, "; ".join(differing) or same, follows)
 
 
 def _ends(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
-    ours, theirs = sorted(target.end_ids), sorted(draft.end_ids)
+    target_ends, draft_ends = sorted(target.end_ids), sorted(draft.end_ids)
     follows = "the draft's do not matter, because only the target's end the text"
     if not same_tokens:
         follows = "where the draft model ends, the target's end is proposed"
-    return Finding("end ids", ours == theirs, f"{ours} in the target, {theirs} in the draft", follows)
+    summary = f"{target_ends} in the target, {draft_ends} in the draft"
+    return Finding("end ids", target_ends == draft_ends, summary, follows)
 
 
 def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
     """Whether probe texts and, where there is a template, a chat become the same ids."""
     other = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
-    found = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
+    summary = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
     follows = "the draft model sees text cut as in its training"
     if other:
         follows = "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse"
-    findings = [Finding("encoding", not other, found, follows)]
-    having = [who for who, one in (("target", target), ("draft", draft)) if one.has_chat_template]
+    findings = [Finding("encoding", not other, summary, follows)]
+    having = [who for who, tokenizer in (("target", target), ("draft", draft)) if tokenizer.has_chat_template]
     if having:
         same = len(having) == 2 and _same_ids(target.chat, draft.chat, CHAT_PROBE)
-        found = f"a chat becomes {'the same' if same else 'other'} ids"
-        found = found if len(having) == 2 else f"only the {having[0]} has one"
-        findings.append(Finding("chat template", same, found, "only the target's is used, for the draft model as well"))
+        summary = f"a chat becomes {'the same' if same else 'other'} ids"
+        summary = summary if len(having) == 2 else f"only the {having[0]} has one"
+        follows = "only the target's is used, for the draft model as well"
+        findings.append(Finding("chat template", same, summary, follows))
     return findings
 
 
