@@ -57,6 +57,7 @@ def acceptance(decoder: SpeculativeDecoder, params: list[SamplingParams] = GREED
 # the text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("target", "draft", "options"), mostly_slow(CASES, ("bytes", "sentencepiece", "mixed"), ("toy", "digits", "greedy"))
 )

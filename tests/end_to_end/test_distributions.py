@@ -82,7 +82,7 @@ def runs(name: str, drafter: str, rule: str) -> Runs:
     return observe(decoder(name, drafter, rule), name, seeds(drafter, rule))
 
 
-@pytest.mark.each_value
+@pytest.mark.pairwise
 @over_models
 @over_ways
 def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
@@ -98,7 +98,7 @@ def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: st
     assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-@pytest.mark.each_value
+@pytest.mark.pairwise
 @over_models
 @over_ways
 def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:

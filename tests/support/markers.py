@@ -91,24 +91,7 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
                 groups.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
     for (_, mark), group in groups.items():
         group.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable: the fast ones are preferred
-        kept = set(covering([_values(item) for item in group], STRENGTHS[mark]))
+        cases = [tuple(map(id, item.callspec.params.values())) for item in group]  # type: ignore[attr-defined]
+        kept = set(covering(cases, STRENGTHS[mark]))
         alone += [item for i, item in enumerate(group) if i not in kept]
     return alone
-
-
-def _values(item: Any) -> tuple[int, ...]:
-    """Of each `parametrize` of a case's test: which of its values the case has."""
-    chosen = []
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        has = [item.callspec.params[name.strip()] for name in names]
-        for index, value in enumerate(mark.args[1]):
-            values = getattr(value, "values", None) if isinstance(value, type(pytest.param())) else None
-            if values is None:
-                values = value if len(names) > 1 else (value,)
-            if all(a is b for a, b in zip(values, has, strict=True)):
-                chosen.append(index)
-                break
-        else:
-            raise AssertionError(f"{item.nodeid}: no value of {mark.args[0]} is {has}")
-    return tuple(chosen)
