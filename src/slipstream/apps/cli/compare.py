@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream import __version__
 from slipstream.apps.cli.application import (
     command,
     config_from,
@@ -20,6 +19,7 @@ from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSour
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
+from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.bench.comparison import Comparison

@@ -10,7 +10,6 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
-import slipstream
 from slipstream.apps.server.answers import EventStream, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.openai_routes import service_of, until_gone
@@ -18,6 +17,7 @@ from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields, Fields, ReplayResult, TokenId, answers
 from slipstream.apps.server.service import Service
 from slipstream.certificate.parity import first_difference
+from slipstream.version import __version__
 
 router = APIRouter(prefix="/v1/slipstream")
 INTERVAL_SECONDS = 1.0  # between two states of a stream
@@ -66,7 +66,7 @@ def engine_state(service: Service) -> dict[str, Any]:
         "fingerprint": service.facts.fingerprint,
         "reproducible": service.facts.reproducible,
         "max_model_len": service.rows.max_model_len,
-        "version": slipstream.__version__,
+        "version": __version__,
     }
 
 

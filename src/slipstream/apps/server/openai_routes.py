@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-import slipstream
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_reading import check_extra, check_plain, rendered_messages
@@ -35,6 +34,7 @@ from slipstream.apps.server.schemas import (
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.streaming import AnswerStream
 from slipstream.tokenization.tokenizer import Tokenizer, check_text
+from slipstream.version import __version__
 
 T = TypeVar("T")
 STARTED = int(time.time())
@@ -238,7 +238,7 @@ async def live(http: Request) -> JSONResponse:
 @router.get("/version", response_model=None, responses=answers(Version))
 async def version() -> dict[str, str]:
     """The version of Slipstream that runs."""
-    return {"version": slipstream.__version__}
+    return {"version": __version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

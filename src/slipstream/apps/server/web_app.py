@@ -9,7 +9,6 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
-import slipstream
 from slipstream.apps.server import batch_routes, engine_routes, openai_routes, page_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
 from slipstream.apps.server.batch_runner import BatchRunner
@@ -20,6 +19,7 @@ from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields,
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.version import __version__
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 ROUTES = (openai_routes, engine_routes, page_routes, batch_routes)
@@ -45,7 +45,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
     app = FastAPI(
         title="Slipstream",
-        version=slipstream.__version__,
+        version=__version__,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         lifespan=lifespan,
