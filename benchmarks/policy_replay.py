@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import exp, log
@@ -86,7 +86,7 @@ class Recording:
             header, *records = [json.loads(line) for line in file.read_text().splitlines()]
             costs, reading = Costs.from_dict(header["costs"]), float(header["reading"])
             records = [record for record in records if len(record["output"]) > 8]
-            records += random_texts(records[:4]) if records else []
+            records += random_texts(records[:8]) if records else []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{str(file)!r}: {error!r}; allowed: what policy_record.py has written") from error
         if not records:
@@ -346,33 +346,44 @@ def geometric_mean(values: Sequence[float]) -> float:
     return exp(sum(map(log, values)) / len(values))
 
 
-def groups_of(recording: Recording, batch: int, seed: int) -> list[list[int]]:
-    """Texts that are decoded together, those of a family as far as possible."""
+def groups_of(recording: Recording, batch: int, seed: int) -> dict[str, list[list[int]]]:
+    """Texts that are decoded together, by family; in batches also some of all families, as "mixed"."""
     order = list(range(len(recording.records)))
     random.Random(seed).shuffle(order)
+    families = defaultdict[str, list[int]](list)
+    for i in order:
+        families[recording.records[i]["family"]].append(i)
     if batch > 1:
-        order.sort(key=lambda i: recording.records[i]["family"])
-    groups = [order[at : at + batch] for at in range(0, len(order), batch)]
-    random.Random(seed).shuffle(groups)
-    return groups
-
-
-def by_family(recording: Recording, groups: Sequence[Sequence[int]], ratios: Sequence[float]) -> dict[str, float]:
-    """Geometric means, that of all texts but random ones first."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for group, ratio in zip(groups, ratios, strict=True):
-        found[recording.records[group[0]]["family"]].append(ratio)
-    everything = [ratio for family, values in found.items() if family != "random" for ratio in values]
-    return {"all": geometric_mean(everything or ratios)} | {
-        family: geometric_mean(found[family]) for family in sorted(found)
+        families["mixed"] = [i for i in order if recording.records[i]["family"] != "random"]
+    return {
+        family: [texts[at : at + batch] for at in range(0, len(texts), batch)]
+        for family, texts in sorted(families.items())
     }
+
+
+def seconds_of(replay: Replay, groups: Mapping[str, Sequence[Sequence[int]]], seed: int) -> dict[str, list[float]]:
+    """What each group takes; the families take turns, so that what is learned of one is used for another."""
+    turns = [(family, at) for family, texts in groups.items() for at in range(len(texts))]
+    random.Random(seed).shuffle(turns)
+    taken = {family: [0.0] * len(texts) for family, texts in groups.items()}
+    for family, at in turns:
+        taken[family][at] = replay.seconds(groups[family][at])
+    return taken
+
+
+def speed_ups(plain: Mapping[str, Sequence[float]], taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Geometric means by family, that of all texts but random ones first."""
+    ratios = {family: [a / b for a, b in zip(plain[family], taken[family], strict=True)] for family in plain}
+    everything = [ratio for family, values in ratios.items() if family != "random" for ratio in values]
+    return {"all": geometric_mean(everything)} | {family: geometric_mean(values) for family, values in ratios.items()}
 
 
 def ablation(
     recording: Recording, batch: int, off: float, seeds: Sequence[int], without: Mechanism | None
 ) -> dict[str, float]:
     """The speed-up of `auto` over plain decoding by family, the mean over the seeds, without one of its mechanisms."""
-    name, logs = "hybrid" if recording.has_draft else "suffix", defaultdict[str, list[float]](list)
+    name = "hybrid" if recording.has_draft else "suffix:outputs=0"
+    found = defaultdict[str, list[float]](list)
     for seed in seeds:
         groups = groups_of(recording, batch, seed)
         with ExitStack() as stack:
@@ -380,10 +391,10 @@ def ablation(
                 stack.enter_context(patch.object(owner, attribute, other))
             plain = replay_of(recording, "none", lambda _: Fixed(0), seed=seed)
             tried = auto(recording, name, cost_model_of(recording.costs, off, seed, recording.reading), seed)
-            ratios = [plain.seconds(group) / tried.seconds(group) for group in groups]
-        for family, ratio in by_family(recording, groups, ratios).items():
-            logs[family].append(ratio)
-    return {family: geometric_mean(ratios) for family, ratios in logs.items()}
+            means = speed_ups(*(seconds_of(each, groups, seed) for each in (plain, tried)))
+        for family, mean in means.items():
+            found[family].append(mean)
+    return {family: geometric_mean(means) for family, means in found.items()}
 
 
 def show_ablation(recording: Recording, batch: int, off: float, seeds: Sequence[int]) -> None:
@@ -418,12 +429,12 @@ def main(
         show_ablation(recording, batch, off, range(seed, seed + repeats))
         return
     groups = groups_of(recording, batch, seed)
-    plain: list[float] = []
+    plain: dict[str, list[float]] = {}
     table = Table(title=f"speed-up over plain decoding, batch {batch}, {len(recording.records)} texts")
     for name, replay in settings(recording, off, seed):
-        taken = [replay.seconds(group) for group in groups]
+        taken = seconds_of(replay, groups, seed)
         plain = plain or taken
-        means = by_family(recording, groups, [a / b for a, b in zip(plain, taken, strict=True)])
+        means = speed_ups(plain, taken)
         if not table.columns:
             for column in ("setting", *means):
                 table.add_column(column, justify="left" if column == "setting" else "right")

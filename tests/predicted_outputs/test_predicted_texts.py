@@ -18,7 +18,7 @@ from slipstream.draft_length.acceptance_model import FIRST, Yield
 pytestmark = pytest.mark.usefixtures("cache_audit")
 
 GREEDY, SAMPLED = SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=3)
-FREE = ("none", "ngram", "suffix", "retrieval", "token_recycling", "ngram_table", "layer_skip")
+FREE = ("none", "ngram", "suffix", "token_recycling", "ngram_table", "layer_skip")
 WRONG = "There is no such text, and never was.\nNothing of it comes true."
 
 
