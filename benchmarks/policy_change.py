@@ -13,14 +13,11 @@ from typing import Annotated
 
 import typer
 from matplotlib.figure import Figure
-from policy_replay import CPU, Replay, cost_model_of
+from policy_replay import Recording, auto, cost_model_of
 from terminal import Count, console, run
 
 from slipstream.bench.speed_model.formula import Costs
 from slipstream.core.rounds import Round
-from slipstream.draft_length.planner import DraftController
-from slipstream.draft_length.policies import Auto
-from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError
 
 
@@ -76,13 +73,10 @@ def simple_costs(ms: float, more: float) -> Costs:
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     """The rounds of `suffix` with lengths that pay, over a known text."""
-    controller = DraftController(cost_model_of(costs))
-    drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
-    one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(controller, 7))
-    row = one._row(0)
-    while row.finish_reason is None:
-        one._step([row])
-    return row.rounds
+    recording = Recording(costs, [{"prompt": prompt, "output": output}])
+    replay = auto(recording, "suffix:outputs=0", cost_model_of(costs))
+    replay.seconds([0])
+    return replay.rows[0].rounds
 
 
 def _plot(rounds: Sequence[Round], first: int, ends: tuple[int, int], file: Path) -> None:

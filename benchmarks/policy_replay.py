@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +44,9 @@ from slipstream.core.rounds import Seconds
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Verdict
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import DraftController, awaited_together
-from slipstream.draft_length.policies import Auto, Fixed, Heuristic
+from slipstream.draft_length.planner import STEPS, Planner
+from slipstream.draft_length.policies import Fixed, Heuristic
+from slipstream.draft_length.row_worth import awaited_together
 from slipstream.drafters import Setup, load, traits
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
@@ -73,6 +74,7 @@ class Recording:
             steps = record.get("model") or []
             record["model"] = [[[ids[token] for token in pair] for pair in line] for line in steps]
         self.vocab_size = len(ids) + 1
+        self.costs = _as_wide(self.costs, LONGEST + 1)
 
     @property
     def has_draft(self) -> bool:
@@ -92,6 +94,21 @@ class Recording:
         if not records:
             raise UsageError(f"{str(file)!r} holds no text of more than 8 tokens; allowed: at least one")
         return cls(costs, records, reading)
+
+
+def _as_wide(costs: Costs, width: int) -> Costs:
+    """Costs of rounds up to so many tokens per row, beyond what was measured by the slope of its end."""
+    target, overhead = (
+        {rows: _extended(points, costs.pad(width, rows)) for rows, points in grid.items()}
+        for grid in (costs.target, costs.overhead)
+    )
+    return replace(costs, target=target, overhead=overhead)
+
+
+def _extended(points: Mapping[int, float], width: int) -> dict[int, float]:
+    low, high = sorted(points)[-3], max(points)
+    slope = max(0.0, points[high] - points[low]) / (high - low)
+    return dict(points) if high >= width else {**points, width: points[high] + slope * (width - high)}
 
 
 def random_texts(like: Sequence[Record], seed: int = 0) -> list[Record]:
@@ -196,15 +213,15 @@ class RecordedDraftModel(RecordedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._read: dict[int, int] = {}  # tokens of each row that it has read
+        self._read: dict[Row, int] = {}  # tokens of each row that it has read
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """[B, 1, V] likeliest what it said here, as sure as it was."""
         at = draft.shape[1]
         if not at:
-            unread = [len(row.tokens) - self._read.get(row.index, 0) for row in rows]
+            unread = [len(row.tokens) - self._read.get(row, 0) for row in rows]
             self.take(self.recording.reading * sum(count for count in unread if count > CATCH_UP))
-            self._read |= {row.index: len(row.tokens) for row in rows}
+            self._read |= {row: len(row.tokens) for row in rows}
         self.take(self.recording.costs.drafting(len(rows), 1) - self.recording.costs.drafting(len(rows), 0))
         probs = torch.full((len(rows), 1, self.vocab_size), 1e-9)
         for i, row in enumerate(rows):
@@ -224,7 +241,7 @@ class RecordedDraftModel(RecordedModel):
 
     def holds(self, row: Row) -> bool:
         """Whether it has read a row's text."""
-        return row.index in self._read
+        return row in self._read
 
 
 @dataclass
@@ -262,10 +279,10 @@ def replay_of(
     recording: Recording,
     drafter: str,
     policy: Callable[[RecordedDraftModel], Policy],
-    controller: DraftController | None = None,
+    planner: Planner | None = None,
     seed: int = 0,
 ) -> Replay:
-    """A setting that has learned nothing yet. controller: where lengths that pay are chosen."""
+    """A setting that has learned nothing yet. planner: where lengths that pay are chosen."""
     noise, clock = random.Random(seed), SimulatedClock()
     target = RecordedTarget(recording, clock, noise)
     draft = RecordedDraftModel(recording, clock, noise)
@@ -274,12 +291,13 @@ def replay_of(
         recording.vocab_size,
         cast(Any, draft) if recording.has_draft else None,
         coupled=True,
-        controller=controller,
-        acceptance_probs=controller is not None,
-        siblings=int(controller is not None and recording.costs.trees is not None and traits(drafter).branches),
+        planner=planner,
+        acceptance_probs=planner is not None,
+        steps=LONGEST if planner is None else planner.steps,
+        siblings=int(planner is not None and recording.costs.trees is not None and traits(drafter).branches),
     )
-    if controller is not None:
-        controller.has_cached = draft.holds
+    if planner is not None:
+        planner.has_cached = draft.holds
     made = load(drafter, setup)
     searching = getattr(made, "first", made)  # what retrieves
 
@@ -296,9 +314,15 @@ def replay_of(
 def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 0) -> Replay:
     """Lengths that pay."""
     declared = traits(drafter)
-    controller = DraftController(cost_model, longest=LONGEST, reads=declared.reads_prompt)
-    stepwise = declared.costs_time and not declared.weighs_costs
-    return replay_of(recording, drafter, lambda _: Auto(controller, 7, stepwise=stepwise), controller, seed)
+    planner = Planner(
+        cost_model,
+        longest=LONGEST,
+        room=2 * STEPS,
+        has_model=declared.costs_time,
+        asks_model=declared.costs_time and not declared.needs_costs,
+        reads=declared.reads_prompt,
+    )
+    return replay_of(recording, drafter, lambda _: planner, planner, seed)
 
 
 def settings(recording: Recording, off: float = 0.0, seed: int = 0) -> Iterator[tuple[str, Replay]]:

@@ -16,7 +16,7 @@ from slipstream.core.interfaces import Drafter, Learner
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
-from slipstream.draft_length.planner import awaited_together
+from slipstream.draft_length.row_worth import awaited_together
 from slipstream.errors import UsageError
 from slipstream.models.generation_settings import warn_of_unread_settings
 from slipstream.sampling.params import SamplingParams

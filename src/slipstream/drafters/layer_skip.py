@@ -30,7 +30,7 @@ from slipstream.models.layer_subset import check_layers, identity, layer_subset,
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
 USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
-TRAITS = Traits(knows_probs=True, default_length=4)
+TRAITS = Traits(default_length=4)
 
 
 class SharedCacheSession:

@@ -28,7 +28,7 @@ from slipstream.apps.server.server_metrics import ServerMetrics, StepTotals, add
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.draft_length.acceptance_model import DraftNote
+from slipstream.draft_length.planner import MODEL
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.results import Stats
 from slipstream.wiring.model_fingerprint import fingerprint_of
@@ -120,7 +120,7 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         name or decoder.target.name,
         fingerprint_of(decoder),
         decoder.reproducible and decoder.coupled,
-        partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
+        partial(source_of, decoder.drafter_name, decoder.traits.needs_costs),
         decoder.lossless,
         copy.deepcopy(decoder.tokenizer),
     )
@@ -129,8 +129,7 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
 def source_of(drafter: str, mixed: bool, done: Round) -> str:
     """The decoder's drafter in a round. mixed: it takes turns with a draft model."""
     if mixed:
-        drafted = isinstance(done.note, DraftNote) and done.note.asked > 0
-        return "model" if drafted else "retrieval"
+        return MODEL if done.origin.source == MODEL else "retrieval"
     return drafter.partition(":")[0]
 
 
