@@ -1,9 +1,12 @@
 """Records texts for `policy_replay.py`.
 
-    python benchmarks/policy_record.py qwen1.5b PROMPTS.jsonl pair.jsonl --draft qwen0.5b --per-family 4
+    python benchmarks/policy_record.py smollm2 smollm2.jsonl
+    python benchmarks/policy_record.py qwen1.5b pair.jsonl --draft qwen0.5b --per-family 4 --prompts PROMPTS.jsonl
 
-Noted are what forwards cost here (the first line), the target's greedy texts, and what the draft model says at each of
-their positions and how sure it is.
+The first line holds what forwards, steps of the draft model, its reading of a token and a search for retrieval drafts
+take here. Each further line is one of the target's greedy texts; of a draft model also its two likeliest tokens at each
+of the text's positions and the steps after it, and how sure it is of both. Answers to long prompts are noted a second
+time as texts that end after a few tokens, which is where reading the text with a draft model pays least.
 """
 
 from __future__ import annotations
@@ -22,38 +25,56 @@ from slipstream.bench.speed_model.probe import measure_costs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import quiet
-from slipstream.text.prompt_sets import read_prompts
+from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 STEPS = 8  # tokens of the draft model at each position
+WIDTHS = [*range(1, 9), 12, 16, 24, 32]
+LONG_PROMPT, SHORT_ANSWER = 150, 16  # tokens
 
 
 def main(
     target: str,
-    prompts: Path,
     out: Path,
     draft: str | None = None,
-    per_family: int = 4,
+    prompts: Path | None = None,
+    per_family: int = 5,
     max_tokens: int = 64,
     batches: Annotated[list[int], typer.Option()] = [1, 2, 4, 8],  # noqa: B006
 ) -> None:
     """Note texts, drafts and costs."""
     quiet()
     decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
-    chosen = [p for _, group in _by_family(read_prompts(prompts)).items() for p in group[:per_family]]
+    known = builtin_prompts() if prompts is None else read_prompts(prompts)
+    chosen = [prompt for group in _by_family(known).values() for prompt in group[:per_family]]
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
     with out.open("w") as file:
-        costs = measure_costs(decoder.using("model" if draft else "suffix"), batches, [*range(1, 9), 16])
-        file.write(json.dumps({"target": target, "draft": draft, "costs": costs.to_dict()}) + "\n")
+        file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, batches, bool(draft))) + "\n")
         for prompt in chosen:
             ids = decoder.encode(prompt.prompt)
-            output = decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids
-            said = [_continued(decoder, ids + output[:at]) for at in range(len(output))] if draft else []
-            line = {"family": prompt.category, "prompt": ids, "output": output}
-            line |= {"model": [tokens for tokens, _ in said], "chances": [chances for _, chances in said]}
-            file.write(json.dumps(line) + "\n")
+            result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens))
+            output = result.token_ids
+            line = {"family": prompt.category, "prompt": ids, "output": output, "max_tokens": max_tokens}
+            line["stops"] = result.finish_reason == "stop"
+            if draft:
+                steps = [_continued(decoder, ids + output[:at]) for at in range(len(output))]
+                line |= {"model": [drafted for drafted, _ in steps], "chances": [chances for _, chances in steps]}
+            lines = [line]
+            if len(ids) >= LONG_PROMPT and len(output) > SHORT_ANSWER:
+                short = {name: line[name][:SHORT_ANSWER] for name in ("output", "model", "chances") if name in line}
+                lines.append(line | short | {"family": "short answer", "stops": True})
+            file.writelines(json.dumps(each) + "\n" for each in lines)
             file.flush()
             console.print(f"{prompt.category}: {len(ids)} + {len(output)} tokens")
+
+
+def _costs(decoder: SpeculativeDecoder, batches: Sequence[int], has_draft: bool) -> dict[str, Any]:
+    """Milliseconds: of rounds, of looking for retrieval drafts by rows, and of a token that the draft model reads."""
+    searching = measure_costs(decoder.using("suffix"), batches, WIDTHS)
+    costs = measure_costs(decoder.using("model"), batches, WIDTHS[:4]) if has_draft else searching
+    rounds = searching.to_dict() | {"draft_step": costs.draft_step if has_draft else dict.fromkeys(batches, 0.0)}
+    reading = decoder._models.draft_times.token or 0.0
+    return {"costs": rounds | {"draft_round": searching.draft_round}, "reading": reading}
 
 
 def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
@@ -64,20 +85,20 @@ def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 @torch.inference_mode()
-def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[int], list[float]]:
-    """What the draft model would say next, greedily, and how sure it is of each token."""
+def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+    """By step the draft model's two likeliest tokens, and how sure it is of each; it goes on with the first."""
     session = decoder._models.draft_session
     assert session is not None
     row = Row(0, tokens, SamplingParams(max_tokens=STEPS), seed=0)
     session.reserve(1, len(tokens) + STEPS)
-    drafted, chances = torch.zeros(1, STEPS, dtype=torch.int64), []
+    drafted, found, chances = torch.zeros(1, STEPS, dtype=torch.int64), [], []
     for j in range(STEPS):
-        distribution = session.score([row], drafted[:, :j], [j], keep=1)[
-            0, 0, : decoder.target.backend.vocab_size
-        ].float()
-        chance, drafted[0, j] = distribution.softmax(-1).max(-1)
-        chances.append(round(float(chance), 4))
-    return drafted[0].tolist(), chances
+        logits = session.score([row], drafted[:, :j], [j], keep=1)[0, 0, : decoder.target.backend.vocab_size]
+        sure, leaders = logits.float().softmax(-1).topk(2)
+        drafted[0, j] = leaders[0]
+        found.append(leaders.tolist())
+        chances.append([round(chance, 4) for chance in sure.tolist()])
+    return found, chances
 
 
 if __name__ == "__main__":

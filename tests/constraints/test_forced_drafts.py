@@ -114,7 +114,7 @@ def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -
         short = [(tokens, weight) for tokens, weight in drawn(q, stop=lambda context: len(context) == 2)]
         made = edited([tokens for tokens, _ in short], forcing, q)
         kept = lines(made)
-        assert made.forced is not None and any(behind for _, behind in made.forced)
+        assert any(row.forced[1] for row in made.rows)
         assert all(len(own) <= WIDTH for own in kept)
         for i, own in enumerate(kept):  # a forced token is certain in the draft as well
             for place in range(len(short[i][0]), len(own)):
@@ -126,7 +126,7 @@ def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -
 def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_goes_on_with_what_is_forced() -> None:
     made = edited([(0, 1, 0), (0, 0, 2), (1, 2, 0), (2, 0, 0)], forcing, None)
     assert lines(made) == [(0, 1, 2), (0, 0), (1, 2, 0), ()]
-    assert made.forced == ((0, 1), (0, 0), (0, 0), (0, 0))
+    assert [row.forced for row in made.rows] == [(0, 1), (0, 0), (0, 0), (0, 0)]
 
 
 def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -> None:
@@ -141,7 +141,7 @@ def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -
 
     made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], propose)
     assert seen == [([0, 1, 2], [63])] and row.tokens == [0, 1]
-    assert lines(made) == [(2, 0, 0)] and made.forced == ((1, 0),)
+    assert lines(made) == [(2, 0, 0)] and made.rows[0].forced == (1, 0)
 
 
 def test_a_tree_grows_behind_what_is_forced() -> None:
@@ -150,7 +150,7 @@ def test_a_tree_grows_behind_what_is_forced() -> None:
     row.rounds.append(None)
     tree = replace(Draft.from_lists([[0, 1, 0]], torch.device("cpu")), parents=((-1, -1, 0),))
     made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: tree)
-    assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.forced == ((1, 0),)
+    assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.rows[0].forced == (1, 0)
 
 
 @pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"max_tokens": 1}])

@@ -13,7 +13,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.planner import Decision, DraftController
+from slipstream.draft_length.planner import Planner
 from slipstream.models.hf.backend import HFBackend
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import HashBackend, perturbed, prompts, reference, shared
@@ -109,13 +109,13 @@ def test_a_policy_hears_of_no_row_before_its_first_token(monkeypatch: pytest.Mon
         shared("llama"), perturbed("llama"), drafter="model", reproducible=False, max_batch_size=2
     )
     seen: list[int] = []
-    whole = DraftController.stepping
+    whole = Planner.model_lengths
 
-    def stepping(controller: DraftController, rows: Sequence[Row]) -> Decision:
+    def model_lengths(planner: Planner, rows: Sequence[Row], *others: Any) -> list[int]:
         seen.extend(len(row.rounds) for row in rows)
-        return whole(controller, rows)
+        return whole(planner, rows, *others)
 
-    monkeypatch.setattr(DraftController, "stepping", stepping)
+    monkeypatch.setattr(Planner, "model_lengths", model_lengths)
     for _ in range(2):  # the second time the memory knows the prompts
         made.generate(PROMPTS, GREEDY)
     assert seen and min(seen) == 1

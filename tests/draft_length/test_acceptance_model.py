@@ -34,19 +34,6 @@ def test_a_rows_acceptance_probabilities_become_what_the_row_shows(chance: float
     assert acceptance_model.chance(row(), 0) == pytest.approx(0.5)  # other rows have learned nothing
 
 
-def test_greedy_rows_share_what_they_show_and_sampled_ones_do_not() -> None:
-    acceptance_model = AcceptanceModel([0.5, 0.8], shared=False, common=True)
-    for seed in range(10):
-        told(acceptance_model, row(temperature=1.0), 0, 0.05, 10, seed)
-    assert [acceptance_model.chance(row(), kind) for kind in (0, 1)] == pytest.approx([0.5, 0.8])
-    for seed in range(10):
-        told(acceptance_model, row(), 0, 0.05, 10, seed)
-    assert acceptance_model.chance(row(), 0) < 0.25 and acceptance_model.chance(row(), 1) < 0.6
-    assert acceptance_model.chance(row(temperature=1.0), 0) == pytest.approx(0.5)
-    acceptance_model.forget()
-    assert acceptance_model.chance(row(), 0) == pytest.approx(0.5)
-
-
 def test_rows_learn_from_each_other_about_the_kind_only() -> None:
     acceptance_model = AcceptanceModel([0.5, 0.5])
     for seed in range(20):

@@ -45,14 +45,6 @@ def test_the_nodes_are_the_likeliest_of_all(chances: list[list[float]], length: 
     assert len(set(paths)) == len(paths) and [known[path] for path in paths] == [node.prob for node in nodes]
 
 
-def test_a_tree_ends_with_the_first_node_that_is_too_unlikely() -> None:
-    def tree(least: float) -> list[Node]:
-        return grown(lambda path, prob: likely([[0.5, 0.4]] * DEPTH, path, prob), (), 20, least=least)
-
-    assert [node.prob for node in tree(0.3)] == [0.5, 0.4, 0.25]
-    assert len(tree(0.0)) > 3
-
-
 def test_a_tree_of_a_given_shape_is_a_chain_with_leaves() -> None:
     nodes = grown(lambda path, prob: likely([[0.5, 0.4]] * DEPTH, path, prob), (), 6, deepest=3)
     assert [(node.parent, node.token) for node in nodes] == [(-1, 0), (-1, 1), (0, 0), (0, 1), (2, 0), (2, 1)]

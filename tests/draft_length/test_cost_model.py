@@ -110,26 +110,6 @@ def test_without_a_calibration_tokens_cost_little() -> None:
     assert cost_model.step(1) == pytest.approx(STEP)
 
 
-def test_a_forward_that_was_not_made_lately_may_take_less_than_expected() -> None:
-    cost_model, of = CostModel(measured={1: 10.0, 16: 25.0}), rows()
-
-    def share(drafted: int) -> float:
-        return cost_model.optimistic(1, drafted, drafted) / cost_model.verify(1, drafted)
-
-    assert share(0) == 1 and share(3) == share(7) == pytest.approx(0.9, abs=0.01)
-    assert cost_model.optimistic(4, 3, 12) == cost_model.verify(4, 3)
-    for _ in range(20):
-        happen(cost_model, of, 3, 0.013)
-    assert share(3) > 0.99 and share(7) == pytest.approx(0.9, abs=0.01)
-    together = rows(4)
-    for _ in range(1000):
-        happen(cost_model, together, 3, 0.020)
-    assert share(3) > 0.99  # batches say nothing about one row
-    for _ in range(1000):
-        happen(cost_model, of, 0, 0.010)
-    assert share(3) < 0.92
-
-
 def test_widths_that_are_padded_alike_cost_the_same() -> None:
     cost_model, of = CostModel(pad=lambda width, rows: 4 if width <= 4 else 16), rows()
     happen(cost_model, of, 1, 1.0)
@@ -279,21 +259,3 @@ def test_a_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> 
     assert cost_model.reading(100) == pytest.approx(500.0)
     read(5.4)
     assert cost_model.reading(100) == pytest.approx(5.0)  # the lesser counts: other work on the machine only adds time
-    for _ in range(7):
-        cost_model.doubt_drafting()
-    assert cost_model.reading(100) < 2.5
-    for _ in range(6):
-        read(5.4)
-    assert cost_model.reading(100) == pytest.approx(5.0, rel=0.05)  # a doubt that was wrong is forgotten
-
-
-def test_a_step_that_was_measured_while_the_machine_was_busy_is_doubted() -> None:
-    cost_model, of = CostModel(measured={1: 10.0, 8: 12.0}), rows()
-    happen(cost_model, of, 2, 0.01, draft=0.8, steps=2)
-    assert cost_model.step(1) == pytest.approx(0.4)
-    for _ in range(100):
-        cost_model.doubt_drafting()  # rounds in which a text stays unread, so that no step is measured
-    assert cost_model.step(1) < 0.02
-    for _ in range(9):
-        happen(cost_model, of, 2, 0.01, draft=0.008, steps=2)
-    assert cost_model.step(1) == pytest.approx(0.004)  # what is measured then counts

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from slipstream import SpeculativeDecoder, UsageError
-from slipstream.draft_length.policies import Auto, Fixed, Heuristic
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.types import Row
+from slipstream.draft_length.planner import Planner
+from slipstream.draft_length.policies import Fixed, Heuristic
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.drafters.model import ModelDrafter, PathBelow, TokenBelow, WhilePays
 from slipstream.drafters.suffix import SuffixDrafter
@@ -19,7 +21,7 @@ def test_without_a_draft_model_drafts_are_looked_up_and_cut_where_they_do_not_pa
     decoder = made(draft=None)
     assert decoder.drafter_name == "suffix" and isinstance(decoder.drafter, SuffixDrafter)
     assert decoder.drafter.outputs > 0 and decoder.drafter.acceptance_model is not None
-    assert isinstance(decoder._engine.policy, Auto) and not decoder._engine.policy.stepwise
+    assert isinstance(decoder._engine.policy, Planner) and not decoder._engine.policy.asks_model
 
 
 def test_with_one_the_better_of_look_up_and_draft_model_is_taken() -> None:
@@ -29,7 +31,7 @@ def test_with_one_the_better_of_look_up_and_draft_model_is_taken() -> None:
     assert isinstance(first, SuffixDrafter) and first.outputs == 0
     assert isinstance(second, ModelDrafter) and isinstance(second.stop, WhilePays)
     policy = decoder._engine.policy
-    assert isinstance(policy, Auto) and policy.controller is decoder.drafter.controller is second.stop.controller
+    assert isinstance(policy, Planner) and policy is decoder.drafter.planner is second.stop.planner
 
 
 def test_with_a_number_of_tokens_the_draft_model_drafts_as_many() -> None:
@@ -40,7 +42,7 @@ def test_with_a_number_of_tokens_the_draft_model_drafts_as_many() -> None:
 
 def test_a_hybrid_of_a_fixed_length_goes_by_probabilities_alone() -> None:
     decoder = made("hybrid", 7)
-    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.controller is None
+    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.planner is None
     assert isinstance(decoder.drafter.second, ModelDrafter) and decoder.drafter.second.stop == PathBelow(0.4)
 
 
@@ -82,7 +84,9 @@ def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distr
 ) -> None:
     decoder = made(acceptance=acceptance)
     policy = decoder._engine.policy
-    assert isinstance(policy, Auto) and policy.samples is samples
+    assert isinstance(policy, Planner)
+    sampled = Row(0, [1], SamplingParams(temperature=0.8, max_tokens=9), seed=0)
+    assert policy.is_fixed(sampled) is samples
     assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.samples is samples
 
 

@@ -13,13 +13,14 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.records import compact
 from slipstream.bench.report.report_data import restored
 from slipstream.core.rng import Race, Stream
-from slipstream.core.rounds import Round
+from slipstream.core.rounds import Round, RowDraft
 from slipstream.core.session import Session
-from slipstream.core.trees import arranged, path_to, with_siblings
-from slipstream.core.types import Draft, Row, Sibling, Verdict
-from slipstream.draft_length.acceptance_model import Confidence, DraftNote, bin_of, sibling_bin
+from slipstream.core.trees import arranged, path_to
+from slipstream.core.types import Draft, Row, Verdict
+from slipstream.draft_length.acceptance_model import ModelDrafts, bin_of, sibling_bin
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import Setup, load
+from slipstream.drafters.model.model_drafter import comb
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy
 from slipstream.sampling.sampler import Sampler
@@ -95,14 +96,15 @@ def test_siblings_are_the_next_fastest_in_the_targets_race(temperature: float) -
     drafter = load("model", Setup(CPU, VOCAB_SIZE, session, coupled=True, siblings=3, fixed_tree=True))
     with torch.inference_mode():
         draft = drafter.propose([row], [8], sampler)
-        logits = session.score([row], draft.tokens, draft.lengths)[0]
-    assert draft.lengths == (2,) and draft.siblings is not None
+        chain = draft.tokens[:, [0, 1]]
+        logits = session.score([row], chain, [2])[0]
+    assert draft.parents == ((-1, 0, -1, -1, -1, 0, 0, 0),)
     for depth in range(2):
         probs = (logits[depth].float() / (temperature or 1)).softmax(-1)
         key = RACE.bits(sampler._keys(Stream.TOKEN, range(depth, depth + 1)))[0, 0]
         speed = probs / RACE.noise(int(key)) if temperature else probs
-        beside = [one.token for one in draft.siblings[0] if one.depth == depth]
-        assert [int(draft.tokens[0, depth]), *beside] == speed.topk(4).indices.tolist()
+        children = [node for node, parent in enumerate(draft.parents[0]) if parent == depth - 1]
+        assert draft.tokens[0, children].tolist() == speed.topk(4).indices.tolist()
 
 
 def test_what_the_user_spelled_counts_its_siblings() -> None:
@@ -145,14 +147,13 @@ def test_a_target_that_takes_no_trees_is_named() -> None:
 
 
 def test_nodes_come_likeliest_first_and_a_chain_before_its_siblings() -> None:
-    chain = Draft.from_lists([[5, 6, 7], [8]], CPU, [[0.9, 0.5, 0.1], [0.2]])
-    siblings = ((Sibling(0, 1, 0.06), Sibling(1, 2, 0.3), Sibling(2, 3, 0.2)), (Sibling(0, 4, 0.7),))
-    tree = with_siblings(replace(chain, siblings=siblings))
-    assert tree.tokens.tolist() == [[5, 6, 2, 7, 3, 1], [8, 4, 0, 0, 0, 0]]
-    assert tree.parents == ((-1, 0, 0, 1, 1, -1), (-1, -1))
-    assert tree.acceptance_probs == ([0.9, 0.5, 0.3, 0.1, 0.1, 0.06], [0.2, 0.2])
-    assert arranged(tree.cut([3, 1])).tokens.tolist() == [[5, 6, 2], [8, 8, 8]]
-    assert with_siblings(replace(chain, siblings=((), ()))).parents is None
+    tokens, parents, probs = comb([5, 6, 7], [0.9, 0.5, 0.1], [(0, 1, 0.06), (1, 2, 0.3), (2, 3, 0.2)])
+    assert tokens == [5, 6, 2, 7, 3, 1] and parents == [-1, 0, 0, 1, 1, -1]
+    assert probs == [0.9, 0.5, 0.3, 0.1, 0.1, 0.06]
+    assert comb([8], [0.2], [(0, 4, 0.7)]) == ([8, 4], [-1, -1], [0.2, 0.2])
+    tree = replace(Draft.from_lists([tokens], CPU, [probs]), parents=(tuple(parents),))
+    assert arranged(tree.cut([3])).tokens.tolist() == [[5, 6, 2]]
+    assert comb([5, 6], [0.9, 0.5], [])[1] == [-1, 0]
 
 
 def test_recycled_trees_grow_where_they_are_likely() -> None:
@@ -201,13 +202,13 @@ def test_statistics_count_depths_and_the_view_shows_the_branch() -> None:
     assert sum(piece.kind == "rejected" for piece in pieces) == stats.num_draft_tokens - stats.num_accepted_tokens
 
 
-def test_the_probability_of_a_sibling_is_learned() -> None:
-    confidence, row = Confidence(), Row(0, [1], GREEDY, seed=0)
-    before = confidence.sibling_probs(row, [0.5], [0.2])[0]
+def test_the_probability_of_a_runner_up_is_learned() -> None:
+    learned, row = ModelDrafts(8), Row(0, [1], GREEDY, seed=0)
+    before = learned.runner_up_probs(row, [0.5], [0.2])[0]
     assert before == pytest.approx(0.475 * 0.425, abs=0.1)
+    origin = RowDraft("model", None, (bin_of(0.5),), ((9, sibling_bin(0.5, 0.2)),))
     for _ in range(40):  # the draft says 8, beside it 9; the text has 9
-        note = DraftNote(1, 1, kinds=(bin_of(0.5),), siblings=((9, sibling_bin(0.5, 0.2)),))
-        row.rounds.append(Round(0, 0, 1, 1, (8, 9), (9, 4), 1, False, parents=(-1, -1), path=(1,)))
-        confidence.learn(row, note)
-    own, beside = confidence.acceptance_probs(row, [0.5])[0], confidence.sibling_probs(row, [0.5], [0.2])[0]
+        row.rounds.append(Round(0, 0, 1, 1, (8, 9), (9, 4), 1, False, origin=origin, parents=(-1, -1), path=(1,)))
+        learned.learn(row)
+    own, beside = learned.acceptance_probs(row, [0.5])[0], learned.runner_up_probs(row, [0.5], [0.2])[0]
     assert own < 0.2 and beside > 0.7

@@ -1,7 +1,7 @@
 """Two drafters in one: which of them is asked, when trust is lost and won, and that the text stays the target's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +12,7 @@ from slipstream.core.rng import Race
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import DraftController
+from slipstream.draft_length.planner import MODEL, Planner
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_slow
@@ -40,7 +40,8 @@ class Says:
             acceptance_probs = tuple(
                 [self.acceptance_prob ** (j + 1) for j in range(length)] for length in draft.lengths
             )
-            return Draft(draft.tokens, draft.lengths, None, acceptance_probs, self.steps and max(draft.lengths))
+            made = Draft.from_lists(drafts(draft), CPU, acceptance_probs, MODEL if self.steps else "")
+            return replace(made, steps=self.steps and max(draft.lengths))
         return Draft(draft.tokens, draft.lengths, torch.full((*draft.tokens.shape, 256), 1 / 256))
 
 
@@ -72,17 +73,17 @@ def test_a_long_look_up_goes_first_and_the_model_is_not_asked() -> None:
 
 
 def test_where_too_little_is_known_the_model_drafts_up_to_its_own_limit() -> None:
-    second = Says([[9] * 7])
-    drafter = HybridDrafter(Says([[5]]), second, steps=4)
+    second = Says([[9] * 4])
+    drafter = HybridDrafter(Says([[5]]), second)
     assert drafts(propose(drafter, rows(1), [7])) == [[9, 9, 9, 9]]
-    assert second.asked == [[4]]
+    assert second.asked == [[7]]
 
 
 def test_rows_choose_for_themselves() -> None:
-    second = Says([[9] * 7] * 3)
-    drafter = HybridDrafter(Says([[5, 6, 7, 8], [], [3]]), second, steps=4)
+    second = Says([[9] * 4] * 3)
+    drafter = HybridDrafter(Says([[5, 6, 7, 8], [], [3]]), second)
     assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8], [9, 9, 9, 9], [9, 9]]
-    assert second.asked == [[0, 4, 2]]
+    assert second.asked == [[0, 7, 2]]
 
 
 def test_the_last_token_may_be_looked_up() -> None:
@@ -119,7 +120,7 @@ def controlled(first: Says, second: Says, verify: float, step: float) -> HybridD
     cost_model = CostModel()
     cost_model.verify = lambda rows, longest, drafted=None: verify  # type: ignore[method-assign]
     cost_model.step = lambda rows: step  # type: ignore[method-assign]
-    return HybridDrafter(first, second, controller=DraftController(cost_model))
+    return HybridDrafter(first, second, planner=Planner(cost_model, has_model=True))
 
 
 @pytest.mark.parametrize(
@@ -137,16 +138,16 @@ def test_a_draft_model_that_never_pays_is_tried_ever_more_rarely() -> None:
     second = Says([[9] * 4], steps=1)
     drafter = controlled(Says([[]]), second, 1.0, 5.0)
     row = rows(1)[0]
-    assert drafter.controller is not None
-    drafter.controller._read.add(row)  # otherwise it would have to read the text first
+    assert drafter.planner is not None
+    drafter.planner._read.add(row)  # otherwise it would have to read the text first
     tried = []
     for number in range(100):
         before = len(second.asked)
-        notes = propose(drafter, [row], [7]).notes
-        assert notes is not None
+        made = propose(drafter, [row], [7])
         row.tokens.append(5)
-        row.rounds.append(Round(0, number, 1, len(row.tokens) - 1, (), (5,), 0, False, note=notes[0]))
-        drafter.controller.observe([row])
+        draft = tuple(drafts(made)[0])
+        row.rounds.append(Round(0, number, 1, len(row.tokens) - 1, draft, (5,), 0, bool(draft), origin=made.records[0]))
+        drafter.planner.observe([row])
         if len(second.asked) > before:
             tried.append(number)
     assert [b - a for a, b in pairwise(tried)] == [8, 16, 32]
@@ -155,23 +156,6 @@ def test_a_draft_model_that_never_pays_is_tried_ever_more_rarely() -> None:
 def test_no_column_is_verified_for_a_look_up_that_is_not_used() -> None:
     drafter = HybridDrafter(Says([[5] * 7], acceptance_prob=0.3), Says([[9] * 2]))
     assert propose(drafter, rows(1), [7]).width == 2
-
-
-@dataclass
-class GoesOn(Says):
-    """Goes on behind another draft with its own tokens, each hundred times less likely."""
-
-    def extend(
-        self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
-    ) -> tuple[list[int], list[float]]:
-        return [tokens[-1] + 1] * length, [acceptance_prob / 100] * length
-
-
-def test_a_look_up_goes_on_behind_the_draft_model() -> None:
-    drafter = HybridDrafter(GoesOn([[5]], acceptance_prob=0.1), Says([[9] * 2], acceptance_prob=0.5))
-    draft = propose(drafter, rows(1), [6])
-    assert drafts(draft) == [[9, 9, 10, 10, 10, 10]]
-    assert draft.acceptance_probs == ([0.5, 0.25] + [0.0025] * 4,)
 
 
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.8], 0.8))

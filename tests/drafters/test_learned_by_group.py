@@ -24,7 +24,7 @@ def drafted(one: SpeculativeDecoder, group: str) -> int:
     return sum(done.num_accepted_tokens for done in one.run([row]))
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "token_recycling", "retrieval"])
+@pytest.mark.parametrize("drafter", ["suffix", "token_recycling"])
 def test_texts_of_another_group_are_not_drafted_from(drafter: str) -> None:
     one = decoder(drafter)
     first = drafted(one, "ann")

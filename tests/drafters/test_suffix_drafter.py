@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup, load
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix import automaton as suffix_automaton
 from slipstream.drafters.suffix import suffix_drafter as suffix
 from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
-from slipstream.drafters.suffix.suffix_drafter import prior, prior_beside
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_slow, subcases
@@ -401,26 +399,6 @@ def test_a_match_says_where_a_text_stands() -> None:
     assert automaton.end.length == 5
     assert automaton.followed(automaton.end).length == 2
     assert automaton.find([9]) == Match()
-
-
-def test_chains_end_where_a_token_pays_no_more_but_for_rows_that_ask_for_a_length() -> None:
-    model, asked, least = AcceptanceModel([*prior(), *prior_beside()], shared=False), list[int](), 0.6
-
-    def least_useful(rows: Sequence[Row]) -> list[float]:
-        asked.append(len(rows))
-        return [least, 0.9]
-
-    drafter = SuffixDrafter(SIZE, acceptance_model=model, least_useful=least_useful)
-    fixed = Row(1, [1, 2, 3] * 4, SamplingParams(max_tokens=1000, num_draft_tokens=8), seed=0)
-    rows = [row_of([1, 2, 3] * 4), fixed]
-    draft = drafter.propose(rows, [8, 8], Sampler(rows, Race(SIZE, CPU), SIZE, CPU))
-    assert asked == [2] and draft.acceptance_probs is not None
-    free, whole = (known or () for known in draft.acceptance_probs)
-    assert len(whole) == 8 and 1 <= len(free) < 8
-    assert all(prob >= least for prob in free[:-1]) and free[-1] < least and free == whole[: len(free)]
-    least = 1.0  # of the first row nothing can be useful; 0.9 of the other one counts no more than before
-    draft = drafter.propose(rows, [8, 8], Sampler(rows, Race(SIZE, CPU), SIZE, CPU))
-    assert draft.lengths == (0, 8)
 
 
 def test_a_row_that_was_asked_for_nothing_is_gone_on_with_from_its_newest_text() -> None:

@@ -28,7 +28,6 @@ DRAFTERS: list[tuple[str, int | str]] = [
     ("ngram", 3),
     ("ngram_table:3+fill", "4x2"),
     ("token_recycling", "3x3"),
-    ("retrieval", "auto"),
     ("layer_skip:1", 3),
     ("model", 1),
     ("model", 5),

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
-from slipstream.draft_length.acceptance_model import FIRST, Yield
+from slipstream.draft_length.acceptance_model import Positions
 from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 
 GREEDY, SAMPLED = SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=3)
-FREE = ("none", "ngram", "suffix", "retrieval", "token_recycling", "ngram_table", "layer_skip")
+FREE = ("none", "ngram", "suffix", "token_recycling", "ngram_table", "layer_skip")
 WRONG = "There is no such text, and never was.\nNothing of it comes true."
 
 
@@ -212,11 +212,10 @@ def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
     text = plain(decoder, "The heron", GREEDY).text
     decoder.generate("The heron", replace(GREEDY, prediction=text))
     policy: Any = decoder._engine.policy
-    yields = policy.controller.draft_yields
-    row = Row(0, [1], GREEDY, seed=0)
-    assert yields.of(row) == Yield(*FIRST)
+    row, at_first = Row(0, [1], GREEDY, seed=0), Positions(8).acceptance_probs(Row(1, [1], GREEDY, seed=0), 4)
+    assert policy._positions.acceptance_probs(row, 4) == at_first
     decoder.generate("The heron", GREEDY)
-    assert yields.of(row) != Yield(*FIRST)  # the same rounds of its own do teach it
+    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds of its own do teach it
 
 
 def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:

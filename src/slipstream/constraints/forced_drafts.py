@@ -20,6 +20,7 @@ from torch.nn.functional import one_hot
 from slipstream.constraints.compiled_grammars import constraint_of
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Propose
+from slipstream.core.rounds import RowDraft
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
 
@@ -52,8 +53,6 @@ class ForcedDrafts:
         room = [0 if _ends(row, run) else longest - len(run) for row, run in zip(rows, runs, strict=True)]
         with _committed(rows, runs):
             draft = propose(room)
-        if draft.notes is not None:  # a drafter that was not asked has nothing to learn
-            draft = replace(draft, notes=tuple(n if free else None for n, free in zip(draft.notes, room, strict=True)))
         if draft.parents is not None:  # what is illegal in a tree is never chosen
             return _tree_behind(runs, draft)
         told: list[list[int]] = draft.tokens.tolist()
@@ -123,9 +122,7 @@ def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
         if probs is not None and draft.probs is not None:
             probs[i] = one_hot(tokens[i], probs.shape[2]).to(probs.dtype)
             probs[i, begin:end] = draft.probs[i, : line.kept]
-    predicted = draft.predicted and tuple(min(n, one.kept) for n, one in zip(draft.predicted, lines, strict=True))
-    made = Draft(tokens, lengths, probs, steps=draft.steps, notes=draft.notes)
-    return replace(made, predicted=predicted, forced=forced)
+    return Draft(tokens, lengths, probs, draft.steps, rows=_with_forced(draft, forced))
 
 
 def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
@@ -141,8 +138,15 @@ def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
         (*range(-1, len(run) - 1), *(parent + len(run) for parent in own[:length]))
         for run, own, length in zip(runs, draft.parents, draft.lengths, strict=True)
     )
-    forced = tuple((len(run), 0) for run in runs)
-    return replace(draft, tokens=tokens, lengths=lengths, acceptance_probs=None, parents=parents, forced=forced)
+    rows = _with_forced(draft, [(len(run), 0) for run in runs])
+    return replace(draft, tokens=tokens, lengths=lengths, parents=parents, rows=rows)
+
+
+def _with_forced(draft: Draft, forced: Sequence[tuple[int, int]]) -> tuple[RowDraft, ...]:
+    """The records of a draft that is not cut any more, with how many tokens of each row are forced."""
+    return tuple(
+        replace(row, acceptance_probs=None, forced=both) for row, both in zip(draft.records, forced, strict=True)
+    )
 
 
 def _on(tokens: Tensor, ids: Sequence[int]) -> Tensor:

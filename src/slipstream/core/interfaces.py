@@ -127,7 +127,7 @@ class Policy(Protocol):
         """Tokens to ask the drafter for, per row; the loop shortens those that would overrun a row's end."""
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft, or less of rows whose `acceptance_probs` are known; with notes for `observe`."""
+        """The draft, or less of rows whose `acceptance_probs` are known."""
 
 
 class Backend(Protocol):

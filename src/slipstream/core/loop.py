@@ -8,7 +8,7 @@ batch is up to `slipstream.core.scheduler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from time import perf_counter
@@ -22,10 +22,11 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.rounds import Round, Seconds, TokenLogprobs, token_logprobs
 from slipstream.core.session import PromptReader, Session
-from slipstream.core.trees import arranged, check_parents, main_chain, with_siblings
+from slipstream.core.trees import arranged, check_parents, main_chain
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
+PREDICTION = "prediction"  # the source of drafts that a request brought itself
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
 
@@ -82,8 +83,9 @@ class Batch:
                 self.rows[i].fail(error)
         tokens = [tuple(row.tokens[start:]) for row, start in zip(self.rows, starts, strict=True)]
         seconds = clock.stop()
-        for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
+        for i, (row, line, committed, origin) in enumerate(zip(self.rows, table, tokens, draft.records, strict=True)):
             accepted, path, parents = line[0], paths[i], draft.parents[i] if draft.parents else None
+            predicted = (draft.lengths[i] - sum(origin.forced)) * (origin.source == PREDICTION)
             row.rounds.append(
                 Round(
                     row=row.index,
@@ -98,12 +100,11 @@ class Batch:
                     finish_reason=row.finish_reason,
                     seconds=seconds,
                     num_draft_steps=draft.steps,
-                    note=None if draft.notes is None else draft.notes[i],
+                    origin=origin,
                     logprobs=logprobs[i],
                     parents=parents,
                     path=None if path is None else tuple(path[: len(committed)]),
-                    num_prediction_tokens=(draft.predicted[i] if draft.predicted else 0) if row.prediction else None,
-                    forced=(0, 0) if draft.forced is None else draft.forced[i],
+                    num_prediction_tokens=predicted if row.prediction else None,
                 )
             )
         self.logits = None
@@ -152,6 +153,8 @@ def _no_token(row: Row) -> SlipstreamError:
 
 
 Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
+Drafts = Callable[[Sequence[int]], Draft]  # the drafter's, of so many tokens
+Predict = Callable[[Sequence[Row], Sequence[int], Sequence[int], Drafts], Draft]  # rows, lengths, room, the drafter
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
 
@@ -160,8 +163,8 @@ class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
     draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predicting: the
-    same engine with a drafter that asks the predictions of requests first; it takes the rounds of rows that have some.
+    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predict: calls the
+    drafter for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
     constrain: calls the drafter, and edits the drafts of rows with constraints.
     """
 
@@ -172,7 +175,7 @@ class Engine:
     acceptance: str | Rule = "auto"
     draft_session: PromptReader | None = None
     drafts_for: Callable[[Row], bool] = lambda row: False
-    predicting: Engine | None = None
+    predict: Predict = lambda rows, lengths, room, drafts: drafts(lengths)
     constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
 
     def __post_init__(self) -> None:
@@ -214,8 +217,6 @@ class Engine:
         Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
         always, so that its rounds depend neither on other rows nor on what is cached.
         """
-        if self.predicting is not None and any(row.prediction for row in batch.rows):
-            return self.predicting.step(batch, clock, read_ahead)
         answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
         if read_ahead is not None:
             read_ahead()
@@ -233,18 +234,30 @@ class Engine:
 
     def _propose(self, batch: Batch, most: Sequence[int] | None) -> Draft:
         """The drafter's proposal as far as it is worth verifying."""
-        lengths = self._lengths(batch.rows)
-        lengths = lengths if most is None else list(map(min, lengths, most))
+        rows, drafts = batch.rows, partial(self._drafts_of, batch)
+        room = [
+            min(n, limit) for n, limit in zip(self._room(rows), most or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
+        ]
+        lengths = list(map(min, self._lengths(rows), room))
+        draft = self.predict(rows, lengths, room, drafts) if any(row.prediction for row in rows) else drafts(lengths)
+        return self.policy.worth_verifying(rows, draft)
+
+    def _drafts_of(self, batch: Batch, lengths: Sequence[int]) -> Draft:
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
         check_draft(draft, lengths, self.drafter)
-        if draft.siblings is not None:
-            draft = with_siblings(draft) if batch.sampler.branching else replace(draft, siblings=None)
-        return self.policy.worth_verifying(batch.rows, draft)
+        return draft
+
+    def _room(self, rows: Sequence[Row]) -> list[int]:
+        """How many tokens each row may draft: none in a first round that a prompt's forward has answered."""
+        return [self._may_draft(row) * room_of(row, self.target.table.longest_draft(rows)) for row in rows]
+
+    def _may_draft(self, row: Row) -> bool:
+        return bool(row.rounds) or not self.target.answers
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
-        drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
-        lengths = iter(draft_lengths(self.policy, drafting, self.target.table.longest_draft(rows)) if drafting else [])
-        return [next(lengths) if row.rounds or not self.target.answers else 0 for row in rows]
+        drafting = list(filter(self._may_draft, rows))  # the policy hears of no other
+        lengths = iter(draft_lengths(self.policy, drafting) if drafting else [])
+        return [next(lengths) if self._may_draft(row) else 0 for row in rows]
 
     def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
         """A tree with its nodes in order; its main chain where the target or a request's options take no branches."""
@@ -276,18 +289,20 @@ class Engine:
         return verdict
 
 
-def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
-    """The policy's choice, a request's own `num_draft_tokens` in its place, and never past a row's last token.
+def room_of(row: Row, limit: int | None = None) -> int:
+    """How many tokens a row may draft: never past its last token, as a round commits one of the target's own as well.
 
-    A round commits at least one token of the target's own, so a row drafts at most `remaining - 1`. limit: the longest
-    draft that the target's forward shapes allow.
+    limit: the longest draft that the target's forward shapes allow. A request's own `num_draft_tokens` is kept to.
     """
-    longest = MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
-    chosen = policy.lengths(rows)
-    own = [row.params.num_draft_tokens for row in rows]
+    limits = MAX_DRAFT_TOKENS, limit, row.params.num_draft_tokens, row.remaining - 1
+    return max(0, min(most for most in limits if most is not None))
+
+
+def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
+    """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
     return [
-        max(0, min(length if mine is None else mine, row.remaining - 1, longest))
-        for row, length, mine in zip(rows, chosen, own, strict=True)
+        min(length if row.params.num_draft_tokens is None else row.params.num_draft_tokens, room_of(row, limit))
+        for row, length in zip(rows, policy.lengths(rows), strict=True)
     ]
 
 

@@ -38,16 +38,39 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class RowDraft:
+    """Where one row's draft comes from, and what its source says of it.
+
+    source: the name of the drafter that proposed it; "" for the one that the decoder has.
+    acceptance_probs: the probability that its first 1, 2, ... tokens are all accepted, of a tree that each of its nodes
+    is; None where the source cannot tell. A draft that has them may be cut before it is verified, so its tokens must
+    not have been sampled.
+    kinds: of the first tokens of its main chain, what their source learns by; others come from elsewhere.
+    runners_up: beside each of those tokens the next best one, and its kind.
+    forced: how many of its first and of its last tokens a constraint forces, which no source proposed.
+    """
+
+    source: str = ""
+    acceptance_probs: Sequence[float] | None = None
+    kinds: tuple[int, ...] = ()
+    runners_up: tuple[tuple[int, int], ...] = ()
+    forced: tuple[int, int] = (0, 0)
+
+    def cut(self, length: int) -> RowDraft:
+        """Of the draft's first `length` tokens."""
+        return replace(self, acceptance_probs=self.acceptance_probs and self.acceptance_probs[:length])
+
+
+@dataclass(frozen=True)
 class Round:
     """One row's share of one propose-verify-accept-commit cycle, on the host.
 
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
-    share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
+    share; the seconds and the draft model's forwards are those of that whole step. origin: where the draft came from.
     logprobs: of each of `tokens`, if the request asks for them. parents: of a tree, for each draft token the number of
     the one it follows, the main chain first; path: the numbers of the accepted ones. Both None for a chain.
     num_prediction_tokens: how many of the draft's tokens, its first, are the request's prediction; None without one.
-    forced: how many of the draft's first and of its last tokens a constraint forced; they are no drafter's.
     """
 
     row: int
@@ -61,12 +84,16 @@ class Round:
     finish_reason: FinishReason | None = None
     seconds: Seconds = field(default_factory=lambda: Seconds())
     num_draft_steps: int = 0
-    note: object = field(default=None, compare=False, repr=False)
+    origin: RowDraft = field(default=RowDraft(), compare=False, repr=False)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] | None = None
     num_prediction_tokens: int | None = None
-    forced: tuple[int, int] = (0, 0)
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """How many of the draft's first and of its last tokens a constraint forced; they are no drafter's."""
+        return self.origin.forced
 
     @property
     def without_forced(self) -> Round:
@@ -80,7 +107,8 @@ class Round:
         parents = self.parents and tuple(max(-1, parent - before) for parent in self.parents[before:])
         path = self.path and tuple(node - before for node in self.path[before:])
         own = replace(self, draft=draft, tokens=self.tokens[before:], num_accepted_tokens=accepted, rejected=rejected)
-        return replace(own, start=self.start + before, parents=parents, path=path, forced=(0, 0))
+        origin = replace(self.origin, forced=(0, 0))
+        return replace(own, start=self.start + before, parents=parents, path=path, origin=origin)
 
     @property
     def chain(self) -> tuple[int, ...]:

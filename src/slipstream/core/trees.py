@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rounds import chain_end, depths, num_consecutive
-from slipstream.core.types import Draft, Sibling
+from slipstream.core.types import Draft
 from slipstream.errors import UsageError
 
 
@@ -58,40 +58,6 @@ class TreeForwards(Protocol):
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """What stands at these places of a slot is to stand at `start` and the positions that follow."""
-
-
-def with_siblings(draft: Draft) -> Draft:
-    """The tree of a draft's chains and their siblings, the likeliest nodes first where that is known.
-
-    A chain's own token comes before its siblings.
-    """
-    if not any(draft.siblings or ()):
-        return replace(draft, siblings=None)
-    known = draft.acceptance_probs or (None,) * len(draft.lengths)
-    told: list[list[int]] = draft.tokens.tolist()
-    rows = [
-        _comb(line[:length], probs, siblings)
-        for line, length, probs, siblings in zip(told, draft.lengths, known, draft.siblings or (), strict=True)
-    ]
-    made = Draft.from_lists([tokens for tokens, _, _ in rows], draft.tokens.device)
-    parents, probs = tuple(parents for _, parents, _ in rows), tuple(probs for _, _, probs in rows)
-    made = replace(made, parents=parents, acceptance_probs=probs)
-    return replace(made, steps=draft.steps, notes=draft.notes, predicted=draft.predicted)
-
-
-def _comb(
-    chain: Sequence[int], probs: Sequence[float] | None, siblings: Sequence[Sibling]
-) -> tuple[list[int], tuple[int, ...], list[float] | None]:
-    """Tokens, parents and acceptance probabilities of a chain with leaves beside it."""
-    nodes = [(0.0 if probs is None else -probs[depth], depth, 0, token) for depth, token in enumerate(chain)]
-    for place, one in enumerate(siblings, 1):
-        at_most = one.acceptance_prob if probs is None else min(one.acceptance_prob, probs[one.depth])
-        nodes.append((-at_most, one.depth, place, one.token))
-    if probs is not None:
-        nodes.sort()
-    on_chain = {depth: at for at, (_, depth, place, _) in enumerate(nodes) if not place}
-    parents = tuple(on_chain.get(depth - 1, -1) for _, depth, _, _ in nodes)
-    return [token for *_, token in nodes], parents, None if probs is None else [-negative for negative, *_ in nodes]
 
 
 def arranged(draft: Draft) -> Draft:
@@ -201,4 +167,5 @@ def _taken(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
     width = max(lengths, default=0)
     index = torch.tensor([[*order, *[0] * (width - len(order))] for order in orders], dtype=torch.int64)
     tokens = draft.tokens.gather(1, index.reshape(len(orders), width).to(draft.tokens.device, non_blocking=True))
-    return replace(draft, tokens=tokens, lengths=lengths, parents=None, acceptance_probs=None)
+    rows = tuple(replace(row, acceptance_probs=None) for row in draft.rows)
+    return replace(draft, tokens=tokens, lengths=lengths, parents=None, rows=rows)

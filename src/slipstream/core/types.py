@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
-from slipstream.core.rounds import FinishReason, Round
+from slipstream.core.rounds import FinishReason, Round, RowDraft
+
+T = TypeVar("T")
 
 
 class RequestOptions(Protocol):
@@ -41,42 +44,24 @@ class RequestOptions(Protocol):
 
 
 @dataclass(frozen=True)
-class Sibling:
-    """Another token for place number `depth` of a chain. acceptance_prob: that the text comes here and goes on so."""
-
-    depth: int
-    token: int
-    acceptance_prob: float = 0.0
-
-
-@dataclass(frozen=True)
 class Draft:
     """Proposed tokens and the distribution they were sampled from.
 
     tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
     lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
     probs: [B, K, V], the distribution each token was sampled from, or None if it is one-hot.
-    acceptance_probs: per row the probability that its first 1, 2, ... tokens are all accepted, where the drafter can
-    tell, else None. Such a row may be cut before it is verified, so its tokens must not have been sampled.
     steps: forwards of a draft model that it took.
     parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
     chains. The first child of a token is what its drafter itself goes on with. Trees are one-hot, verified by `match`.
-    siblings: of chains, per row the tokens that may be verified beside it.
-    predicted: how many of each row's tokens, its first, are its request's prediction; None for none.
-    notes: per row what the policy wants to know of this draft when it learns from the round; None without any.
-    forced: per row how many of its first and of its last tokens a constraint forces, which no drafter proposed.
+    rows: one record per row; none for a draft that nothing is known of.
     """
 
     tokens: Tensor
     lengths: tuple[int, ...]
     probs: Tensor | None = None
-    acceptance_probs: tuple[Sequence[float] | None, ...] | None = None
     steps: int = 0
-    notes: tuple[object, ...] | None = None
     parents: tuple[tuple[int, ...], ...] | None = None
-    siblings: tuple[tuple[Sibling, ...], ...] | None = None
-    predicted: tuple[int, ...] | None = None
-    forced: tuple[tuple[int, int], ...] | None = None
+    rows: tuple[RowDraft, ...] = ()
 
     @property
     def width(self) -> int:
@@ -88,6 +73,16 @@ class Draft:
         """[B, 1] int64, where the tokens are; sent without waiting for the device."""
         return torch.tensor(self.lengths, dtype=torch.int64)[:, None].to(self.tokens.device, non_blocking=True)
 
+    @property
+    def records(self) -> tuple[RowDraft, ...]:
+        """`rows`, or as many records that say nothing."""
+        return self.rows or (RowDraft(),) * len(self.lengths)
+
+    @property
+    def acceptance_probs(self) -> list[Sequence[float] | None]:
+        """See `RowDraft`, of each row."""
+        return [row.acceptance_probs for row in self.records]
+
     def cut(self, lengths: Sequence[int]) -> Draft:
         """The same draft with at most lengths[i] tokens of row i."""
         shorter = tuple(map(min, self.lengths, lengths))
@@ -95,16 +90,31 @@ class Draft:
             return self
         width = max(shorter, default=0)
         probs = None if self.probs is None else self.probs[:, :width]
-        acceptance_probs = self.acceptance_probs and tuple(
-            known and known[:n] for known, n in zip(self.acceptance_probs, shorter, strict=True)
-        )
         parents = self.parents and tuple(own[:n] for own, n in zip(self.parents, shorter, strict=True))
-        siblings = self.siblings and tuple(
-            tuple(one for one in own if one.depth < n) for own, n in zip(self.siblings, shorter, strict=True)
-        )
-        predicted = self.predicted and tuple(map(min, self.predicted, shorter))
-        cut = replace(self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, parents=parents)
-        return replace(cut, acceptance_probs=acceptance_probs, siblings=siblings, predicted=predicted)
+        rows = tuple(row.cut(n) for row, n in zip(self.rows, shorter, strict=False))
+        return replace(self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, parents=parents, rows=rows)
+
+    @staticmethod
+    def where(chosen: Sequence[bool], first: Draft, second: Draft) -> Draft:
+        """The rows of `first` that are chosen, the others of `second`; steps are those of both."""
+        width = max(first.width, second.width)
+        mask = torch.tensor(chosen).to(first.tokens.device, non_blocking=True)
+
+        def of_rows(left: Sequence[T], right: Sequence[T]) -> tuple[T, ...]:
+            return tuple(a if is_first else b for is_first, a, b in zip(chosen, left, right, strict=True))
+
+        ours, theirs = (pad(draft.tokens, (0, width - draft.width)) for draft in (first, second))
+        probs = parents = None
+        if first.probs is not None or second.probs is not None:
+            size = next(draft.probs.shape[-1] for draft in (first, second) if draft.probs is not None)
+            sure, likely = (_widened_probs(draft, width, size) for draft in (first, second))
+            probs = torch.where(mask[:, None, None], sure, likely)
+        if first.parents is not None or second.parents is not None:
+            chains = [[tuple(range(-1, n - 1)) for n in draft.lengths] for draft in (first, second)]
+            parents = of_rows(first.parents or chains[0], second.parents or chains[1])
+        lengths, rows = of_rows(first.lengths, second.lengths), of_rows(first.records, second.records)
+        tokens = torch.where(mask[:, None], ours, theirs)
+        return Draft(tokens, lengths, probs, first.steps + second.steps, parents, rows)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
@@ -115,16 +125,25 @@ class Draft:
     def from_lists(
         proposals: Sequence[Sequence[int]],
         device: torch.device,
-        acceptance_probs: Sequence[Sequence[float]] | None = None,
+        acceptance_probs: Sequence[Sequence[float] | None] | None = None,
+        source: str = "",
     ) -> Draft:
         """A one-hot draft from one list of token ids per row, and their acceptance probabilities where known."""
         width = max(map(len, proposals), default=0)
-        known = None if acceptance_probs is None else tuple(acceptance_probs)
+        known = (None,) * len(proposals) if acceptance_probs is None else acceptance_probs
+        rows = tuple(RowDraft(source, probs) for probs in known)
         if not width:
-            return replace(Draft.empty(len(proposals), device), acceptance_probs=known)
+            return replace(Draft.empty(len(proposals), device), rows=rows)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
         tokens = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
-        return Draft(tokens, tuple(map(len, proposals)), acceptance_probs=known)
+        return Draft(tokens, tuple(map(len, proposals)), rows=rows)
+
+
+def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
+    """[B, width, size] the distributions of a draft, those of a one-hot one by its tokens."""
+    if draft.probs is not None:
+        return pad(draft.probs, (0, 0, 0, width - draft.width))
+    return one_hot(pad(draft.tokens, (0, width - draft.width)), size).float()
 
 
 @dataclass(frozen=True)
@@ -228,13 +247,11 @@ class Traits:
 
     samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`) under rules other
     than `match`. Under `match`, and under `auto` where it is one of ours (`Setup.coupled`), every draft is one-hot.
-    needs_forwards: each drafted token takes a forward of a model; else drafting is free.
-    plans_itself: it compares costs itself while it drafts, so that the policy need not before.
-    has_own_cache: it has a KV cache of its own, which must read a text before the first draft.
-    knows_confidence: it knows how confident it is of each token it drafts, and can stop early.
+    needs_forwards: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
+    has_own_cache: it has a KV cache of its own that must read a text before the first draft.
     default_length: tokens per round where neither the user nor measured costs say how many.
     preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
-    needs_draft_model, needs_cost_model: what must be there for that.
+    needs_draft_model, needs_cost_model: what must be there for that. With costs it asks the planner itself.
     branches: it proposes tokens beside those of its chains, where trees are verified.
     other_vocabulary: it is for draft models of another vocabulary, for which those of the same one build it.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
@@ -242,9 +259,7 @@ class Traits:
 
     samples: bool = True
     needs_forwards: bool = True
-    plans_itself: bool = False
     has_own_cache: bool = False
-    knows_confidence: bool = False
     default_length: int = 5
     preference: int = 0
     needs_draft_model: bool = False

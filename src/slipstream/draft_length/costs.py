@@ -27,11 +27,6 @@ REMEMBERED = 9  # latest measurements of which the median counts
 SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
 STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
-FURTHER = (1, 2, 4, 8, 16, 32)  # tokens of a round's drafts whose cost shows what one costs at least
-UNTRIED = 0.1  # how much less than expected a forward may take that was not made lately, in natural logarithms
-TRIES = 2.0  # forwards of a shape that halve this
-KEPT = 0.995  # what a forward counts still a round later
-DOUBT = 0.9  # what the time of a reading or a step counts after it has kept a text unread
 
 
 class LearnedCosts:
@@ -160,7 +155,6 @@ class CostModel:
     token: float | None = None
     timed: bool = True
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
-    _tried: dict[tuple[int, int], float] = field(default_factory=dict)  # forwards of one row made lately, by shape
     _learned: LearnedCosts = field(default_factory=LearnedCosts)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
     _each: float | None = None  # seconds in which the draft model reads a token
@@ -208,9 +202,6 @@ class CostModel:
         shown = self._shown.get(forward.shape, 0.0)
         surprise = self._learned.take_in(forward.plain, forward.whole, seconds, shown)
         self._shown[forward.shape] = shown + SHAPE * surprise
-        if forward.shape[0] == 1:
-            self._tried = {shape: KEPT * count for shape, count in self._tried.items()}
-            self._tried[forward.shape] = self._tried.get(forward.shape, 0.0) + 1
         self._known.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
@@ -220,24 +211,6 @@ class CostModel:
             shape, plain, whole = self._forwards.forward(*asked)
             self._known[asked] = self._learned.seconds(plain, whole) * exp(self._shown.get(shape, 0.0))
         return self._known[asked]
-
-    def optimistic(self, rows: int, longest: int, drafted: int) -> float:
-        """The same for choosing lengths: of one row alone, a forward that was not made lately may take less.
-
-        What was measured of a shape may be wrong or out of date, and a draft that looks too dear would never be tried
-        again. Optimism in the face of uncertainty (Auer et al., "Finite-time Analysis of the Multiarmed Bandit
-        Problem", 2002) tries it. Batches have more shapes than could be tried.
-        """
-        seconds = self.verify(rows, longest, drafted)
-        if rows > 1 or not longest:
-            return seconds
-        shape = self._forwards.forward(rows, longest, drafted).shape
-        return seconds * exp(-UNTRIED * TRIES / (TRIES + self._tried.get(shape, 0.0)))
-
-    def further(self, rows: int) -> float:
-        """Seconds that a drafted token adds to a forward of so many rows, at least."""
-        plain = self.verify(rows, 0)
-        return min((self.verify(rows, count, count) - plain) / count for count in FURTHER)
 
     @property
     def even(self) -> bool:
@@ -280,17 +253,6 @@ class CostModel:
             return longest * self.step(rows) + verify
 
         return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.even)[1]
-
-    def doubt_drafting(self) -> None:
-        """A text stayed unread: what reading and steps took counts less, or it might for ever.
-
-        They may have been measured while the machine was busy with something else, and are not measured again until a
-        text is read.
-        """
-        if self._each is not None:
-            self._each *= DOUBT
-        for count, taken in self._steps.items():
-            self._steps[count] = deque((seconds * DOUBT for seconds in taken), maxlen=REMEMBERED)
 
 
 def best_lengths(

@@ -22,6 +22,7 @@ from slipstream.draft_length.acceptance_model import AcceptanceModel
 UNLIKELY = 0.01  # a path less likely than this is not followed
 LEFT = 0.05  # where less is left of the probability of a path, no further token for its next place is looked for
 T = TypeVar("T")
+RETRIEVAL = "retrieval"  # the source of drafts that were looked up
 MOST = 64  # groups remembered besides the default one; the one that was not asked for longest goes
 
 
@@ -77,13 +78,12 @@ def grown(
     start: Any,
     length: int,
     deepest: int | None = None,
-    least: float = 0.0,
 ) -> list[Node]:
     """Up to `length` nodes, at least one wanted, the likeliest first, none less likely than UNLIKELY.
 
     followers(place, prob): what may follow at a place whose path is so likely; none may be likelier than the path or
     than the one before it. It is read as far as the tree needs. deepest: a chain of up to so many tokens and leaves
-    beside it; by default every node may be followed. least: the tree ends with the first node less likely.
+    beside it; by default every node may be followed.
     """
     nodes, waiting = list[Node](), list[tuple[Any, ...]]()  # by probability, then by age
 
@@ -97,7 +97,7 @@ def grown(
     while waiting:
         _, depth, _, beside, (token, kind, prob, place), parent, siblings = heappop(waiting)
         nodes.append(Node(parent, token, kind, prob))
-        if len(nodes) == length or prob < least:
+        if len(nodes) == length:
             break
         wait(siblings, parent, depth, False)
         if deepest is None or not (beside or depth + 1 >= deepest):
@@ -105,10 +105,17 @@ def grown(
     return nodes
 
 
-def draft_of(trees: Sequence[Sequence[Node]], device: torch.device, *, told: bool = True) -> Draft:
-    """A draft of one tree per row, with acceptance probabilities if `told`; without branches a chain."""
+def draft_of(
+    trees: Sequence[Sequence[Node]], lengths: Sequence[int], device: torch.device, *, told: bool = True
+) -> Draft:
+    """A draft of one tree per row, with acceptance probabilities if `told`; without branches a chain.
+
+    lengths: how many tokens each row was asked for.
+    """
     probs = [[node.prob for node in nodes] for nodes in trees] if told else None
     made = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
+    rows = tuple(replace(row, source=RETRIEVAL if n else "") for row, n in zip(made.records, lengths, strict=True))
+    made = replace(made, rows=rows)
     if all(node.parent == at - 1 for nodes in trees for at, node in enumerate(nodes)):
         return made
     return replace(made, parents=tuple(tuple(node.parent for node in nodes) for nodes in trees))

@@ -13,15 +13,16 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.core.interfaces import Drafter, DraftScorer
+    from slipstream.core.interfaces import Drafter, DraftScorer, Extender
     from slipstream.core.session import Session
     from slipstream.core.types import Traits
-    from slipstream.draft_length.planner import DraftController
+    from slipstream.draft_length.planner import Planner
     from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 
 
@@ -32,7 +33,6 @@ ARGUMENTS = {
     "model": "[:p=PERCENT]",
     "ngram": "[:N]",
     "ngram_table": "[:N][+fill]",
-    "retrieval": "[:SUFFIX]",
     "suffix": "[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]",
     "token_recycling": "[:WIDTH]",
 }
@@ -47,8 +47,9 @@ class Setup:
     siblings: tokens that may be verified beside each of a one-hot draft. fixed_tree: the user asked for so many, beside
     chains of `depth` tokens.
     coupled: sample with the target's own random numbers (acceptance "match", which "auto" is here).
-    controller: given where costs decide how much to draft.
+    planner: given where costs decide how much to draft.
     confidence: a draft model stops at the first token of which it is less confident than this.
+    steps: forwards of a draft model in a round at most; extender: goes on behind its drafts.
     acceptance_probs: drafts should say how likely they are to be accepted, if the drafter can tell.
     """
 
@@ -56,7 +57,7 @@ class Setup:
     vocab_size: int
     session: DraftScorer | None = None
     coupled: bool = False
-    controller: DraftController | None = None
+    planner: Planner | None = None
     confidence: float = 0.0
     acceptance_probs: bool = False
     target: Session | None = None
@@ -64,6 +65,8 @@ class Setup:
     siblings: int = 0
     fixed_tree: bool = False
     depth: int = 0
+    steps: int = MAX_DRAFT_TOKENS
+    extender: Extender | None = None
 
 
 def names() -> list[str]:

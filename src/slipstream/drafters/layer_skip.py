@@ -29,7 +29,8 @@ from slipstream.models.cache_folder import cache_folder
 
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
-TRAITS = Traits(knows_confidence=True, default_length=4)
+USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
+TRAITS = Traits(default_length=4)
 
 
 class SharedCacheSession:

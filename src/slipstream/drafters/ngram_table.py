@@ -181,7 +181,7 @@ class NgramTableDrafter:
                 self._grown(self.acceptance_model, row, length, branches) if length else []
                 for row, length in zip(rows, lengths, strict=True)
             ]
-            return draft_of(drafts, sampler.device)
+            return draft_of(drafts, lengths, sampler.device)
         proposals = [
             self._table(row).follow(row.tokens[-1], length) if length else []
             for row, length in zip(rows, lengths, strict=True)

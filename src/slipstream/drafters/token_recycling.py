@@ -110,15 +110,7 @@ class TokenRecyclingDrafter:
         drafts = [
             self._draft(row, length, branches) if length else [] for row, length in zip(rows, lengths, strict=True)
         ]
-        return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
-
-    def extend(
-        self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
-    ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after a draft by another drafter, with acceptance probabilities; see `Extender`."""
-        nodes = self._chain(row, [*row.tokens[-CONTEXT:], *tokens], length, acceptance_prob)
-        probs = [] if self.acceptance_model is None else [node.prob for node in nodes]
-        return [node.token for node in nodes], probs
+        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""
@@ -163,9 +155,9 @@ class TokenRecyclingDrafter:
         self._guesses[row] = len(row.tokens), nodes
         return nodes
 
-    def _chain(self, row: Row, text: list[int], length: int, prob: float = 1.0) -> list[Node]:
+    def _chain(self, row: Row, text: list[int], length: int) -> list[Node]:
         """Up to `length` tokens after a text: each the best; with an acceptance model as far as they are likely."""
-        tables, nodes = self._tables(row), list[Node]()
+        tables, nodes, prob = self._tables(row), list[Node](), 1.0
         while len(nodes) < length and (best := next(self._known(tables, 1, text), None)) is not None:
             token, kind, text = best
             prob *= self._chance(row, kind)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from slipstream.core.rounds import FinishReason, Origin, Round, TokenLogprobs
+from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText, visible_text
@@ -192,9 +192,9 @@ def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Resul
     )
 
 
-def _round(round: Round) -> dict[str, Any]:
-    values = asdict(replace(round, note=None, logprobs=None))
-    return {name: value for name, value in values.items() if name not in ("note", "logprobs")}
+def _round(done: Round) -> dict[str, Any]:
+    told = asdict(replace(done, origin=RowDraft(), logprobs=None)) | {"forced": done.forced}
+    return {name: value for name, value in told.items() if name not in ("origin", "logprobs")}
 
 
 @dataclass(frozen=True)

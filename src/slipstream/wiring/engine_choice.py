@@ -5,30 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+
+import torch
 
 from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine, Propose
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import LONGEST, DraftController
-from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
+from slipstream.draft_length.planner import LONGEST, STEPS, Planner
+from slipstream.draft_length.policies import drafts_for, make_policy
 from slipstream.errors import UsageError
-from slipstream.predicted_outputs.prediction_drafter import PredictionLimits
-from slipstream.reproducibility.timing import DraftTimes
+from slipstream.models.loaded import Loaded
+from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts
+from slipstream.predicted_outputs.row_predictions import RowPredictions
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
-from slipstream.wiring.predicting_engine import (
-    longest_prediction,
-    predicting_engine,
-    why_no_predictions,
-)
 
 log = logging.getLogger("slipstream")
 
@@ -60,64 +59,159 @@ def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
 
 def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafter, rule: Rule | None) -> EngineChoice:
     """The loop of these settings. wanted: the drafter; rule: an acceptance rule given as an object."""
-    target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
-    if wanted == "auto":
-        costs = choice.kind == "auto"  # how much to draft goes by what it costs and brings
-        wanted = drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
-        if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
-            wanted = "none"
-    name, traits = name_of(wanted), drafters.traits_of(wanted)
-    check_confidence(choice, config.num_draft_tokens, name, traits)
-    acceptance, device = rule or config.acceptance, target.backend.device
-    built_here = isinstance(wanted, str)  # and then told to leave every draw to the target, where that is chosen
+    choice = LengthChoice.parse(config.num_draft_tokens)
+    drafter = pick_drafter(models, choice, wanted)
+    name, traits = name_of(drafter), drafters.traits_of(drafter)
+    check_confidence(choice, config.num_draft_tokens, name)
+    coupled = is_coupled(rule or config.acceptance, traits, is_ours=isinstance(drafter, str))
+    planner = make_planner(models, config, name, traits, coupled=coupled) if choice.kind == "auto" else None
+    made = make_drafter(models, config, drafter, rule, planner, coupled=coupled)
+    engine = assemble(
+        models, config, made, planner, rule or config.acceptance, traits, is_ours=isinstance(drafter, str)
+    )
+    guarded = GuardedEngine.of(engine, models.target_session, models.draft_session)
+    return EngineChoice(guarded, name, traits, coupled, why_no_predictions(models, config))
+
+
+def pick_drafter(models: ModelPair, choice: LengthChoice, wanted: str | Drafter) -> str | Drafter:
+    """What "auto" stands for; anything else as it is."""
+    if wanted != "auto":
+        return wanted
+    costs = choice.kind == "auto"  # how much to draft goes by what it costs and brings
+    if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
+        return "none"
+    return drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
+
+
+def is_coupled(acceptance: str | Rule, traits: Traits, *, is_ours: bool) -> bool:
+    """Whether every committed token is the target's own draw: where it is left to us, for each drafter of ours."""
     if acceptance == "auto":
-        coupled = built_here or not traits.samples
-    else:
-        coupled = rule_for(acceptance, Draft.empty(0, device)).coupled
-    controller = None
-    if choice.kind == "auto" and name != "none":
-        controller = make_controller(models, config.max_batch_size, traits)
-    refused = choice.siblings and no_tree(name, traits, models, acceptance, coupled=coupled)
+        return is_ours or not traits.samples
+    return rule_for(acceptance, Draft.empty(0, torch.device("cpu"))).coupled
+
+
+def make_planner(models: ModelPair, config: DecoderConfig, name: str, traits: Traits, *, coupled: bool) -> Planner:
+    """What decides how much to draft, with the costs that calibration has measured."""
+    target, found = models.target_session, models.calibration
+    times = models.draft_times if traits.needs_draft_model else NOT_TIMED
+    costs = CostModel(
+        target.shapes.width_for,
+        target.num_tokens,
+        {} if found is None else found.milliseconds,
+        {} if found is None else found.totals,
+        config.max_batch_size,
+        times.steps,
+        times.token,
+        timed=target.backend.device.type == "cpu",
+    )
+    planner = Planner(
+        costs,
+        room=2 * STEPS if traits.branches else STEPS,
+        longest=LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft),
+        has_model=traits.needs_forwards,
+        asks_model=traits.needs_forwards and not traits.needs_cost_model,
+        reads=traits.has_own_cache,
+        is_plain=name == "none",
+        fixed_length=traits.default_length,
+        is_fixed=lambda row: traits.samples and not coupled and row.params.temperature > 0,
+    )
+    if models.draft_reader is not None:
+        planner.has_cached = models.draft_reader.holds
+    if models.windowed is not None and models.bridged is None:
+        planner.to_read = models.windowed.num_to_read
+    return planner
+
+
+def make_drafter(
+    models: ModelPair,
+    config: DecoderConfig,
+    wanted: str | Drafter,
+    rule: Rule | None,
+    planner: Planner | None,
+    *,
+    coupled: bool,
+) -> Drafter:
+    """The drafter of a name, or an object as it is."""
+    choice, target = LengthChoice.parse(config.num_draft_tokens), models.target_session
+    refused = choice.siblings and no_tree(wanted, models, rule or config.acceptance, coupled=coupled)
     if refused and choice.siblings > 0:
         raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
+    if not isinstance(wanted, str):
+        if not isinstance(wanted, Drafter):
+            raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
+        return wanted
     setup = drafters.Setup(
-        device,
+        target.backend.device,
         target.backend.vocab_size,
         models.draft_scorer(),
         coupled,
-        controller,
+        planner,
         choice.confidence,
-        acceptance_probs=controller is not None,
+        acceptance_probs=planner is not None,
         target=target,
         bridged=models.bridged,
         siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
         fixed_tree=choice.siblings > 0,
         depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
+        steps=MAX_DRAFT_TOKENS if planner is None else planner.steps,
     )
-    drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
-    if not isinstance(drafter, Drafter):
-        raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
-    policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
+    return drafters.load(wanted, setup)
+
+
+def assemble(
+    models: ModelPair,
+    config: DecoderConfig,
+    drafter: Drafter,
+    planner: Planner | None,
+    acceptance: str | Rule,
+    traits: Traits,
+    *,
+    is_ours: bool,
+) -> Engine:
+    """The engine of these parts, and what edits drafts: predictions, constraints, the limits of the vocabulary."""
+    target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
+    policy = make_policy(choice, traits, planner, limit=target.longest_draft)
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
-    if not built_here:
+    if not is_ours:
         engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
     if traits.has_own_cache:
         engine.drafts_for = partial(drafts_for, policy)
-    no_predictions = why_no_predictions(models, config)
-    if not no_predictions:
-        own = make_cost_model(models, config.max_batch_size) if choice.kind == "auto" else None
-        limits = PredictionLimits(
-            cost_model=own if controller is None else controller.cost_model,
-            shares_costs=controller is not None,
-            is_fixed=lambda row: not coupled and row.params.temperature > 0,
-            longest=longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
-            free_drafts=not (traits.needs_forwards or traits.plans_itself),
+    if not why_no_predictions(models, config):
+        engine.predict = PredictedDrafts(
+            RowPredictions(line_ends(models.target)),
+            longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
+            free_drafts=not traits.needs_forwards,
+            costs_decide=lambda row: planner is not None and not planner.is_fixed(row),
         )
-        engine.predicting = predicting_engine(engine, models.target, limits)
-    guarded = GuardedEngine.of(engine, target, models.draft_session)
-    return EngineChoice(guarded, name, traits, coupled, no_predictions)
+    return engine
+
+
+def why_no_predictions(models: ModelPair, config: DecoderConfig) -> str:
+    """Why the decoder drafts for no request, so that predictions are refused, and what is allowed; else empty."""
+    if LengthChoice.parse(config.num_draft_tokens) == LengthChoice("fixed", 0):
+        return "a decoder of num_draft_tokens=0, which drafts nothing; allowed: num_draft_tokens='auto' or at least 1"
+    if models.shapes.token_by_token or models.target_session.longest_draft == 0:
+        return "a target that reads drafts token by token to be reproducible; allowed: reproducible=False"
+    return ""
+
+
+def longest_prediction(choice: LengthChoice, limit: int | None) -> int:
+    """Tokens of a prediction in a round: no more than the user chose per round, if that was a number.
+
+    limit: the longest draft that the forward shapes allow, None for any.
+    """
+    bound = choice.count if choice.kind in ("fixed", "heuristic") else None
+    return min(n for n in (MAX_DRAFT_TOKENS, limit, bound) if n is not None)
+
+
+def line_ends(target: Loaded) -> Callable[[int], bool]:
+    """Whether a token ends a line; without a tokenizer none does."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return lambda token: False
+    return cache(lambda token: "\n" in tokenizer.decode([token]))
 
 
 def _in_vocabulary(
@@ -128,34 +222,6 @@ def _in_vocabulary(
     return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 
-def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:
-    """What decides how much to draft, with the costs that calibration has measured."""
-    times = models.draft_times if traits.needs_draft_model else NOT_TIMED
-    target, cost_model = models.target_session, make_cost_model(models, max_batch_size, times)
-    longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
-    controller = DraftController(cost_model, longest=longest, reads=traits.has_own_cache)
-    if models.draft_reader is not None:
-        controller.has_cached = models.draft_reader.holds
-    if models.windowed is not None and models.bridged is None:
-        controller.to_read = models.windowed.num_to_read
-    return controller
-
-
-def make_cost_model(models: ModelPair, max_batch_size: int, times: DraftTimes = NOT_TIMED) -> CostModel:
-    """What forwards cost, beginning with what was measured. times: of the draft model, where it drafts."""
-    target, found = models.target_session, models.calibration
-    return CostModel(
-        target.shapes.width_for,
-        target.num_tokens,
-        {} if found is None else found.milliseconds,
-        {} if found is None else found.totals,
-        max_batch_size,
-        times.steps,
-        times.token,
-        timed=target.backend.device.type == "cpu",
-    )
-
-
 def name_of(choice: object) -> str:
     """The name of a drafter or rule, whichever way it was given."""
     if isinstance(choice, Rule):
@@ -163,8 +229,9 @@ def name_of(choice: object) -> str:
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def no_tree(drafter: str, traits: Traits, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
+def no_tree(wanted: str | Drafter, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
     """Why drafts cannot branch, and what is allowed; empty if they can."""
+    drafter, traits = name_of(wanted), drafters.traits_of(wanted)
     if not traits.branches:
         able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
         return f"drafter={drafter!r}; allowed: trees with drafters {able}"
@@ -175,3 +242,13 @@ def no_tree(drafter: str, traits: Traits, models: ModelPair, acceptance: str | R
     if not models.target_session.branches:
         return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
     return ""
+
+
+def check_confidence(choice: LengthChoice, spelled: object, drafter: str) -> None:
+    """Refuse "confidence:CHANCE" with a drafter that has no draft model to be confident, or a threshold of its own."""
+    able = [name for name in sorted(drafters.names()) if drafters.traits(name).needs_forwards]
+    if choice.confidence and (drafter.partition(":")[0] not in able or "p=" in drafter):
+        raise UsageError(
+            f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: drafters {', '.join(able)} "
+            "without p=PERCENT"
+        )

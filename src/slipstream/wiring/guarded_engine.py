@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 
-from slipstream.core.interfaces import Policy
 from slipstream.core.kv_slots import SlotState
 from slipstream.core.loop import STEPS, Batch, Clock, Engine
 from slipstream.core.rounds import Round
@@ -101,8 +100,8 @@ class GuardedEngine(Engine):
         row = rows[place]
         if len(rows) == 1:
             raise error
-        if len(row.rounds) > begun:  # its round is committed; what failed was to learn from it
-            self._policy(row).observe([row])
+        if len(row.rounds) > begun:  # it is committed; what failed was to learn from it
+            self.policy.observe([row])
             return
         for session in self.sessions:
             exchange(session, place, len(rows))
@@ -111,9 +110,6 @@ class GuardedEngine(Engine):
         finally:
             for session in self.sessions:
                 exchange(session, place, len(rows))
-
-    def _policy(self, row: Row) -> Policy:
-        return self.predicting.policy if self.predicting is not None and row.prediction else self.policy
 
     def _end_failing(self, rows: Sequence[Row], work: Callable[[int], object]) -> bool:
         """Do some work for each row, by its place, and end those that fail; returns whether any did."""

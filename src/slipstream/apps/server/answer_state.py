@@ -16,7 +16,7 @@ from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.draft_length.acceptance_model import DraftNote
+from slipstream.draft_length.planner import MODEL
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText
@@ -139,7 +139,7 @@ class ModelFacts:
             name or decoder.target.name,
             fingerprint_of(decoder.target, decoder.shapes),
             decoder.reproducible and decoder.coupled,
-            partial(source_of, decoder.drafter_name, decoder.traits.plans_itself),
+            partial(source_of, decoder.drafter_name, decoder.traits.needs_cost_model),
             decoder.lossless,
             copy.deepcopy(decoder.tokenizer),
         )
@@ -168,8 +168,7 @@ class ModelFacts:
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
     """The decoder's drafter in a round. is_mixed: it takes turns with a draft model."""
     if is_mixed:
-        is_model = isinstance(round.note, DraftNote) and round.note.asked > 0
-        return "model" if is_model else "retrieval"
+        return MODEL if round.origin.source == MODEL else "retrieval"
     return drafter.partition(":")[0]
 
 

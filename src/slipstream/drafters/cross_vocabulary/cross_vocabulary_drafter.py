@@ -21,13 +21,13 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.model import ModelDrafter, Stop, annotated, stop_for
+from slipstream.drafters.model import Line, ModelDrafter, Stop, WhilePays, stop_for
+from slipstream.drafters.model.model_drafter import extended, record_of
 from slipstream.errors import UsageError
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
 TRAITS = Traits(
     has_own_cache=True,
-    knows_confidence=True,
     default_length=6,
     needs_draft_model=True,
     other_vocabulary=True,
@@ -115,12 +115,13 @@ class CrossVocabularyDrafter:
     of these together.
     """
 
-    def __init__(self, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None = None) -> None:
+    def __init__(self, setup: Setup, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None) -> None:
         self._bridged, self._bridge, self._shared, self._stop = bridged, bridged.bridge, shared, stop
+        self._extender, self._steps = setup.extender, min(setup.steps, bridged.longest_draft)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """As many draft tokens as target tokens are asked for, in the target's tokens: these may be fewer."""
-        width = min(max(lengths, default=0), self._bridged.longest_draft)
+        width = min(max(lengths, default=0), self._steps)
         if width == 0:
             return Draft.empty(len(rows), sampler.device)
         texts = [Continuation(self._bridge, row.tokens) for row in rows]
@@ -131,11 +132,17 @@ class CrossVocabularyDrafter:
         )
         proposals = [text.tokens()[:length] if length else [] for text, length in zip(texts, lengths, strict=True)]
         draft = replace(Draft.from_lists(proposals, sampler.device), steps=steps)
-        if self._stop is None:
-            return draft
-        by_row = zip(texts, chances, draft.lengths, strict=True)
-        token_chances = [text.chances(probs)[:length] if length else [] for text, probs, length in by_row]
-        return annotated(draft, self._stop, rows, lengths, token_chances)
+        known = [text.chances(its)[:n] if n else [] for text, its, n in zip(texts, chances, draft.lengths, strict=True)]
+        records = [record_of(n, Line(chances=sure)) for n, sure in zip(lengths, known, strict=True)]
+        if isinstance(self._stop, WhilePays):
+            learned = self._stop.planner.model_drafts
+            both = [
+                extended(self._extender, row, tokens, learned.acceptance_probs(row, sure), n)
+                for row, tokens, sure, n in zip(rows, proposals, known, lengths, strict=True)
+            ]
+            draft = replace(Draft.from_lists([tokens for tokens, _ in both], sampler.device), steps=steps)
+            records = [replace(record, acceptance_probs=own) for record, (_, own) in zip(records, both, strict=True)]
+        return replace(draft, rows=tuple(records))
 
     def _in_one_call(
         self, draft_rows: Sequence[Row], width: int, texts: Sequence[Continuation], sampler: Sampler
@@ -240,7 +247,7 @@ def build(setup: Setup, argument: str) -> Drafter:
     stop = stop_for(setup, match and int(match[1]))
     shared = SharedTokens(bridged.bridge, setup.vocab_size, setup.device)
     if setup.coupled:
-        return CrossVocabularyDrafter(bridged, shared, stop)
+        return CrossVocabularyDrafter(setup, bridged, shared, stop)
     if not len(shared.in_target):
         target, draft = bridged.bridge.target.name, bridged.bridge.draft.name
         raise UsageError(

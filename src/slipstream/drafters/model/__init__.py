@@ -3,25 +3,31 @@
 from slipstream.drafters.model.model_drafter import (
     REPRODUCIBLE,
     TRAITS,
+    Line,
     ModelDrafter,
     PathBelow,
     Stop,
     TokenBelow,
     WhilePays,
-    annotated,
     build,
+    comb,
+    extended,
+    record_of,
     stop_for,
 )
 
 __all__ = [
     "REPRODUCIBLE",
     "TRAITS",
+    "Line",
     "ModelDrafter",
     "PathBelow",
     "Stop",
     "TokenBelow",
     "WhilePays",
-    "annotated",
     "build",
+    "comb",
+    "extended",
+    "record_of",
     "stop_for",
 ]

@@ -9,9 +9,8 @@ no choice among tokens (docs/exactness.md).
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Protocol
@@ -19,18 +18,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
+from slipstream.core.interfaces import Drafter, DraftScorer, Extender, Sampler
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Stream, argmax
-from slipstream.core.types import Draft, Row, Sibling, Traits
-from slipstream.draft_length.acceptance_model import DraftNote, bin_of, sibling_bin
-from slipstream.draft_length.planner import DraftController
+from slipstream.core.rounds import RowDraft
+from slipstream.core.types import Draft, Row, Traits
+from slipstream.draft_length.acceptance_model import bin_of, sibling_bin
+from slipstream.draft_length.planner import MODEL, Planner
 from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError
 
 REPRODUCIBLE = 0.4  # least probability of the draft so far, where drafts must depend on nothing but the row
 TRAITS = Traits(
     has_own_cache=True,
-    knows_confidence=True,
     default_length=6,
     preference=2,
     needs_draft_model=True,
@@ -50,22 +50,10 @@ class Stop(Protocol):
         sampled: the tokens are sampled by random numbers of their own, so that the text depends on the draft.
         """
 
-    def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float] | None:
-        """The probability that the first 1, 2, ... tokens of a row's draft are all accepted, if it is known."""
-
-    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
-        """The probability that the token beside each of a row's draft is accepted, if it may be verified too."""
-
-    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
-        """What the policy learns from. chances: of the row's draft; length: how many tokens were asked for.
-
-        beside: for each token of the draft the one beside it, and how sure the draft model is of that.
-        """
-
 
 @dataclass(frozen=True)
-class Below(ABC):
-    """A draft ends, row by row, with the token that makes it less sure than `threshold` (confidence.py)."""
+class PathBelow:
+    """A draft ends with the token that makes the draft model less sure of all its tokens than `threshold`."""
 
     threshold: float
 
@@ -73,37 +61,20 @@ class Below(ABC):
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
     ) -> list[bool]:
         """See `Stop`."""
-        return [self._chance(own) < self.threshold for own in chances]
-
-    def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float] | None:
-        """Not known."""
-        return None
-
-    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
-        """Chains only."""
-        return None
-
-    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
-        """Nothing that the draft itself does not tell."""
-        return DraftNote()
-
-    @abstractmethod
-    def _chance(self, own: Sequence[float]) -> float:
-        """What is compared, of how sure the draft model was of each of a row's tokens so far."""
+        return [prod(sure) < self.threshold for sure in chances]
 
 
-class PathBelow(Below):
-    """Of all the draft's tokens together."""
+@dataclass(frozen=True)
+class TokenBelow:
+    """The same of the last token alone; in greedy rows that is Hugging Face's `assistant_confidence_threshold`."""
 
-    def _chance(self, own: Sequence[float]) -> float:
-        return prod(own)
+    threshold: float
 
-
-class TokenBelow(Below):
-    """Of the last token; in greedy rows that is Hugging Face's `assistant_confidence_threshold`."""
-
-    def _chance(self, own: Sequence[float]) -> float:
-        return own[-1]
+    def ends(
+        self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
+    ) -> list[bool]:
+        """See `Stop`."""
+        return [sure[-1] < self.threshold for sure in chances]
 
 
 @dataclass(frozen=True)
@@ -114,7 +85,7 @@ class WhilePays:
     so that a seed gives the same text again.
     """
 
-    controller: DraftController
+    planner: Planner
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
@@ -122,26 +93,23 @@ class WhilePays:
         """All rows at once, or row by row."""
         asked = [row.params.num_draft_tokens is not None for row in rows]
         if sampled:
-            return [prod(own) < REPRODUCIBLE and not mine for own, mine in zip(chances, asked, strict=True)]
+            return [prod(sure) < REPRODUCIBLE and not is_asked for sure, is_asked in zip(chances, asked, strict=True)]
         wanting = [i for i, length in enumerate(lengths) if length > len(chances[i])]
-        pays = self.controller.another_step([rows[i] for i in wanting], [chances[i] for i in wanting], len(rows))
-        return [not (pays or mine) for mine in asked]
+        pays = self.planner.next_step_pays([rows[i] for i in wanting], [chances[i] for i in wanting], len(rows))
+        return [not (pays or is_asked) for is_asked in asked]
 
-    def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2, ... tokens of a row's draft are all accepted."""
-        return self.controller.confidence.acceptance_probs(row, chances)
 
-    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
-        """By what the draft model's tokens have brought; none for rows that asked for a number of tokens."""
-        if row.params.num_draft_tokens is not None:
-            return None
-        return self.controller.confidence.sibling_probs(row, chances, beside)
+@dataclass
+class Line:
+    """One row's draft on the host: its chain, how sure the draft model is of each token, and the next best ones."""
 
-    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
-        """How many tokens were asked for and drafted, and how confident the draft model was of each."""
-        siblings = zip(chances, beside, strict=False)
-        kinds = tuple((token, sibling_bin(chance, other)) for chance, (token, other) in siblings)
-        return DraftNote(length, len(chances), kinds=tuple(map(bin_of, chances)), siblings=kinds)
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    others: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def cut(self, length: int) -> Line:
+        """Its first `length` tokens."""
+        return Line(self.tokens[:length], self.chances[:length], self.others[:length])
 
 
 @dataclass
@@ -156,6 +124,7 @@ class ModelDrafter:
     siblings: how many tokens are proposed beside each of a one-hot draft: the draft model's next best, or the next
     fastest in the race that the target will run. Without `stop` they count among the tokens asked for, and where the
     end of a text leaves no room for all, the chain of `depth` tokens comes first.
+    steps: forwards in a round at most. extender: goes on behind chains whose acceptance probabilities are known.
     """
 
     session: DraftScorer
@@ -164,23 +133,25 @@ class ModelDrafter:
     stop: Stop | None = None
     siblings: int = 0
     depth: int = 0
+    steps: int = MAX_DRAFT_TOKENS
+    extender: Extender | None = None
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
-        beside = 0 if sampled else self.siblings
-        asked = lengths if self.stop is not None else list(map(partial(self._chain, 1 + beside), rows, lengths))
+        beside = 0 if sampled or not sampler.branching else self.siblings
+        asked = list(map(partial(self._chain, 1 + beside if self.stop is None else 1), rows, lengths))
         width, ends = max(asked, default=0), list(asked)
+        records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not beside:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
             if drafted is not None:
-                self.session.keep_drafts(lengths)
-                return Draft(drafted.to(sampler.device, non_blocking=True), tuple(lengths), steps=width)
-        device = self.session.backend.device
-        tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
-        distributions: list[Tensor] = []
-        chances: list[list[float]] = [[] for _ in rows]
-        others: list[list[list[tuple[int, float]]]] = [[] for _ in rows]
+                self.session.keep_drafts(asked)
+                drafted = drafted.to(sampler.device, non_blocking=True)
+                return Draft(drafted, tuple(asked), steps=width, rows=records)
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
+        distributions = list[Tensor]()
+        lines = [Line() for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
             scores = self._fit(logits).to(sampler.device)
@@ -193,30 +164,50 @@ class ModelDrafter:
             leaders, sure = self._leaders(scores[:, 0], distributions, sampler, 1 + beside)
             tokens[:, j] = leaders[:, 0]
             if sure is not None:
-                for i, known in enumerate(zip(leaders.tolist(), sure.tolist(), strict=True)):
-                    (_, own), *them = zip(*known, strict=True)
-                    chances[i].append(own)
-                    others[i].append(them)
+                for line, best, chances in zip(lines, leaders.tolist(), sure.tolist(), strict=True):
+                    line.tokens.append(best[0])
+                    line.chances.append(chances[0])
+                    line.others.append(list(zip(best[1:], chances[1:], strict=True)))
             if self.stop is not None:
-                over = self.stop.ends(rows, lengths, chances, sampled)
-                ends = [min(end, j + 1) if ended else end for end, ended in zip(ends, over, strict=True)]
+                over = self.stop.ends(rows, asked, [line.chances for line in lines], sampled)
+                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, over, strict=True)]
                 if max(ends) <= j + 1:
                     break
         if width:
             self.session.keep_drafts(ends)
         steps, width = (j + 1 if width else 0), max(ends, default=0)
+        learns = isinstance(self.stop, WhilePays)
+        if not sampled and (learns or beside):
+            lines = [line.cut(end) for line, end in zip(lines, ends, strict=True)]
+            made = self._likely(rows, lengths, lines, sampler) if learns else _leftover(lengths, lines, sampler)
+            return replace(made, steps=steps)
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
-        probs_of = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
-        made = Draft(draft, tuple(ends), probs_of, steps=steps)
-        if sampled or self.stop is None:
-            return replace(made, siblings=_leftover(others, ends, lengths)) if beside else made
-        made = annotated(made, self.stop, rows, lengths, chances, others if beside else None)
-        return replace(made, siblings=_likely(self.stop, rows, chances, others, ends)) if beside else made
+        probs = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
+        return Draft(draft, tuple(ends), probs, steps, rows=records)
+
+    def _likely(self, rows: Sequence[Row], lengths: Sequence[int], lines: Sequence[Line], sampler: Sampler) -> Draft:
+        """Chains and their runners-up, the likeliest nodes first, and what is known of them."""
+        assert isinstance(self.stop, WhilePays)
+        learned, trees, records = self.stop.planner.model_drafts, [], []
+        for row, length, line in zip(rows, lengths, lines, strict=True):
+            tokens, probs = list(line.tokens), learned.acceptance_probs(row, line.chances)
+            record = record_of(length, line)
+            first = [others[0] for others in line.others if others]
+            tokens, probs = extended(self.extender, row, tokens, probs, length)
+            runners_up = []
+            if first and row.params.num_draft_tokens is None:
+                beside = learned.runner_up_probs(row, line.chances, [chance for _, chance in first])
+                pairs = enumerate(zip(first, beside, strict=False))
+                runners_up = [(at, token, prob) for at, ((token, sure), prob) in pairs if sure]
+            nodes, parents, probs_of_nodes = comb(tokens, probs, runners_up)
+            trees.append((nodes[:length], parents[:length], (probs_of_nodes or [])[:length]))
+            records.append(record)
+        return _draft_of(trees, records, sampler)
 
     def _chain(self, wide: int, row: Row, length: int) -> int:
         """How many of so many tokens are a chain, beside each of which stand others."""
         ending = wide > 1 and length == row.remaining - 1
-        return min(self.depth, length) if self.depth and ending else -(-length // wide)
+        return min(self.steps, min(self.depth, length) if self.depth and ending else -(-length // wide))
 
     def _leaders(
         self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, count: int
@@ -277,45 +268,57 @@ def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], 
     return [min(end, at) if none else end for end, none in zip(ends, dead, strict=True)]
 
 
-Others = Sequence[Sequence[Sequence[tuple[int, float]]]]  # by row and depth: tokens beside the draft's own
+Tree = tuple[list[int], list[int], list[float] | None]  # tokens, parents and acceptance probabilities of nodes
 
 
-def _leftover(others: Others, ends: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Sibling, ...], ...]:
-    """As many siblings as there is room for besides the chains, the earliest first."""
-    return tuple(
-        tuple(Sibling(depth, token) for depth, them in enumerate(own[:end]) for token, chance in them if chance)[
-            : n - end
-        ]
-        for own, end, n in zip(others, ends, lengths, strict=True)
+def record_of(length: int, line: Line) -> RowDraft:
+    """What is learned from a row's chain later. length: tokens it was asked for."""
+    beside = [others[0] for others in line.others if others]
+    runners_up = tuple(
+        (token, sibling_bin(chance, other)) for chance, (token, other) in zip(line.chances, beside, strict=False)
     )
+    return RowDraft(MODEL if length else "", None, tuple(map(bin_of, line.chances)), runners_up)
 
 
-def _likely(
-    stop: Stop, rows: Sequence[Row], chances: Sequence[Sequence[float]], others: Others, ends: Sequence[int]
-) -> tuple[tuple[Sibling, ...], ...]:
-    """The first sibling of each token, and how likely it is to be accepted."""
-    made = []
-    for row, known, own, end in zip(rows, chances, others, ends, strict=True):
-        first = [them[0] for them in own[:end]]
-        probs = stop.sibling_probs(row, known[:end], [chance for _, chance in first]) or []
-        made.append(tuple(Sibling(at, first[at][0], prob) for at, prob in enumerate(probs) if first[at][1]))
-    return tuple(made)
+def extended(
+    extender: Extender | None, row: Row, tokens: list[int], probs: list[float], length: int
+) -> tuple[list[int], list[float]]:
+    """A chain and its acceptance probabilities with what retrieval knows behind it, up to `length` tokens."""
+    if extender is None or not probs:
+        return tokens, probs
+    more, more_probs = extender.extend(row, tokens, max(0, length - len(tokens)), probs[-1])
+    return tokens + more, probs + more_probs
 
 
-def annotated(
-    draft: Draft,
-    stop: Stop,
-    rows: Sequence[Row],
-    asked: Sequence[int],
-    chances: Sequence[Sequence[float]],
-    others: Others | None = None,
-) -> Draft:
-    """The draft with what `stop` knows of its tokens' acceptance."""
-    own = [one[:end] for one, end in zip(chances, draft.lengths, strict=True)]
-    probs = tuple(stop.acceptance_probs(row, one) for row, one in zip(rows, own, strict=True))
-    beside = [()] * len(rows) if others is None else [[them[0] for them in line] for line in others]
-    notes = tuple(stop.note(length, one, them) for length, one, them in zip(asked, own, beside, strict=True))
-    return replace(draft, acceptance_probs=probs, notes=notes)
+def comb(tokens: Sequence[int], probs: Sequence[float] | None, beside: Sequence[tuple[int, int, float]]) -> Tree:
+    """A chain with leaves beside it, the likeliest nodes first where that is known, a chain's own before its leaves.
+
+    beside: depth, token and acceptance probability of the leaves.
+    """
+    nodes = [(0.0 if probs is None else -probs[depth], depth, 0, token) for depth, token in enumerate(tokens)]
+    for place, (depth, token, prob) in enumerate(beside, 1):
+        nodes.append((-(prob if probs is None else min(prob, probs[depth])), depth, place, token))
+    if probs is not None:
+        nodes.sort()
+    on_chain = {depth: at for at, (_, depth, place, _) in enumerate(nodes) if not place}
+    parents = [on_chain.get(depth - 1, -1) for _, depth, _, _ in nodes]
+    return [token for *_, token in nodes], parents, None if probs is None else [-negative for negative, *_ in nodes]
+
+
+def _leftover(lengths: Sequence[int], lines: Sequence[Line], sampler: Sampler) -> Draft:
+    """Chains, and beside them as many of the next best tokens as there is room for, the earliest first."""
+    trees = []
+    for length, line in zip(lengths, lines, strict=True):
+        beside = [(at, token, 0.0) for at, others in enumerate(line.others) for token, sure in others if sure]
+        trees.append(comb(line.tokens, None, beside[: length - len(line.tokens)]))
+    return _draft_of(trees, [RowDraft(MODEL if n else "") for n in lengths], sampler)
+
+
+def _draft_of(trees: Sequence[Tree], records: Sequence[RowDraft], sampler: Sampler) -> Draft:
+    made = Draft.from_lists([tokens for tokens, _, _ in trees], sampler.device)
+    rows = tuple(replace(row, acceptance_probs=probs) for row, (_, _, probs) in zip(records, trees, strict=True))
+    branches = any(parents != list(range(-1, len(parents) - 1)) for _, parents, _ in trees)
+    return replace(made, rows=rows, parents=tuple(tuple(parents) for _, parents, _ in trees) if branches else None)
 
 
 def build(setup: Setup, argument: str) -> Drafter:
@@ -334,7 +337,9 @@ def build(setup: Setup, argument: str) -> Drafter:
         return load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
     stop = stop_for(setup, given and int(given[1]))
     siblings = setup.siblings if setup.fixed_tree or isinstance(stop, WhilePays) else 0
-    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth)
+    return ModelDrafter(
+        setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth, setup.steps, setup.extender
+    )
 
 
 def stop_for(setup: Setup, percent: int | None) -> Stop | None:
@@ -343,6 +348,6 @@ def stop_for(setup: Setup, percent: int | None) -> Stop | None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
         return TokenBelow(setup.confidence)
-    if setup.controller is None or setup.device.type != "cpu" or setup.fixed_tree:
+    if setup.planner is None or setup.device.type != "cpu" or setup.fixed_tree:
         return None  # on a GPU waiting for every token's probability costs more than it saves
-    return WhilePays(setup.controller)
+    return WhilePays(setup.planner)

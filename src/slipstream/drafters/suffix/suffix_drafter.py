@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
-from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
+from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
@@ -87,12 +87,8 @@ def likely_chain(
     length: int,
     *,
     prob: float = 1.0,
-    least: float = UNLIKELY,
 ) -> list[Node]:
-    """Up to `length` tokens of a walk. prob: that what comes before them is accepted.
-
-    least: the chain ends with the first token less likely to be accepted; none less likely than UNLIKELY is in it.
-    """
+    """Up to `length` tokens of a walk, none less likely than UNLIKELY. prob: that what comes before is accepted."""
     nodes, chance = list[Node](), acceptance_model.chances(row)
     for step in islice(steps, length):
         kind = kind_of(step)
@@ -100,8 +96,6 @@ def likely_chain(
         if prob < UNLIKELY:
             break
         nodes.append(Node(len(nodes) - 1, step.token, kind, prob))
-        if prob < least:
-            break
     return nodes
 
 
@@ -193,8 +187,6 @@ class SuffixDrafter:
     branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
     batches none, as finding them would cost every row more time than they save.
     fixed_tree: beside those of a chain only, as many as the user said, in batches as well.
-    least_useful: with an acceptance model, how likely a token of each row of a round must be for its verification to
-    pay; its draft ends where it is less. Rows that ask for a number of tokens get them.
 
     An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
     of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
@@ -210,7 +202,6 @@ class SuffixDrafter:
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
     fixed_tree: bool = False
-    least_useful: Callable[[Sequence[Row]], Sequence[float]] | None = None
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -227,13 +218,8 @@ class SuffixDrafter:
         if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.fixed_tree or len(rows) == 1) else 0
-        least = [0.0] * len(rows) if self.least_useful is None or not any(lengths) else self.least_useful(rows)
-        useful = [
-            n if by < CERTAIN or row.params.num_draft_tokens else 0
-            for row, n, by in zip(rows, lengths, least, strict=True)
-        ]
-        drafts = [self._draft(row, n, branches, by) for row, n, by in zip(rows, useful, least, strict=True)]
-        return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
+        drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
+        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -286,7 +272,7 @@ class SuffixDrafter:
             text.own.memory_bytes() for text in list(self._texts.values())
         )
 
-    def _draft(self, row: Row, length: int, branches: int, least: float) -> list[Node]:
+    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         """The row's tokens, with an acceptance model as far as they are likely by it."""
         text = self._texts.get(row)
         if text is None:
@@ -303,18 +289,17 @@ class SuffixDrafter:
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
         if source.match.length >= self.shortest:
-            nodes = self._likely(self.acceptance_model, row, source, length, branches, least)
+            nodes = self._likely(self.acceptance_model, row, source, length, branches)
         text.guess = Guess(len(row.tokens), nodes)
         return nodes
 
     def _likely(
-        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int, least: float
+        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
     ) -> list[Node]:
         automaton, match, occurrences = source
         occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
-        least = least if row.params.num_draft_tokens is None else 0.0
         if not branches:
-            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=least)
+            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
         deepest = -(-length // (1 + branches)) if self.fixed_tree else None
         return grown(
@@ -322,7 +307,6 @@ class SuffixDrafter:
             (match, occurrences),
             length,
             deepest,
-            least,
         )
 
     def _keep_outputs(self) -> None:
@@ -360,10 +344,9 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False, common=True) if judges else None,
+        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False) if judges else None,
         branches=branches,
         fixed_tree=setup.fixed_tree,
-        least_useful=setup.controller.least_useful if judges and setup.controller and setup.coupled else None,
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"

@@ -11,8 +11,8 @@ import torch
 from slipstream import Draft, SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.predicted_outputs.prediction_drafter import FLOOR, PredictionDrafter, PredictionLimits, PredictionPolicy
-from slipstream.predicted_outputs.row_predictions import RowPredictions
+from slipstream.predicted_outputs.predicted_drafts import FLOOR, PredictedDrafts
+from slipstream.predicted_outputs.row_predictions import Proposal, RowPredictions
 from slipstream.sampling.sampler import Sampler
 
 CPU, SIZE = torch.device("cpu"), 200
@@ -43,8 +43,12 @@ def followed() -> Row:
 
 def proposed(others: Others, *, free: bool, length: int = 20) -> Draft:
     row = followed()
-    drafter = PredictionDrafter(others, RowPredictions(lambda token: False), free)
-    return drafter.propose([row], [length], Sampler([row], Race(SIZE, CPU), SIZE, CPU))
+    predict, sampler = PredictedDrafts(RowPredictions(lambda token: False), free_drafts=free), _sampler(row)
+    return predict([row], [length], [length], lambda lengths: others.propose([row], lengths, sampler))
+
+
+def _sampler(row: Row) -> Sampler:
+    return Sampler([row], Race(SIZE, CPU), SIZE, CPU)
 
 
 @pytest.mark.parametrize(
@@ -53,32 +57,21 @@ def proposed(others: Others, *, free: bool, length: int = 20) -> Draft:
 def test_the_draft_that_promises_more_is_taken(probs: Sequence[float] | None, theirs: bool) -> None:
     draft = proposed(others := Others(probs), free=True)
     assert others.asked == [[20]]
-    assert draft.tokens[0, 0] == (7 if theirs else OLD[8]) and bool(draft.predicted and draft.predicted[0]) != theirs
+    assert draft.tokens[0, 0] == (7 if theirs else OLD[8]) and (draft.records[0].source == "prediction") != theirs
 
 
 def test_a_drafter_whose_drafts_cost_forwards_is_not_asked_beside_a_prediction() -> None:
     draft = proposed(others := Others((0.995,) * 20), free=False)
-    assert others.asked == [] and draft.tokens[0, 0] == OLD[8]
+    assert others.asked == [[0]] and draft.tokens[0, 0] == OLD[8]
 
 
-class Longer:
-    """Asks for a fixed number of tokens, and leaves drafts as they are."""
-
-    def observe(self, rows: Sequence[Row]) -> None:
-        pass
-
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        return [12] * len(rows)
-
-    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        return draft
-
-
-def test_where_costs_do_not_decide_a_prediction_ends_where_it_is_unlikely_whatever_the_drafter_may_have() -> None:
-    row, predictions = followed(), RowPredictions(lambda token: False)
-    policy = PredictionPolicy(Longer(), predictions, PredictionLimits(free_drafts=True))
-    assert policy.lengths([row]) == [12]
+def test_where_costs_do_not_decide_a_prediction_ends_where_it_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
     likely, unlikely = [0.9, 0.8, FLOOR], [FLOOR / 2] * 4
-    chain = Draft.from_lists([OLD[8:15]], CPU, [[*likely, *unlikely]])
-    chain = Draft(chain.tokens, chain.lengths, None, chain.acceptance_probs, predicted=chain.lengths)
-    assert policy.worth_verifying([row], chain).lengths == (3,)
+    said = Proposal(OLD[8:15], [*likely, *unlikely])
+    monkeypatch.setattr(RowPredictions, "proposal", lambda self, row: said)
+    row, others = followed(), Others(None)
+    for decide, count in ((False, 3), (True, 7)):
+        predict = PredictedDrafts(RowPredictions(lambda token: False), costs_decide=lambda row, decide=decide: decide)
+        draft = predict([row], [12], [12], lambda lengths: others.propose([row], lengths, _sampler(row)))
+        assert draft.lengths == (count,)
+        assert predict([row], [12], [2], lambda lengths: others.propose([row], lengths, _sampler(row))).lengths == (2,)
