@@ -63,7 +63,7 @@ def test_a_layer_is_whole_again_after_a_failure() -> None:
     head, x = made("plain"), inputs(1)
     with pytest.raises(RuntimeError), head.only(head.chosen(OTHERS)):
         head(inputs(1)[..., 1:])
-    assert torch.equal(head(x), head.whole(x))
+    assert torch.equal(head(x), head.complete(x))
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
@@ -71,7 +71,7 @@ def test_a_layer_is_whole_again_after_a_failure() -> None:
 def test_kernels_share_their_weights_with_the_part() -> None:
     for kind, kernel in (("int4", Int4Linear), ("compressed", CompressedLinear)):
         head = made(kind)
-        few = head.whole.few if isinstance(head.whole, QuantisedLinear) else head.whole
+        few = head.complete.few if isinstance(head.complete, QuantisedLinear) else head.complete
         assert isinstance(few, kernel) and isinstance(head.first, kernel)
         assert head.first.weights.data == few.weights.data
         assert (head.first.out_features, few.out_features) == (FIRST, OUTPUTS)

@@ -74,7 +74,7 @@ def test_a_round_that_went_on_behind_the_switch_would_be_noticed(case: Any, monk
     model, texts, expected = case
     whole = [[*prompt, *text] for prompt, text in zip(texts, expected, strict=True)]
     decoder = SpeculativeDecoder(model, drafter=Oracle(whole), num_draft_tokens=7, reproducible=False)
-    monkeypatch.setattr("slipstream.core.loop.Batch._most", lambda *_: None)
+    monkeypatch.setattr("slipstream.core.loop.Batch._max_tokens", lambda *_: None)
     assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
 
 

@@ -64,7 +64,7 @@ def test_running_out_of_memory_while_loading_is_one_line(monkeypatch) -> None:
         raise RuntimeError("not enough memory\nand a stack")
 
     chat = toy()
-    monkeypatch.setattr("slipstream.models.draft_model.load", fail)
+    monkeypatch.setattr("slipstream.wiring.model_pair.load", fail)
     assert refused(chat, "/draft toy:2") == "toy:2 could not be loaded: not enough memory"
 
 

@@ -27,7 +27,7 @@ class Stuck(ToyTokenizer):
 
 def load():
     decoder = toy()
-    decoder.target = replace(decoder.target, tokenizer=Stuck())
+    decoder._models.target = replace(decoder.target, tokenizer=Stuck())
     if sys.argv[1] == "engine":
         forward = decoder.target.backend.forward
         def stuck(*given, **more):

@@ -155,7 +155,7 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
 
 def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
     tokenizer, decoder = SlowTokenizer(), toy()
-    decoder.target = replace(decoder.target, tokenizer=tokenizer)
+    decoder._models.target = replace(decoder.target, tokenizer=tokenizer)
     with running_server(lambda: decoder, request_timeout=0.2) as server:
         assert server.complete().status_code == 408
         assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
