@@ -187,6 +187,12 @@ class RecordedTarget(RecordedModel):
             chosen.append(line + [0] * (draft.width + 1 - len(line)))
         return self._logits(chosen)
 
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[B, K + 1, V] the same of chains."""
+        self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))
+        width = draft.shape[1] + 1
+        return self._logits([(self._text(row) + [0] * width)[:width] for row in rows])
+
     def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
         """How far each draft is the text."""
         self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))

@@ -124,7 +124,7 @@ def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(line) for line in [header, *records]))
     command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "batch 1, 3 texts" in done.stdout and done.stdout.count("1.00") >= 3
+    assert "batch 1, 6 texts" in done.stdout and done.stdout.count("1.00") >= 3
 
 
 def test_what_is_measured_can_be_off() -> None:

@@ -120,10 +120,10 @@ class ModelDrafts:
         None if there is nothing to learn.
         """
         done = row.rounds[-1].without_forced
-        if not done.draft:
+        drafted = len(done.origin.kinds) or len(done.chain)  # also where none of it was worth verifying
+        if not drafted:
             return None
         self._learn_sureness(row, done)
-        drafted = len(done.origin.kinds) or len(done.chain)
         accepted = min(drafted, done.num_accepted_on_chain)
         self._by_position.learn(row, done, drafted)
         if row.remaining > 0:
