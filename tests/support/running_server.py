@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -23,6 +23,14 @@ PATIENCE = 60.0  # seconds after which a test gives up; none is expected to take
 
 def toy(**settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder("toy", **{"acceptance": "match", "drafter": "suffix", "num_draft_tokens": 4} | settings)
+
+
+def toy_with(tokenizer: Any, **settings: Any) -> SpeculativeDecoder:
+    """A toy decoder whose target has this tokenizer."""
+    decoder = toy(**settings)
+    models = replace(decoder._models, target=replace(decoder.target, tokenizer=tokenizer))
+    decoder._parts_if_open = replace(decoder._parts, models=models)
+    return decoder
 
 
 @dataclass

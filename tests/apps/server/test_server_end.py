@@ -12,12 +12,11 @@ import pytest
 
 SERVE = """
 import sys, threading, time
-from dataclasses import replace
 from slipstream.apps.server import launch
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.models.toy import ToyTokenizer
-from tests.support.running_server import toy
+from tests.support.running_server import toy_with
 
 class Stuck(ToyTokenizer):
     def encode(self, text):
@@ -26,8 +25,7 @@ class Stuck(ToyTokenizer):
         return super().encode(text)
 
 def load():
-    decoder = toy()
-    decoder._models.target = replace(decoder.target, tokenizer=Stuck())
+    decoder = toy_with(Stuck())
     if sys.argv[1] == "engine":
         forward = decoder.target.backend.forward
         def stuck(*given, **more):

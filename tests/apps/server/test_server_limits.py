@@ -27,7 +27,7 @@ from slipstream.apps.server.schemas import CompletionFields
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
-from tests.support.running_server import PATIENCE, Gate, RunningServer, in_thread, running_server, toy
+from tests.support.running_server import PATIENCE, Gate, RunningServer, in_thread, running_server, toy_with
 
 LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
@@ -154,8 +154,8 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
 
 
 def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
-    tokenizer, decoder = SlowTokenizer(), toy()
-    decoder._models.target = replace(decoder.target, tokenizer=tokenizer)
+    tokenizer = SlowTokenizer()
+    decoder = toy_with(tokenizer)
     with running_server(lambda: decoder, request_timeout=0.2) as server:
         assert server.complete().status_code == 408
         assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
