@@ -1,8 +1,7 @@
 """Acceptance rules: how much of a draft is accepted, and the distribution of the token that follows.
 
-A rule is a pure function of the target's distributions p and the draft with its distributions q; it draws nothing at
-random. `accept` does, and nothing else. `lossless` in a rule's decorator says whether the output has exactly the
-target's distribution.
+A rule is a pure function of the target's distributions p and of the draft with its distributions q. Random draws are
+made in `accept` alone. `lossless` in a rule's decorator says whether the output has exactly the target's distribution.
 
 Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position j follows draft token j - 1.
 """

@@ -1,6 +1,7 @@
-"""Which tokens each slot of a KV cache holds: assigning slots, reading prompts, reusing prefixes, moving branches.
+"""Keeps track of what each slot of a KV cache holds: assigns slots, reads prompts, reuses prefixes, moves branches.
 
-Committed tokens are the only truth; a slot caches a prefix of them. SLIPSTREAM_DEBUG=1 checks the ids at each write.
+Committed tokens are the only truth; a slot caches a prefix of them, and behind it leftovers of rejected drafts, which
+the next forward overwrites. SLIPSTREAM_DEBUG=1 checks the ids at each write.
 """
 
 from __future__ import annotations

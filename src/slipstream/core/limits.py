@@ -1,3 +1,3 @@
-"""Limits that every part of the package keeps to. Needs neither PyTorch nor any other module."""
+"""The longest draft. Imports nothing, so that options are checked without loading PyTorch."""
 
 MAX_DRAFT_TOKENS = 64  # of one row in one round

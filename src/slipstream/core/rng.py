@@ -1,6 +1,6 @@
 """Random numbers keyed by (seed, position), draws by an exponential race, and the argmax of every greedy choice.
 
-The randomness of a row depends neither on its batch mates nor on its place in the batch.
+A row draws the same numbers whichever rows share its batch and wherever it stands among them.
 """
 
 from __future__ import annotations

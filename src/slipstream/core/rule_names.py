@@ -1,4 +1,4 @@
-"""How acceptance rules are written: a wrong name is refused without PyTorch, which their module imports."""
+"""The names of the acceptance rules. Imports no PyTorch, so that a wrong name is refused at once."""
 
 from __future__ import annotations
 

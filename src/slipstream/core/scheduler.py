@@ -1,4 +1,4 @@
-"""Which rows are decoded together: rows are added, cancelled and finished at any step, each on its own.
+"""Decides which rows are decoded together: rows are added, cancelled and finished at any step, each on its own.
 
 Running rows occupy slots 0, 1, ... of every session; rows whose long prompts are still being read follow them. Rows
 only ever move to lower slots, which sessions rely on.

@@ -1,8 +1,8 @@
 """A model and its KV cache: which tokens of which row are cached, and forwards over what is not.
 
-Committed tokens are the only truth; a cache holds a prefix of them. Whatever a caller asks for, a session feeds what
-the cache lacks and nothing else: prompts, the tokens after a rejection, a conversation's next turn and a prompt that
-begins like another one are all this one mechanism. This module knows no sampling, and of acceptance only `match`,
+Committed tokens are the only truth; a cache holds a prefix of them. Whatever a caller asks for, a session feeds the
+model what the cache lacks and nothing else. This one mechanism covers prompts, the tokens after a rejection, the next
+turn of a conversation, and prompts that begin alike. This module knows no sampling, and of acceptance only `match`,
 which a backend may compute within its forward.
 """
 

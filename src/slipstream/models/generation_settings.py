@@ -1,4 +1,4 @@
-"""What a model's generation_config asks of Hugging Face `generate`, and a decoder does only if its caller asks."""
+"""Reads a model's generation_config: takes its end tokens, and warns of settings that only `generate` applies."""
 
 from __future__ import annotations
 

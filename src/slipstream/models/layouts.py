@@ -1,9 +1,9 @@
-"""How rows of different length share a forward, where models can do without padding; and which layout is whose.
+"""How rows of different length share a forward without padding, and which layout a model gets.
 
-The specification is `Rectangle`: the same logits, from forwards in which every row is padded to the longest and prompts
-are read one by one. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. Texts of
-several rows are read in the same forwards; one that begins as another does waits until that one was read, and copies
-it. `UnpaddedLayout` is for models that run on caches of their own, a row at a time.
+The specification is `Rectangle`, which pads every row to the longest and reads prompts one by one; all layouts give its
+logits. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. It reads the texts of
+several rows in the same forwards; a text that begins like another waits until that one is read, and copies it.
+`UnpaddedLayout` is for models that run on caches of their own, one row at a time.
 """
 
 from __future__ import annotations

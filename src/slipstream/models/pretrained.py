@@ -1,4 +1,4 @@
-"""Hugging Face models made ready for use: loaded or wrapped, packed or captured where that is faster, and tried."""
+"""Makes Hugging Face models ready for use: loads or wraps them, packs or captures what is faster so, and tries it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A language model of a few kilobytes: byte n-gram counts with back-off. No weights to fetch, and it speaks.
 
-It knows the fable below by heart up to its order. Like any backend it reads its context from its cache alone, so it
-exercises the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 back and makes a draft model.
+Its counts are those of the fable below. Like any backend it reads its context from its cache alone, so it exercises
+the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 bytes back and serves as a draft model.
 """
 
 from __future__ import annotations

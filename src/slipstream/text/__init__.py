@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, incremental text, stop strings, prompts, results."""
+"""From prompts to rows, and from rounds to results: text that arrives token by token, stop strings, statistics."""

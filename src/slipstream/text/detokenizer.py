@@ -1,4 +1,4 @@
-"""Between token ids and text: the tokenizer protocol, text that arrives token by token, stop strings.
+"""Turns token ids into text as they arrive, without half characters, and cuts it at stop strings.
 
 This module knows neither models nor sampling.
 """

@@ -1,4 +1,4 @@
-"""From what a user passes in to rows: prompts of every kind become token ids, and every mistake one clear line.
+"""Turns what a user passes in into rows: prompts of every kind become token ids, a mistake an error of one line.
 
 Prompts are texts, lists of token ids or lists of chat messages. Ids also come as PyTorch tensors, numpy arrays and what
 Hugging Face tokenizers return (a mapping with `input_ids` and `attention_mask`); transformers is not imported for that.

@@ -1,6 +1,4 @@
-"""What a request becomes: a `Result`, or `Chunk`s as it comes, and `Stats`, every figure of which is folded from
-rounds.
-"""
+"""What a request returns: a `Result`, `Chunk`s of a stream, and `Stats`, which are computed from rounds alone."""
 
 from __future__ import annotations
 

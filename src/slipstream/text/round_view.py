@@ -1,7 +1,8 @@
-"""What happened round by round, for terminals and notebooks, and how figures and verdicts are written.
+"""Shows what happened round by round, in terminals and notebooks, and writes figures and verdicts.
 
-Every token stands between marks that need no colour: accepted as it is, or between ^ signs if a branch of a draft tree
-had it, or = signs if a constraint forced it, rejected struck through between - signs, the target's own between + signs.
+Marks show where a token came from, so that no colour is needed. An accepted token has none, or stands between ^ signs
+if it came from a branch of a draft tree, or between = signs if a constraint forced it. Rejected tokens stand struck
+through between - signs, the target's own between + signs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text of models, files and other machines, as a terminal may be sent it.
+"""Makes text of models, files and other machines safe to send to a terminal.
 
 A terminal obeys control characters: they move its cursor, change its title, or type into it.
 """

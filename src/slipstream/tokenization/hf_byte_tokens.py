@@ -1,8 +1,8 @@
 """The tokens of a Hugging Face tokenizer as bytes, and its encoding of plain text.
 
-What a token stands for is read off the tokenizer's own parts: byte-level alphabets, and the sentencepiece kind with a
-sign for the space and one token per byte as a fallback. Text is encoded by a second tokenizer over the same model,
-which adds no special tokens and recognises none.
+The bytes of a token follow from the tokenizer's kind. Two kinds are known: byte-level alphabets, and sentencepiece's,
+which writes a sign for the space and has one token per byte as a fallback. Text is encoded by a second tokenizer over
+the same model, which adds no special tokens and recognises none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tokenizer does besides encoding: how a conversation is rendered, and which calls of tools a text makes."""
+"""The protocol of tokenizers: they encode and decode, render conversations, and read tool calls from answers."""
 
 from __future__ import annotations
 

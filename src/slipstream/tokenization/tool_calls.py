@@ -1,8 +1,8 @@
-"""Calls of tools in an answer, read with transformers' response parsing.
+"""Reads tool calls from an answer, by transformers' response parsing.
 
-A tokenizer may bring a `response_template`; else the chat template tells by its tags whether calls are JSON objects
-between <tool_call> and </tool_call>, as Hermes and Qwen models write them. How calls are written is learned from a call
-that the chat template renders and the response template reads back as the same.
+The form of calls is given by the tokenizer's `response_template`. A tokenizer without one may have a chat template with
+the tags <tool_call> and </tool_call>: then calls are JSON objects between them, as Hermes and Qwen models write them.
+To learn how calls are written, a made-up call is rendered by the chat template and must be read back unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens a model knows by which ids, and whether a draft model has the target's vocabulary."""
+"""A model's tokens and their ids, and whether a draft model has the target's vocabulary."""
 
 from __future__ import annotations
 

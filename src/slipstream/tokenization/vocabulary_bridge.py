@@ -1,4 +1,4 @@
-"""Two vocabularies read as bytes: which tokens they share, and what special tokens of one are in the other."""
+"""Two vocabularies compared as bytes: which tokens they share, and which special tokens correspond."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""An engine in which an exception ends the rows that it belongs to, and no other.
+"""An engine in which an exception ends the row that caused it, and no other.
 
-A round changes nothing but caches before its tokens are committed, caches only ever hold a prefix of committed tokens,
-and random draws are keyed by seed and position. So a round that raises is repeated row by row: the rows that succeed
-get the tokens they would have had, and a row that fails alone is ended with its error. Where all rows fail, a plain row
-tells whether they or the engine are at fault.
+A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
+alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
+which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
+fail, a plain row tells whether they or the engine are at fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log-probabilities of a text's own tokens, as a report on a prompt needs them.
 
-The logits of every position are wanted, so nothing that is cached is skipped. Forwards have the shapes of rounds, which
-makes the numbers those that the same tokens have when they are generated, to the bit where shapes agree.
+The logits of every position are needed, so cached tokens are computed again. Forwards have the shapes of rounds: where
+shapes agree to the bit, a token gets the same number as when it is generated.
 """
 
 from __future__ import annotations

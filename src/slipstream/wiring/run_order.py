@@ -1,4 +1,4 @@
-"""In which order the rows of a call or the requests of a job are decoded. It changes their speed, never their texts."""
+"""Orders the rows of a call, or the requests of a job, for speed. The order never changes their texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it means for a draft model that its vocabulary is the target's, or another, read through bytes."""
+"""Reports how a draft model's vocabulary compares with the target's, and what drafting through bytes would lose."""
 
 from __future__ import annotations
 

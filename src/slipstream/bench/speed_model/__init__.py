@@ -1,1 +1,1 @@
-"""What speculation should gain: costs of a round, acceptance, the formula, and a simulation that checks it."""
+"""What speculation should gain: what a round costs, how far drafts get, and the formula over both."""

@@ -1,6 +1,6 @@
 """`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
 
-All three are one loop, Slipstream's. Options are explained at `call_options.Options` in this folder.
+All three are one loop, Slipstream's. Options are explained at `Options`.
 Seeds come from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
 """
 
