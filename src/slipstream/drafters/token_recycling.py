@@ -110,7 +110,7 @@ class TokenRecyclingDrafter:
         drafts = [
             self._draft(row, length, branches) if length else [] for row, length in zip(rows, lengths, strict=True)
         ]
-        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
+        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""

@@ -219,7 +219,7 @@ class SuffixDrafter:
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.fixed_tree or len(rows) == 1) else 0
         drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
-        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
+        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
