@@ -232,11 +232,11 @@ class Engine:
         self.policy.observe(batch.rows)
         return rounds
 
-    def _propose(self, batch: Batch, most: Sequence[int] | None) -> Draft:
+    def _propose(self, batch: Batch, limits: Sequence[int] | None) -> Draft:
         """The drafter's proposal as far as it is worth verifying."""
         rows, drafts = batch.rows, partial(self._drafts_of, batch)
         room = [
-            min(n, limit) for n, limit in zip(self._room(rows), most or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
+            min(n, limit) for n, limit in zip(self._room(rows), limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
         ]
         lengths = list(map(min, self._lengths(rows), room))
         draft = self.predict(rows, lengths, room, drafts) if any(row.prediction for row in rows) else drafts(lengths)
@@ -295,7 +295,7 @@ def room_of(row: Row, limit: int | None = None) -> int:
     limit: the longest draft that the target's forward shapes allow. A request's own `num_draft_tokens` is kept to.
     """
     limits = MAX_DRAFT_TOKENS, limit, row.params.num_draft_tokens, row.remaining - 1
-    return max(0, min(most for most in limits if most is not None))
+    return max(0, min(bound for bound in limits if bound is not None))
 
 
 def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
