@@ -25,9 +25,9 @@ SPARE = 64  # positions reserved beyond a text's own
 
 @dataclass
 class DraftText:
-    """A row's text: `settled` draft tokens, then the text `tail` whose tokens may still change.
+    """A row's text in draft tokens: `settled` of them are final; those of the text `tail` may still change.
 
-    read: how many of the target's tokens it has. beginning: whether the tail begins the text.
+    read: how many of the target's tokens were read. beginning: whether the tail begins the text.
     """
 
     bridge: VocabularyBridge
@@ -38,7 +38,7 @@ class DraftText:
     longest_tail: int = LONGEST_TAIL
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Take in what the target has committed since: the draft tokens that follow those settled before.
+        """Read what the target has committed since; returns the draft tokens after those that were settled before.
 
         tokens: all of the row's. A character that is not complete yet is read byte by byte.
         """
@@ -82,7 +82,7 @@ class DraftText:
 
 
 def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
-    """The first token that further text may change: that of the last word but one.
+    """The first token that further text may change: it begins the last word but one.
 
     Every common pre-tokenizer begins a new piece at a space after something else, and no common token reaches over one.
     """
@@ -169,11 +169,11 @@ class BridgedSession:
     def _counterpart(self, row: Row) -> _Counterpart:
         counterpart = self._rows.get(row)
         if counterpart is None:
-            counterpart = self._rows[row] = self._made(row)
+            counterpart = self._rows[row] = self._make_counterpart(row)
         return counterpart
 
-    def _made(self, row: Row) -> _Counterpart:
-        """Chat messages are rendered by the draft model's own template, other texts begin as its tokenizer begins."""
+    def _make_counterpart(self, row: Row) -> _Counterpart:
+        """Chat messages are rendered by the draft model's own template; other texts begin as its tokenizer begins."""
         target, draft = self.bridge.target, self.bridge.draft
         tail = min(LONGEST_TAIL, max(1, self.backend.max_length // 4))
         rendered = self._rendered(row)
@@ -205,14 +205,14 @@ class BridgedSession:
         was = draft_row.tokens[start:] + counterpart.drafted
         same = next((i for i, (a, b) in enumerate(zip(was, tail, strict=False)) if a != b), min(len(was), len(tail)))
         self.session.keep(draft_row, start + same)
-        draft_row.tokens[start:] = tail if start or tail else self._something()
+        draft_row.tokens[start:] = tail if start or tail else self._end_of_text()
         counterpart.drafted = []
         self._shorten(counterpart, steps)
         draft_row.open_end = max(1, len(draft_row.tokens) - counterpart.text.settled)
         return draft_row
 
-    def _something(self) -> list[int]:
-        """A text without any token begins with the draft model's end, as documents do that follow each other."""
+    def _end_of_text(self) -> list[int]:
+        """What the draft model reads in place of an empty text, as if an earlier document had ended before it."""
         return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
 
     def _shorten(self, counterpart: _Counterpart, steps: int) -> None:
