@@ -82,7 +82,7 @@ class _Table:
                 self._leader[token] = follower
 
     def follow(self, last: int, length: int) -> list[int]:
-        """Up to `length` tokens after the row's last, each the likeliest by all before it; ends where none is known."""
+        """Up to `length` tokens after the row's last, each the likeliest after all before it, while one is known."""
         ends, drafted = self._ends, list[int]()
         while len(drafted) < length and (token := self._likeliest(ends, last)) is not None:
             drafted.append(token)
@@ -95,9 +95,9 @@ class _Table:
         return self._ends, -1
 
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
-        """What may follow, of what kind and where it leads, in the order of `_likeliest` and each token once.
+        """What may follow a place, in the order of `_likeliest`: token, kind and the place it leads to.
 
-        The target's ranking gives all its tokens, best first, and every context the most frequent one.
+        Every context gives its most frequent token, the target's ranking all of its tokens.
         """
         (before, token), seen = place, list[int]()
         ends, last = (before, self._last) if token < 0 else (self._after(before, token), token)
@@ -119,12 +119,12 @@ class _Table:
             yield self._token[gram], self._kind(1, ends[1], gram)
 
     def _kind(self, size: int, node: int, gram: int) -> int:
-        """By the length of the context, and whether at most half of its occurrences agree, more or all."""
+        """The kind: by the context's length, and by whether up to half, more or all of its occurrences agree."""
         share = self._count[gram] / max(1, self._count[node] - (node in self._ends))  # nothing has followed the end
         return AGREED * (min(size, SIZES) - 1) + 1 + (share > 0.5) + (share >= 1)
 
     def _likeliest(self, ends: list[int], last: int) -> int | None:
-        """By the longest context of two or more tokens, else by the target's ranking, else by one token of context."""
+        """The best after the longest context of two tokens or more; else as the target ranks; else after one token."""
         first = max(self._shortest, 2)
         gram = next((best for node in reversed(ends[first:]) if (best := self._best[node])), 0)
         if not gram and last in self._leader:

@@ -1,9 +1,8 @@
-"""A draft model of another vocabulary: it reads and writes bytes, and its text is encoded in the target's tokens.
+"""A draft model of another vocabulary: its text is translated, as bytes, into the target's tokens.
 
-Its drafts are guesses that acceptance by `match` verifies, so the text is the target's whatever becomes of them. Rules
-that need the distribution of a draft get drafts of the shared tokens only: sampled from the draft model's distribution
-over the shared tokens, renormalised, they have a distribution over the target's tokens (Timor et al., ICML 2025,
-arXiv 2502.05202, algorithm 4).
+With acceptance by `match` a draft is a guess, so any translation leaves the text the target's own. Rules that need the
+distribution of a draft get drafts of shared tokens only, sampled from the draft model's renormalised distribution over
+them, which is a distribution over the target's tokens (Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TRAITS = Traits(
 
 
 class SharedTokens:
-    """Which of the draft model's tokens are tokens of the target. V: the target's vocabulary, D: the draft model's."""
+    """The tokens that both vocabularies have. V: the size of the target's vocabulary, D: of the draft model's."""
 
     def __init__(self, bridge: VocabularyBridge, vocab_size: int, device: torch.device) -> None:
         pairs = sorted(bridge.shared.items())
@@ -59,7 +58,7 @@ class SharedTokens:
 
 
 class SharedTokenScorer:
-    """A draft model's session as one over the target's vocabulary, of which it knows the shared tokens."""
+    """Presents a draft model's session as one over the target's vocabulary; only shared tokens have finite logits."""
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, longest: int) -> None:
         self._bridged, self._shared, self._longest = bridged, shared, longest
@@ -85,9 +84,9 @@ class SharedTokenScorer:
 
 
 class SharedTokenDrafter:
-    """Samples drafts of shared tokens from the draft model's distribution over them, which the draft carries.
+    """Samples drafts of shared tokens from the draft model's distribution over them, which `Draft.probs` has.
 
-    A row's draft ends where its options leave none of these tokens: nothing was sampled there.
+    A row's draft ends where its options exclude all shared tokens: nothing can be sampled there.
     """
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None) -> None:
@@ -109,9 +108,9 @@ class SharedTokenDrafter:
 class CrossVocabularyDrafter:
     """Drafts text with the draft model and proposes it in the target's tokens.
 
-    A greedy row gets the draft model's likeliest text. For a sampled one the shared tokens race with the numbers that
-    the target will use at that position; a token that the target does not have is taken where it is likelier than all
-    of these together.
+    A greedy row gets the draft model's likeliest text. For a sampled row the shared tokens race with the random numbers
+    that the target will use at that position; a token that the target lacks is taken if it is likelier than all shared
+    tokens together.
     """
 
     def __init__(self, setup: Setup, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None) -> None:
