@@ -106,17 +106,9 @@ class Round:
         rejected = self.rejected and 0 <= self.num_accepted_tokens - before < len(draft)
         parents = self.parents and tuple(max(-1, parent - before) for parent in self.parents[before:])
         path = self.path and tuple(node - before for node in self.path[before:])
-        return replace(
-            self,
-            start=self.start + before,
-            draft=draft,
-            tokens=self.tokens[before:],
-            num_accepted_tokens=accepted,
-            rejected=rejected,
-            parents=parents,
-            path=path,
-            origin=replace(self.origin, forced=(0, 0)),
-        )
+        origin = replace(self.origin, forced=(0, 0))
+        moved = replace(self, start=self.start + before, tokens=self.tokens[before:], parents=parents, path=path)
+        return replace(moved, draft=draft, num_accepted_tokens=accepted, rejected=rejected, origin=origin)
 
     @property
     def chain(self) -> tuple[int, ...]:
