@@ -98,7 +98,7 @@ class Recording:
 def _as_wide(costs: Costs, width: int) -> Costs:
     """Costs of rounds up to so many tokens per row, beyond what was measured by the slope of its end."""
     target, overhead = (
-        {rows: _extended(points, costs.pad(width, rows)) for rows, points in grid.items()}
+        {rows: _extended(points, costs.width_for(width, rows)) for rows, points in grid.items()}
         for grid in (costs.target, costs.overhead)
     )
     return replace(costs, target=target, overhead=overhead)
@@ -354,7 +354,7 @@ def cost_model_of(costs: Costs, off: float = 0.0, seed: int = 0, reading: float 
     ragged = None if costs.ragged is None else costs.ragged.forward.get(most)
     steps = {rows: taken for rows, taken in measured(costs.draft_step).items() if taken}
     return CostModel(
-        lambda width, rows: costs.pad(width, rows),
+        lambda width, rows: costs.width_for(width, rows),
         (lambda rows, drafted: None) if ragged is None else lambda rows, n: costs.shapes.total_for(rows + n),
         measured=measured(costs.target[1]),
         together={} if ragged is None else measured(ragged),
