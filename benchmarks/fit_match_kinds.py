@@ -42,7 +42,7 @@ from slipstream.drafters.suffix.suffix_drafter import (
     BRANCHES,
     BY_AGREEMENT,
     BY_LENGTH,
-    known_after,
+    candidates,
     prior,
 )
 from slipstream.models.weights.model_files import quiet
@@ -108,7 +108,7 @@ def observe_beside(text: Recorded) -> Seen:
     own.learn(text.prompt, newest=False)
     for came in text.output:
         match = own.followed(own.end)
-        known = known_after(own, (match, own.count(match) - 1))
+        known = candidates(own, (match, own.count(match) - 1))
         for rank, (token, kind, _) in enumerate(islice(known, 1 + BRANCHES)):
             if rank:
                 seen.append((kind, token == came))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from slipstream.draft_length import acceptance_model, costs, planner, row_worth
+from slipstream.draft_length import acceptance_model, costs, planner
 from slipstream.drafters import model
 from slipstream.drafters.suffix import suffix_drafter
 
@@ -33,12 +33,12 @@ MECHANISMS = (
     Mechanism("trials of what was passed over", ((planner.Pause, "is_due", False),)),
     Mechanism("what retrieval leaves to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))),
     Mechanism("what reading a text takes", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),
-    Mechanism("how long texts get (64 tokens)", ((row_worth.TextLengths, "learn", nothing),)),
+    Mechanism("how long texts get (64 tokens)", ((planner.TextLengths, "learn", nothing),)),
     Mechanism(
         "the row that ends last counts more",
-        ((planner, "worth_of_tokens", lambda rows, *_: [row_worth.Worth()] * len(rows)),),
+        ((planner, "worth_of_tokens", lambda rows, *_: [planner.Worth()] * len(rows)),),
     ),
-    Mechanism("a draft model's sureness, corrected", ((acceptance_model.ModelDrafts, "_learn_sureness", nothing),)),
+    Mechanism("a draft model's sureness, corrected", ((acceptance_model.ModelDrafts, "_learn_chances", nothing),)),
     Mechanism("acceptance by position", ((acceptance_model.Positions, "chance", lambda self, row, position: 1.0),)),
     Mechanism("correction of single shapes", ((costs, "SHAPE", 0.0),)),
     Mechanism("what drafted tokens cost, learned", ((costs, "COST_DRIFT", 0.0), (costs, "UNSURE", 1e-6))),

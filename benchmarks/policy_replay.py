@@ -44,9 +44,8 @@ from slipstream.core.rounds import Seconds
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Verdict
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import STEPS, Planner
+from slipstream.draft_length.planner import STEPS, Planner, awaited_together
 from slipstream.draft_length.policies import Fixed, Heuristic
-from slipstream.draft_length.row_worth import awaited_together
 from slipstream.drafters import Setup, load, traits
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
@@ -365,7 +364,7 @@ def cost_model_of(costs: Costs, off: float = 0.0, seed: int = 0, reading: float 
         (lambda rows, drafted: None) if ragged is None else lambda rows, n: costs.shapes.total_for(rows + n),
         measured=measured(costs.target[1]),
         together={} if ragged is None else measured(ragged),
-        most=most,
+        max_batch_size=most,
         steps=steps,
         token=reading * exp(noise.gauss(0, off)) or None,
     )

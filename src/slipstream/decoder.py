@@ -20,7 +20,7 @@ from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Traits
-from slipstream.draft_length.row_worth import awaited_together
+from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.generation_settings import warn_of_unread_settings

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.draft_length.row_worth import Worth, awaited_together, worth_of_tokens
+from slipstream.draft_length.planner import Worth, awaited_together, worth_of_tokens
 
 
 def rows_of(remaining: Sequence[int]) -> list[Row]:

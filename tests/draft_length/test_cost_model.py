@@ -201,7 +201,7 @@ def test_a_ragged_forward_costs_what_its_tokens_do() -> None:
         ragged=lambda rows, drafted: next((n for n in totals if n >= rows + drafted), None),
         measured={1: 10.0, 8: 12.0},
         together={8: 26.0, 16: 30.0, 24: 40.0},
-        most=8,
+        max_batch_size=8,
     )
     assert not cost_model.even and CostModel().even
     assert cost_model.verify(8, 15, 8) == pytest.approx(0.030)  # not as if all rows had 15

@@ -11,11 +11,10 @@ from slipstream import Draft, SamplingParams
 from slipstream.core.loop import draft_lengths
 from slipstream.core.rounds import Round, RowDraft, Seconds
 from slipstream.core.types import Row
-from slipstream.draft_length.acceptance_model import FIRST, ModelDrafts, Yield, bin_of
+from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import LATEST, MODEL, SOONEST, Pause, Planner
+from slipstream.draft_length.planner import LATEST, MODEL, SOONEST, Pause, Planner, awaited_together
 from slipstream.draft_length.policies import Heuristic
-from slipstream.draft_length.row_worth import awaited_together
 from slipstream.draft_length.tree_growth import RETRIEVAL
 
 CPU = torch.device("cpu")
@@ -182,13 +181,13 @@ def test_the_model_is_preferred_for_the_rows_it_serves_better() -> None:
 
 def test_yields_follow_the_row_and_the_rows_together() -> None:
     learned, of = ModelDrafts(8), row()
-    assert learned.of(of) == Yield(*FIRST)
+    assert learned.of(of) == FIRST_YIELD
     for _ in range(40):
         happened(of, 6, 5, source=MODEL)
         of.rounds[-1] = replace(of.rounds[-1], origin=RowDraft(MODEL, None, (10,) * 4))  # two came from elsewhere
         assert learned.learn(of) == 4
     assert learned.of(of).accepted == pytest.approx(4, abs=0.1) == learned.of(of).drafted
-    assert FIRST[1] < learned.of(row(1)).accepted < 4
+    assert FIRST_YIELD.accepted < learned.of(row(1)).accepted < 4
     assert learned.of(of).cut(2).drafted == pytest.approx(2)
     happened(of, 0, 0)
     assert learned.learn(of) is None
@@ -200,14 +199,14 @@ def test_pauses_become_longer_and_end_with_a_success() -> None:
     def rounds(brought: int) -> int:
         for waited in itertools.count():
             if pause.is_due:
-                pause.observe(drafted=True, brought=brought)
+                pause.observe(drafted=True, accepted=brought)
                 return waited + 1
-            pause.observe(drafted=False, brought=0)
+            pause.observe(drafted=False, accepted=0)
         raise AssertionError
 
     assert [rounds(0) for _ in range(6)] == [SOONEST, 8, 16, 32, LATEST, LATEST]
     assert [rounds(1), rounds(0)] == [LATEST, LATEST // 4]
-    pause.observe(drafted=True, brought=0)  # twice in a row: it is not passed over any more
+    pause.observe(drafted=True, accepted=0)  # twice in a row: it is not passed over any more
     assert rounds(0) == SOONEST
 
 
@@ -288,12 +287,12 @@ def test_texts_that_retrieval_drafts_say_what_it_leaves_of_the_next() -> None:
         of = row(number)
         happened(of, 6, 6)
         one.observe([of])
-    assert one._of(row(50)).left < 0.7
+    assert one._of(row(50)).share_left < 0.7
     new = row(51)
     for _ in range(30):
         happened(new, 0, 0)
         one.observe([new])
-    assert one._of(new).left > 0.8  # its own tokens count more
+    assert one._of(new).share_left > 0.8  # its own tokens count more
 
 
 def test_a_text_is_read_now_and_then_though_that_does_not_seem_to_pay() -> None:
@@ -310,7 +309,9 @@ def test_a_text_is_read_now_and_then_though_that_does_not_seem_to_pay() -> None:
 
 
 def test_a_draft_ends_where_its_row_would_be_ahead_of_those_it_is_awaited_with() -> None:
-    one = Planner(CostModel(ragged=lambda rows, drafted: rows + drafted, measured=ALONE, together=TOGETHER, most=8))
+    one = Planner(
+        CostModel(ragged=lambda rows, drafted: rows + drafted, measured=ALONE, together=TOGETHER, max_batch_size=8)
+    )
     rows = [row(i) for i in range(8)]
     for of in rows:
         of.tokens += [3] * 150  # the limit is near

@@ -7,7 +7,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.core.types import Row
-from slipstream.draft_length.row_worth import PRIOR_TOKENS, TextLengths
+from slipstream.draft_length.planner import PRIOR_TOKENS, TextLengths
 
 
 def row_of(max_tokens: int = 1000) -> Row:

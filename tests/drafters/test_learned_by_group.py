@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.draft_length.tree_growth import MOST, LearnedByGroup
+from slipstream.draft_length.tree_growth import MAX_GROUPS, LearnedByGroup
 
 PROMPT = "zq zq the wind"  # says nothing of what comes
 
@@ -63,6 +63,6 @@ def test_the_group_that_was_away_longest_is_forgotten_and_the_default_never() ->
     stores.of("first").append(1)
     stores.of("second").append(1)
     stores.of("first")
-    for number in range(MOST - 1):
+    for number in range(MAX_GROUPS - 1):
         stores.of(f"other {number}")
     assert stores.of("first") and stores.of("") and not stores.of("second")

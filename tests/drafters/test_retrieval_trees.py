@@ -84,7 +84,7 @@ def test_what_followed_is_told_from_the_longest_context_down_each_token_once(tex
         assert {step.token: step.followed for step in steps} == new
         assert [step.followed for step in steps] == sorted(new.values(), reverse=True)
         for step in steps:
-            assert (step.known, step.occurrences) == (size, left)
+            assert (step.context_length, step.occurrences) == (size, left)
             left -= step.followed
         told += [step.token for step in steps]
     assert len(told) == len(found)

@@ -19,7 +19,7 @@ def after(text: Sequence[int], prediction: Sequence[int] = OLD) -> Place | None:
 
 def goes_on(text: Sequence[int], prediction: Sequence[int] = OLD) -> list[int]:
     place = after(text, prediction)
-    return [] if place is None else list(prediction[place.at :])
+    return [] if place is None else list(prediction[place.start :])
 
 
 def test_it_begins_at_the_beginning_and_moves_with_the_text() -> None:
@@ -102,7 +102,7 @@ def test_a_text_that_goes_back_is_found_there() -> None:
 def test_a_prediction_of_one_token_over_and_over_is_followed() -> None:
     assert goes_on([5] * 40, [5] * 60) == [5] * 20
     place = after([5, 9, *[5] * (LIMIT + 5)], [5] * 60)
-    assert place is not None and place.known > 1
+    assert place is not None and place.agreeing > 1
 
 
 edits = st.lists(
@@ -130,7 +130,7 @@ def test_behind_any_edit_the_place_is_found_within_two_tokens(
         agreed = agreed + 1 if token < 60 and (agreed == 0 or token == last + 1) else int(token < 60)
         last = token
         if agreed >= 2:
-            assert alignment.place is not None and alignment.place.at == token + 1
+            assert alignment.place is not None and alignment.place.start == token + 1
 
 
 def test_an_edit_that_was_made_is_expected_again() -> None:
@@ -139,7 +139,7 @@ def test_an_edit_that_was_made_is_expected_again() -> None:
     alignment = Alignment(old, lambda token: False)
     alignment.read([1, 70, 71, 3, 4])
     assert alignment.place is not None
-    assert alignment.prediction[alignment.place.at :] == [5, 70, 71, 6, 7, 8, 70, 71, 9]
+    assert alignment.prediction[alignment.place.start :] == [5, 70, 71, 6, 7, 8, 70, 71, 9]
 
 
 def test_a_token_that_was_left_as_it_is_is_rewritten_after_the_second_time_only() -> None:
@@ -155,7 +155,7 @@ def test_a_rewritten_token_that_comes_as_it_was_is_followed_again() -> None:
     old = [1, 2, 3, 4, 5, 2, 6, 7, 8]
     alignment = Alignment(old, lambda token: False)
     alignment.read([1, 70, 71, 3, 4, 5, 2, 6, 7])
-    assert alignment.place is not None and alignment.prediction[alignment.place.at :] == [8]
+    assert alignment.place is not None and alignment.prediction[alignment.place.start :] == [8]
 
 
 def test_an_edit_that_would_make_the_prediction_far_longer_is_not_expected_again() -> None:
@@ -163,7 +163,7 @@ def test_an_edit_that_would_make_the_prediction_far_longer_is_not_expected_again
     alignment = Alignment(known, lambda _: False)
     alignment.read([1000, *[10, 11] * 4, 1001, 1002, 1])
     assert alignment.prediction == known
-    assert alignment.place is not None and known[alignment.place.at] == 5
+    assert alignment.place is not None and known[alignment.place.start] == 5
     renamed = Alignment(known, lambda _: False)
     renamed.read([1000, 10, 1001, 1002])
     assert renamed.prediction == [*known[:4], *[10, 5] * 200]

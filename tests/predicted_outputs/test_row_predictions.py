@@ -10,7 +10,7 @@ from slipstream import Round, SamplingParams
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
 from slipstream.predicted_outputs import row_predictions
-from slipstream.predicted_outputs.row_predictions import CREDIT, GUESSED, LEAST, NOTHING, RowPredictions
+from slipstream.predicted_outputs.row_predictions import FIRST_CREDIT, GUESSED, MIN_FIRST_PROB, NOTHING, RowPredictions
 
 PROMPT = [500, 501]
 OLD = list(range(250))
@@ -37,8 +37,8 @@ def drafted(made: Row, source: RowPredictions, tokens: Sequence[int]) -> None:
 
 def test_the_first_proposal_is_the_beginning() -> None:
     tokens, probs = predictions().proposal(row())
-    assert tokens == OLD[: len(tokens)] and 0 < len(tokens) == len(probs) <= CREDIT
-    assert probs == sorted(probs, reverse=True) and LEAST <= probs[0] < 1
+    assert tokens == OLD[: len(tokens)] and 0 < len(tokens) == len(probs) <= FIRST_CREDIT
+    assert probs == sorted(probs, reverse=True) and MIN_FIRST_PROB <= probs[0] < 1
 
 
 def test_a_guess_proves_nothing_until_a_proposal_was_right() -> None:
@@ -115,12 +115,12 @@ def test_proposals_depend_on_the_text_alone(step: int) -> None:
         other.tokens += text[start : start + step]
 
 
-@pytest.mark.parametrize(("most", "long"), [(row_predictions.MOST_LOST, True), (64.0, False)])
+@pytest.mark.parametrize(("most", "long"), [(row_predictions.MAX_LOST, True), (64.0, False)])
 def test_an_edit_in_a_long_draft_takes_little_of_what_was_earned(
     most: float, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
-    monkeypatch.setattr(row_predictions, "MOST_LOST", most)
+    monkeypatch.setattr(row_predictions, "MAX_LOST", most)
     made, source = row(), predictions()
     for start in range(0, 96, 24):
         drafted(made, source, OLD[start : start + 24])

@@ -1,9 +1,9 @@
-"""Drafts of rows with constraints: forced tokens in front of the drafter's and behind them, and no illegal ones.
+"""Drafts of rows with constraints: forced tokens before and after the drafter's, and no illegal ones.
 
-A token that is the only legal one is accepted with certainty, so what must come is proposed first and the drafter goes
-on from there as if it had been committed. Of a one-hot draft the first illegal token and what follows it are left out.
-A sampled draft ends *with* its first illegal token, which the target then rejects: leaving it out would choose among
-the draft's tokens and change the distribution of the text.
+A token that is the only legal one is accepted with certainty. So forced tokens are proposed first, and the drafter
+continues as if they had been committed. A one-hot draft is cut before its first illegal token. A sampled draft is cut
+*after* it, and the target rejects it: dropping it would choose among the draft's tokens and change the distribution of
+the text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.core.types import Draft, Row
 
 
 class _Line(NamedTuple):
-    """One row's draft: forced tokens, the first `kept` of the drafter's, and forced ones again."""
+    """One row's draft: forced tokens, the first `kept` tokens of the drafter's draft, forced tokens again."""
 
     before: Sequence[int]
     kept: int
@@ -39,12 +39,11 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class ForcedDrafts:
-    """Calls a drafter and edits what it proposes for rows with constraints. target: whose forwards verify it."""
+    """Calls the drafter and edits its drafts of rows with constraints. target: the session that verifies them."""
 
     target: Session
 
     def __call__(self, rows: Sequence[Row], propose: Propose) -> Draft:
-        """The draft of a round; rows without a constraint get what the drafter proposed."""
         if all(row.constraint is None for row in rows):
             return propose(None)
         limit = self.target.longest_draft
@@ -53,18 +52,19 @@ class ForcedDrafts:
         room = [0 if _ends(row, run) else longest - len(run) for row, run in zip(rows, runs, strict=True)]
         with _committed(rows, runs):
             draft = propose(room)
-        if draft.parents is not None:  # what is illegal in a tree is never chosen
+        if draft.parents is not None:  # the target never chooses the illegal nodes of a tree
             return _tree_behind(runs, draft)
-        told: list[list[int]] = draft.tokens.tolist()
+        drafted: list[list[int]] = draft.tokens.tolist()
         lines = [
             self._line(row, run, line[:length], longest, sampled=draft.probs is not None)
-            for row, run, line, length in zip(rows, runs, told, draft.lengths, strict=True)
+            for row, run, line, length in zip(rows, runs, drafted, draft.lengths, strict=True)
         ]
         return _assembled(draft, lines)
 
     def _run(self, row: Row, longest: int) -> list[int]:
-        """What must come next. A row that drafts nothing, and one in its first round, gets nothing."""
+        """The forced tokens that come next."""
         constraint = constraint_of(row)
+        # neither a row that drafts nothing nor the round that a prompt's forward answers may have any
         if constraint is None or row.params.num_draft_tokens == 0 or (self.target.answers and not row.rounds):
             return []
         return constraint.forced(row.output, max(0, min(longest, row.remaining - 1)))
@@ -81,8 +81,9 @@ class ForcedDrafts:
         return _Line(run, legal, self._behind(row, run, drafted, longest))
 
     def _behind(self, row: Row, run: Sequence[int], drafted: Sequence[int], longest: int) -> list[int]:
-        """What must come behind a drafter's tokens; behind a run of forced ones alone the drafter decides."""
+        """The forced tokens that follow the drafter's."""
         constraint = constraint_of(row)
+        # without drafted tokens the run has them all already
         if constraint is None or not drafted or _ends(row, drafted):
             return []
         limit = min(longest, row.remaining - 1) - len(run) - len(drafted)
@@ -95,7 +96,7 @@ def _ends(row: Row, tokens: Sequence[int]) -> bool:
 
 @contextmanager
 def _committed(rows: Sequence[Row], runs: Sequence[Sequence[int]]) -> Iterator[None]:
-    """The rows as they are when what must come has come: their drafter reads these tokens like any others."""
+    """Let the drafter read the runs of forced tokens as if they had been committed."""
     lengths = [len(row.tokens) for row in rows]
     for row, run in zip(rows, runs, strict=True):
         row.tokens.extend(run)
@@ -126,7 +127,7 @@ def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
 
 
 def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
-    """The tree at the end of a chain of forced tokens."""
+    """Each row's tree, behind a chain of its forced tokens."""
     assert draft.parents is not None
     if not any(runs):
         return draft
@@ -135,17 +136,17 @@ def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
     for i, (run, length) in enumerate(zip(runs, draft.lengths, strict=True)):
         tokens[i, : len(run)], tokens[i, len(run) : lengths[i]] = _on(tokens, run), draft.tokens[i, :length]
     parents = tuple(
-        (*range(-1, len(run) - 1), *(parent + len(run) for parent in own[:length]))
-        for run, own, length in zip(runs, draft.parents, draft.lengths, strict=True)
+        (*range(-1, len(run) - 1), *(parent + len(run) for parent in row_parents[:length]))
+        for run, row_parents, length in zip(runs, draft.parents, draft.lengths, strict=True)
     )
     rows = _with_forced(draft, [(len(run), 0) for run in runs])
     return replace(draft, tokens=tokens, lengths=lengths, parents=parents, rows=rows)
 
 
 def _with_forced(draft: Draft, forced: Sequence[tuple[int, int]]) -> tuple[RowDraft, ...]:
-    """The records of a draft that is not cut any more, with how many tokens of each row are forced."""
+    """The records of a draft with forced tokens, which is not cut any more."""
     return tuple(
-        replace(row, acceptance_probs=None, forced=both) for row, both in zip(draft.records, forced, strict=True)
+        replace(row, acceptance_probs=None, forced=counts) for row, counts in zip(draft.records, forced, strict=True)
     )
 
 

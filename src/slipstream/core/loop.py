@@ -31,14 +31,14 @@ STEPS = count()  # step numbers are unique in the process, so that rounds of sev
 
 
 class Clock:
-    """Takes the times of one step's parts."""
+    """Measures the seconds of one step's parts."""
 
     def __init__(self) -> None:
         self._started = self._last = perf_counter()
         self._parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
-        """Book the time since the last lap under `part`."""
+        """Count the time since the last lap as `part`."""
         now = perf_counter()
         self._parts[part] = now - self._last
         self._last = now
@@ -206,7 +206,7 @@ class Engine:
         return drafted and self.target.has_read(row)
 
     def _drafts(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether the draft model will read a new row, as it reads all rows of a batch; what it begins it ends."""
+        """Whether the draft model will read a new row: it finishes what it has begun, and reads all rows of a batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or any(map(self.drafts_for, (row, *running)))
 
@@ -232,11 +232,11 @@ class Engine:
         self.policy.observe(batch.rows)
         return rounds
 
-    def _propose(self, batch: Batch, most: Sequence[int] | None) -> Draft:
-        """The drafter's proposal as far as it is worth verifying."""
+    def _propose(self, batch: Batch, limits: Sequence[int] | None) -> Draft:
+        """The draft of the prediction or the drafter, cut to what is worth verifying."""
         rows, drafts = batch.rows, partial(self._drafts_of, batch)
         room = [
-            min(n, limit) for n, limit in zip(self._room(rows), most or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
+            min(n, limit) for n, limit in zip(self._room(rows), limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
         ]
         lengths = list(map(min, self._lengths(rows), room))
         draft = self.predict(rows, lengths, room, drafts) if any(row.prediction for row in rows) else drafts(lengths)
@@ -260,14 +260,14 @@ class Engine:
         return [next(lengths) if self._may_draft(row) else 0 for row in rows]
 
     def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
-        """A tree with its nodes in order; its main chain where the target or a request's options take no branches."""
+        """The draft with a tree's nodes in chain order; only its main chain where branches cannot be verified."""
         if draft.parents is None:
             return draft
         tree = arranged(draft)
         return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
 
     def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
-        """Verify and accept: in one call where nothing but the target's argmax is needed."""
+        """Verify and accept the draft, in one call where only the target's argmax is needed."""
         if draft.parents is not None:
             logits = self.target.score_tree(batch.rows, draft)
             clock.lap("verify")
@@ -290,12 +290,12 @@ class Engine:
 
 
 def room_of(row: Row, limit: int | None = None) -> int:
-    """How many tokens a row may draft: never past its last token, as a round commits one of the target's own as well.
+    """How many tokens a row may draft; one less than it may still commit, as a round adds one of the target's own.
 
     limit: the longest draft that the target's forward shapes allow. A request's own `num_draft_tokens` is kept to.
     """
     limits = MAX_DRAFT_TOKENS, limit, row.params.num_draft_tokens, row.remaining - 1
-    return max(0, min(most for most in limits if most is not None))
+    return max(0, min(bound for bound in limits if bound is not None))
 
 
 def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
@@ -307,7 +307,7 @@ def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None)
 
 
 def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter) -> None:
-    """Refuse what is no draft of at most max_lengths[i] tokens for row i; the message names the drafter."""
+    """Raise UsageError, which names the drafter, unless this is a draft of at most max_lengths[i] tokens per row."""
     name, rows = type(drafter).__name__, len(max_lengths)
     if not isinstance(draft, Draft):
         raise UsageError(

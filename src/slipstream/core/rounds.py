@@ -41,13 +41,13 @@ class TokenLogprobs:
 class RowDraft:
     """Where one row's draft comes from, and what its source says of it.
 
-    source: the name of the drafter that proposed it; "" for the one that the decoder has.
-    acceptance_probs: the probability that its first 1, 2, ... tokens are all accepted, of a tree that each of its nodes
-    is; None where the source cannot tell. A draft that has them may be cut before it is verified, so its tokens must
-    not have been sampled.
-    kinds: of the first tokens of its main chain, what their source learns by; others come from elsewhere.
-    runners_up: beside each of those tokens the next best one, and its kind.
-    forced: how many of its first and of its last tokens a constraint forces, which no source proposed.
+    source: the name of the source; "" if the decoder's drafter does not name one.
+    acceptance_probs: the probability that the first 1, 2, ... tokens are all accepted; for a tree, that each node and
+    its path are; None where the source cannot tell. A draft that has them may be cut before it is verified, so its
+    tokens must not have been sampled.
+    kinds: what the source needs to learn from its tokens, which are the first of the main chain; one per token.
+    runners_up: for each of those tokens, the next best one and its kind.
+    forced: how many of the first and of the last tokens a constraint forces; no source proposed them.
     """
 
     source: str = ""
@@ -57,7 +57,7 @@ class RowDraft:
     forced: tuple[int, int] = (0, 0)
 
     def cut(self, length: int) -> RowDraft:
-        """Of the draft's first `length` tokens."""
+        """The record of a draft that is cut to its first `length` tokens."""
         return replace(self, acceptance_probs=self.acceptance_probs and self.acceptance_probs[:length])
 
 
@@ -97,7 +97,7 @@ class Round:
 
     @property
     def without_forced(self) -> Round:
-        """The round without forced tokens: what became of the drafter's."""
+        """The round as if a constraint had forced nothing: only the drafter's tokens and what became of them."""
         before, behind = self.forced
         if not before + behind:
             return self
@@ -106,9 +106,9 @@ class Round:
         rejected = self.rejected and 0 <= self.num_accepted_tokens - before < len(draft)
         parents = self.parents and tuple(max(-1, parent - before) for parent in self.parents[before:])
         path = self.path and tuple(node - before for node in self.path[before:])
-        own = replace(self, draft=draft, tokens=self.tokens[before:], num_accepted_tokens=accepted, rejected=rejected)
         origin = replace(self.origin, forced=(0, 0))
-        return replace(own, start=self.start + before, parents=parents, path=path, origin=origin)
+        moved = replace(self, start=self.start + before, tokens=self.tokens[before:], parents=parents, path=path)
+        return replace(moved, draft=draft, num_accepted_tokens=accepted, rejected=rejected, origin=origin)
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -124,12 +124,12 @@ class Round:
 
     @property
     def num_levels(self) -> int:
-        """How deep the draft goes: the length of a chain."""
+        """The number of levels of a tree; of a chain, its length."""
         return len(self.draft) if self.parents is None else 1 + max(depths(self.parents), default=-1)
 
     @property
     def num_accepted_on_chain(self) -> int:
-        """Accepted tokens that are the beginning of the main chain."""
+        """How many accepted tokens are on the main chain, from its beginning on."""
         return self.num_accepted_tokens if self.path is None else num_consecutive(self.path)
 
     @property

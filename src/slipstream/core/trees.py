@@ -61,9 +61,9 @@ class TreeForwards(Protocol):
 
 
 def arranged(draft: Draft) -> Draft:
-    """A tree with its nodes chain by chain; one without branches becomes a chain. Nodes cut off from the root go.
+    """The tree with its nodes in chain order; one without branches becomes a chain.
 
-    The first child of a node goes on with its chain.
+    A node's first child continues its chain. Nodes that the root does not reach are dropped.
     """
     assert draft.parents is not None
     orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
@@ -94,7 +94,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> list[TreeSegment]:
-    """A row's segments, by nodes; its cache lacks positions `start` to `base` - 1, which the first one begins with."""
+    """The segments of a row's tree. The first begins with positions `start` to `base` - 1, which the cache lacks."""
     end = chain_end(parents)
     segments = [TreeSegment(slot, start, base - start + end, start)]
     begins = [node for node in range(end, len(parents)) if node == end or parents[node] != node - 1]
@@ -106,7 +106,7 @@ def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> lis
 
 
 def check_parents(draft: Draft, drafter: str) -> None:
-    """Refuse what is no tree."""
+    """Raise UsageError unless every row's parents form a tree of one-hot tokens."""
     for parents, length in zip(draft.parents or (), draft.lengths, strict=True):
         is_in_range = len(parents) == length and all(-1 <= parent < length for parent in parents)
         if not is_in_range or len(_order(parents)) != length:  # nodes of a circle are not reached
@@ -119,11 +119,11 @@ def check_parents(draft: Draft, drafter: str) -> None:
 
 
 def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample and match, node by node: from the root on to the child that the target chose, while there is one.
+    """Sample and match: walk from the root to the child that the target chose, while there is one.
 
-    choice: [B, K + 1], the target's after the root and after each node. Exact for any tree, as a chain is: what is
-    committed is the target's choice at its position. Returns how many nodes are accepted [B], the target's choice after
-    them [B], and the nodes [B, D].
+    choice: [B, K + 1], the target's choice after the root and after each node. Exact for any tree, as for a chain:
+    every committed token is the target's choice at its position. Returns how many nodes are accepted [B], the target's
+    choice after them [B], and the nodes [B, D].
     """
     assert draft.parents is not None
     device, width = choice.device, draft.width
@@ -162,7 +162,7 @@ def _renumbered(parents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 def _taken(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
-    """The draft with the tokens of these numbers only, in this order, row by row."""
+    """The draft with, of each row, only the tokens of these numbers, in this order."""
     lengths = tuple(map(len, orders))
     width = max(lengths, default=0)
     index = torch.tensor([[*order, *[0] * (width - len(order))] for order in orders], dtype=torch.int64)

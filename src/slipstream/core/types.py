@@ -80,40 +80,40 @@ class Draft:
 
     @property
     def acceptance_probs(self) -> list[Sequence[float] | None]:
-        """See `RowDraft`, of each row."""
+        """Each row's `RowDraft.acceptance_probs`."""
         return [row.acceptance_probs for row in self.records]
 
     def cut(self, lengths: Sequence[int]) -> Draft:
-        """The same draft with at most lengths[i] tokens of row i."""
+        """This draft with at most lengths[i] tokens in row i."""
         shorter = tuple(map(min, self.lengths, lengths))
         if shorter == self.lengths:
             return self
         width = max(shorter, default=0)
         probs = None if self.probs is None else self.probs[:, :width]
-        parents = self.parents and tuple(own[:n] for own, n in zip(self.parents, shorter, strict=True))
+        parents = self.parents and tuple(row[:n] for row, n in zip(self.parents, shorter, strict=True))
         rows = tuple(row.cut(n) for row, n in zip(self.rows, shorter, strict=False))
         return replace(self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, parents=parents, rows=rows)
 
     @staticmethod
     def where(chosen: Sequence[bool], first: Draft, second: Draft) -> Draft:
-        """The rows of `first` that are chosen, the others of `second`; steps are those of both."""
+        """Row by row, `first` where chosen[i], else `second`; the steps are those of both."""
         width = max(first.width, second.width)
         mask = torch.tensor(chosen).to(first.tokens.device, non_blocking=True)
 
-        def of_rows(left: Sequence[T], right: Sequence[T]) -> tuple[T, ...]:
-            return tuple(a if is_first else b for is_first, a, b in zip(chosen, left, right, strict=True))
+        def choose(firsts: Sequence[T], seconds: Sequence[T]) -> tuple[T, ...]:
+            return tuple(a if is_first else b for is_first, a, b in zip(chosen, firsts, seconds, strict=True))
 
-        ours, theirs = (pad(draft.tokens, (0, width - draft.width)) for draft in (first, second))
+        first_tokens, second_tokens = (pad(draft.tokens, (0, width - draft.width)) for draft in (first, second))
         probs = parents = None
         if first.probs is not None or second.probs is not None:
             size = next(draft.probs.shape[-1] for draft in (first, second) if draft.probs is not None)
-            sure, likely = (_widened_probs(draft, width, size) for draft in (first, second))
-            probs = torch.where(mask[:, None, None], sure, likely)
+            first_probs, second_probs = (_widened_probs(draft, width, size) for draft in (first, second))
+            probs = torch.where(mask[:, None, None], first_probs, second_probs)
         if first.parents is not None or second.parents is not None:
             chains = [[tuple(range(-1, n - 1)) for n in draft.lengths] for draft in (first, second)]
-            parents = of_rows(first.parents or chains[0], second.parents or chains[1])
-        lengths, rows = of_rows(first.lengths, second.lengths), of_rows(first.records, second.records)
-        tokens = torch.where(mask[:, None], ours, theirs)
+            parents = choose(first.parents or chains[0], second.parents or chains[1])
+        lengths, rows = choose(first.lengths, second.lengths), choose(first.records, second.records)
+        tokens = torch.where(mask[:, None], first_tokens, second_tokens)
         return Draft(tokens, lengths, probs, first.steps + second.steps, parents, rows)
 
     @staticmethod
@@ -130,8 +130,8 @@ class Draft:
     ) -> Draft:
         """A one-hot draft from one list of token ids per row, and their acceptance probabilities where known."""
         width = max(map(len, proposals), default=0)
-        known = (None,) * len(proposals) if acceptance_probs is None else acceptance_probs
-        rows = tuple(RowDraft(source, probs) for probs in known)
+        probs_of_rows = (None,) * len(proposals) if acceptance_probs is None else acceptance_probs
+        rows = tuple(RowDraft(source, probs) for probs in probs_of_rows)
         if not width:
             return replace(Draft.empty(len(proposals), device), rows=rows)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
@@ -140,7 +140,7 @@ class Draft:
 
 
 def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
-    """[B, width, size] the distributions of a draft, those of a one-hot one by its tokens."""
+    """The distributions of a draft [B, width, size]; a one-hot draft's come from its tokens."""
     if draft.probs is not None:
         return pad(draft.probs, (0, 0, 0, width - draft.width))
     return one_hot(pad(draft.tokens, (0, width - draft.width)), size).float()

@@ -1,7 +1,7 @@
-"""How likely draft tokens are accepted, by what kind they are and by what the row has shown so far.
+"""How likely draft tokens are to be accepted, by their kind and by what the row has shown so far.
 
-A kind is whatever a drafter can tell before the target has spoken: how long the match was, how sure the draft model
-is, at which place of the draft the token stands. This module knows no drafter and no model.
+A token's kind is what its drafter can tell before the target verifies it: how long the match was, the draft model's
+probability, or the token's position in the draft. This module knows no drafter and no model.
 """
 
 from __future__ import annotations
@@ -16,59 +16,51 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-ROW_STEP = 0.2  # how far one token moves a row's weight
-SHARED_STEP = 0.05  # and the weight of its kind, which all rows share
-CERTAIN = 0.995  # nothing is taken for surer than this
-PRIOR = 0.75  # probability that a token is accepted if all before it were, before anything is known
-PRIOR_STEP = 0.5  # positions say little, so rows are believed soon
-FIRST = 2.5, 1.9  # tokens drafted and accepted, likewise
-ROW_WEIGHT, SHARED_WEIGHT = 0.15, 0.03  # of a new draft, in what is known about its row and about all rows
-RELAXED = 0.02  # share of what is known about all rows that a round without a draft model takes away
-BINS = 20  # of how sure the draft model is of a token, from 0 to 1
+CERTAIN = 0.995  # no acceptance probability exceeds this
+BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
 
 class AcceptanceModel:
-    """Logistic regression with a weight per kind and one per row, learned token by token.
+    """Logistic regression with one weight per kind and one per row, learned token by token.
 
-    The log-odds that a token is accepted are those of the prior for its kind, plus what all rows have shown about the
-    kind, plus what its row has shown. Each token moves the weights by a step against the error of its prediction
-    (stochastic gradient descent on the log-loss).
+    log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
+    moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss.
 
-    prior: the chance of each kind before anything is known. shared: whether rows learn from each other about kinds; if
-    not, a row's probabilities depend on that row alone. row_step: how far one token moves its row's weight.
+    prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
+    row's probabilities depend on that row alone. row_step: the step of a row's weight.
     """
 
-    def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:
+    def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
         self._prior = [_logit(chance) for chance in prior]
         self._kinds = list(self._prior)
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
         self._shared, self._row_step = shared, row_step
 
     def chance(self, row: Row, kind: int) -> float:
-        """The probability that a token of this kind is accepted in this row, given that those before it were."""
+        """The probability that the row accepts a token of this kind, given that it accepted those before it."""
         return self.chances(row)(kind)
 
     def chances(self, row: Row) -> Callable[[int], float]:
-        """`chance` in one row by kind, until something is learned; many at once cost less this way."""
+        """`chance` of one row as a function of the kind, valid until something is learned; cheaper for many kinds."""
         kinds, weight = self._kinds, self._rows.get(row, 0.0)
         return lambda kind: min(CERTAIN, 1 / (1 + exp(-weight - kinds[kind])))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
-        """What the text became where a draft stood: tokens count as accepted up to the first that differs.
+        """Compare a draft with the text at its place: its tokens count as accepted up to the first that differs.
 
-        kinds and drafted: of the draft's tokens; text: what stands there now, which may be shorter or longer.
+        kinds: of the drafted tokens. text: may be shorter or longer than the draft.
         """
-        for kind, token, came in zip(kinds, drafted, text, strict=False):
-            self._learn(row, kind, token == came)
-            if token != came:
+        for kind, token, actual in zip(kinds, drafted, text, strict=False):
+            self._learn(row, kind, token == actual)
+            if token != actual:
                 break
 
     def _learn(self, row: Row, kind: int, accepted: bool) -> None:
-        known = self._rows.get(row, 0.0)
-        error = accepted - _sigmoid(self._kinds[kind] + known)
-        self._rows[row] = known + self._row_step * error
+        row_weight = self._rows.get(row, 0.0)
+        error = accepted - _sigmoid(self._kinds[kind] + row_weight)
+        self._rows[row] = row_weight + self._row_step * error
         if self._shared:
-            self._kinds[kind] += SHARED_STEP * error
+            self._kinds[kind] += 0.05 * error
 
     def forget(self) -> None:
         """Return to the prior."""
@@ -86,104 +78,108 @@ def _logit(chance: float) -> float:
 
 @dataclass(frozen=True)
 class Yield:
-    """Tokens that a draft has, and how many of them are accepted, on average."""
+    """The expected length of a draft, and the expected number of its tokens that are accepted."""
 
     drafted: float
     accepted: float
 
     def towards(self, other: Yield, weight: float) -> Yield:
-        """Moved by a share of the difference."""
+        """The weighted mean of this and `other`, which counts `weight`."""
         return Yield(
             self.drafted + weight * (other.drafted - self.drafted),
             self.accepted + weight * (other.accepted - self.accepted),
         )
 
     def cut(self, length: int) -> Yield:
-        """If no draft can have more than `length` tokens."""
+        """The yield of drafts of at most `length` tokens."""
         share = min(1.0, length / max(self.drafted, 1e-9))
         return Yield(self.drafted * share, self.accepted * share)
 
 
+FIRST_YIELD = Yield(2.5, 1.9)  # of a draft model, before it has drafted anything
+
+
 class ModelDrafts:
-    """What the drafts of a draft model have brought: by row, by position, and by how sure it was of each token."""
+    """Learns how many tokens of a draft model are accepted: by row, by position, and by the draft model's probability.
+
+    The `chances` of its methods are the draft model's probabilities of a row's draft tokens.
+    """
 
     def __init__(self, longest: int) -> None:
         bins = [(i + 0.5) / BINS for i in range(BINS)]
-        self._sure, self._runners_up = AcceptanceModel(bins), AcceptanceModel(bins)
+        self._by_chance, self._runners_up = AcceptanceModel(bins), AcceptanceModel(bins)
         self._by_position = Positions(longest)
         self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
-        self._all = Yield(*FIRST)
+        self._all = FIRST_YIELD
 
     def learn(self, row: Row) -> int | None:
-        """Take in the row's newest round, in which the draft model drafted for it: how many tokens that brought.
+        """Learn from the row's newest round, which the draft model drafted: how many of its tokens were accepted.
 
-        None if there is nothing to learn.
+        None if the draft was empty.
         """
-        done = row.rounds[-1].without_forced
-        drafted = len(done.origin.kinds) or len(done.chain)  # also where none of it was worth verifying
+        newest = row.rounds[-1].without_forced
+        drafted = len(newest.origin.kinds) or len(newest.chain)  # also where none of it was worth verifying
         if not drafted:
             return None
-        self._learn_sureness(row, done)
-        accepted = min(drafted, done.num_accepted_on_chain)
-        self._by_position.learn(row, done, drafted)
-        if row.remaining > 0:
-            seen = Yield(drafted, accepted + (done.num_accepted_tokens - done.num_accepted_on_chain))
-            self._rows[row] = self.of(row).towards(seen, ROW_WEIGHT)
-            self._all = self._all.towards(seen, SHARED_WEIGHT)
+        self._learn_chances(row, newest)
+        accepted = min(drafted, newest.num_accepted_on_chain)
+        self._by_position.learn(row, newest, drafted)
+        if row.remaining > 0:  # a last round is cut short by the end of the text
+            observed = Yield(drafted, accepted + (newest.num_accepted_tokens - newest.num_accepted_on_chain))
+            self._rows[row] = self.of(row).towards(observed, weight=0.15)
+            self._all = self._all.towards(observed, weight=0.03)
         return accepted
 
-    def _learn_sureness(self, row: Row, done: Round) -> None:
-        place, beside = done.num_accepted_on_chain, done.origin.runners_up
-        self._sure.learn(row, done.origin.kinds, done.chain, done.tokens)
-        if place < min(len(done.chain), len(done.tokens), len(beside)):
-            token, kind = beside[place]
-            self._runners_up.learn(row, [kind], [token], done.tokens[place:])
+    def _learn_chances(self, row: Row, newest: Round) -> None:
+        place, runners_up = newest.num_accepted_on_chain, newest.origin.runners_up
+        self._by_chance.learn(row, newest.origin.kinds, newest.chain, newest.tokens)
+        if place < min(len(newest.chain), len(newest.tokens), len(runners_up)):
+            token, kind = runners_up[place]
+            self._runners_up.learn(row, [kind], [token], newest.tokens[place:])
 
     def of(self, row: Row) -> Yield:
-        """What to expect of the row's next draft; at first what other rows have shown."""
+        """The expected yield of the row's next draft; until it has one, that of all rows."""
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:
-        """What is known about new rows counts a little less, as a draft model that is passed over shows nothing."""
-        self._all = self._all.towards(Yield(*FIRST), RELAXED)
+        """Move the yield of new rows towards the first guess, as a draft model that is passed over shows nothing."""
+        self._all = self._all.towards(FIRST_YIELD, weight=0.02)
 
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:
-        """The probability that the next token brings something. chances: how sure the draft model is so far."""
+        """The probability that all tokens so far and the next one, which is not drafted yet, are accepted."""
         return self.acceptance_probs(row, chances)[-1] * self._by_position.chance(row, len(chances))
 
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2, ... tokens are all accepted. chances: how sure it is of each."""
-        return list(accumulate((self._sure.chance(row, bin_of(chance)) for chance in chances), mul))
+        """The probability that the first 1, 2, ... tokens are all accepted."""
+        return list(accumulate((self._by_chance.chance(row, bin_of(chance)) for chance in chances), mul))
 
-    def runner_up_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float]:
-        """The probability that the text follows the draft up to each token and has the runner-up instead.
-
-        beside: how sure the draft model is of each of these.
-        """
+    def runner_up_probs(self, row: Row, chances: Sequence[float], runner_up_chances: Sequence[float]) -> list[float]:
+        """For each token, the probability that the text follows the draft up to it and has the runner-up instead."""
         path, probs = 1.0, []
-        for chance, other in zip(chances, beside, strict=True):
-            own = self._sure.chance(row, bin_of(chance))
-            probs.append(path * (1 - own) * self._runners_up.chance(row, sibling_bin(chance, other)))
-            path *= own
+        for chance, runner_up_chance in zip(chances, runner_up_chances, strict=True):
+            accepted = self._by_chance.chance(row, bin_of(chance))
+            probs.append(path * (1 - accepted) * self._runners_up.chance(row, sibling_bin(chance, runner_up_chance)))
+            path *= accepted
         return probs
 
 
 class Positions:
-    """How likely tokens are accepted by their positions alone, for drafters that say nothing of them."""
+    """How likely tokens are to be accepted by their positions alone, for drafters that say nothing else of them."""
 
     def __init__(self, longest: int) -> None:
-        self._model = AcceptanceModel([PRIOR] * longest, row_step=PRIOR_STEP)
+        # a position says little, so a row's own tokens count soon
+        self._model = AcceptanceModel([0.75] * longest, row_step=0.5)
         self._last = longest - 1  # further positions count as this one
 
-    def learn(self, row: Row, done: Round, drafted: int) -> None:
-        """Take in what became of the first `drafted` tokens of a round's main chain."""
-        accepted = min(drafted, done.num_accepted_on_chain)
-        tested = min(drafted, accepted + (len(done.tokens) > done.num_accepted_on_chain < len(done.chain)))
+    def learn(self, row: Row, newest: Round, drafted: int) -> None:
+        """Learn from the first `drafted` tokens of a round's main chain, up to the first that was rejected."""
+        accepted = min(drafted, newest.num_accepted_on_chain)
+        tested = min(drafted, accepted + (len(newest.tokens) > newest.num_accepted_on_chain < len(newest.chain)))
         kinds = [min(position, self._last) for position in range(tested)]
         self._model.learn(row, kinds, [1] * tested, [1] * accepted + [0])
 
     def chance(self, row: Row, position: int) -> float:
-        """The probability that the token at this position is accepted if all before it were."""
+        """The probability that the token at this position is accepted, given that all before it were."""
         return self._model.chance(row, min(position, self._last))
 
     def acceptance_probs(self, row: Row, length: int) -> list[float]:
@@ -192,10 +188,10 @@ class Positions:
 
 
 def bin_of(chance: float) -> int:
-    """The kind of a token by how sure the draft model is of it."""
+    """The kind of a token, by the draft model's probability of it."""
     return min(BINS - 1, int(chance * BINS))
 
 
-def sibling_bin(chance: float, other: float) -> int:
-    """The kind of a token beside a draft's own: by how sure the draft model is of it if its own is wrong."""
-    return bin_of(other / max(1e-6, 1 - chance))
+def sibling_bin(chance: float, runner_up_chance: float) -> int:
+    """The kind of a runner-up, by the draft model's probability of it given that the drafted token is wrong."""
+    return bin_of(runner_up_chance / max(1e-6, 1 - chance))

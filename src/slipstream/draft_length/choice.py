@@ -1,4 +1,4 @@
-"""What a user may say about draft lengths: `num_draft_tokens`, read in one place. Needs no PyTorch."""
+"""The setting `num_draft_tokens` and how it is spelled. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class LengthChoice:
-    """count: of "fixed", or the most of "heuristic", if given. confidence: where a draft model stops, else 0.
+    """A parsed `num_draft_tokens`.
 
-    siblings: tokens beside each of a chain, of a tree that was spelled out; `count` has them in it; -1 for as many as
-    pay.
+    count: the tokens of "fixed", or the upper limit of "heuristic" if the user set one. confidence: the probability
+    below which a draft model stops, else 0. siblings: for a tree "DEPTHxWIDTH", the tokens beside each of its chain,
+    which `count` includes; -1 for as many as pay.
     """
 
     kind: Literal["auto", "fixed", "heuristic", "confidence"]
@@ -34,17 +35,17 @@ class LengthChoice:
 
     @staticmethod
     def parse(value: object) -> LengthChoice:
-        """From `num_draft_tokens` as the user wrote it; UsageError says what is allowed."""
+        """Read `num_draft_tokens` as the user wrote it; UsageError says what is allowed."""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return LengthChoice("fixed", value)
-        found = SPELLED.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
+        match = SPELLED.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
             near = did_you_mean(str(value).partition(":")[0], "auto", "chain", "heuristic", "confidence")
             raise UsageError(f"num_draft_tokens={value!r}; allowed: {ALLOWED}{near}")
-        if found[4]:
-            return LengthChoice("confidence", confidence=float(found[5]))
-        if found[6]:
-            return LengthChoice("fixed", int(found[6]) * int(found[7]), siblings=int(found[7]) - 1)
-        if found[2]:
-            return LengthChoice("heuristic", int(found[3]) if found[3] else None)
+        if match[4]:
+            return LengthChoice("confidence", confidence=float(match[5]))
+        if match[6]:
+            return LengthChoice("fixed", int(match[6]) * int(match[7]), siblings=int(match[7]) - 1)
+        if match[2]:
+            return LengthChoice("heuristic", int(match[3]) if match[3] else None)
         return LengthChoice("auto", siblings=-1 if value == "auto" else 0)

@@ -1,4 +1,4 @@
-"""Seconds of a round's parts by rows and width: the calibration, corrected by what rounds have taken.
+"""How many seconds each part of a round takes: the calibration, corrected by the times of past rounds.
 
 This module knows no model and no drafter.
 """
@@ -15,214 +15,217 @@ from typing import NamedTuple
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
 
-NOISE = 0.04  # of one round's time: a standard deviation of its logarithm
-SPEED_DRIFT, COST_DRIFT = 0.02, 0.01  # how far either number moves from round to round, likewise
-UNSURE = 0.4  # how far a measured cost may be off, likewise
-MIN_DRAFT_COST, MAX_DRAFT_COST = 0.25, 4.0  # what drafted tokens may cost
-LEAP = 3.0  # standard deviations of a surprise that only another speed of the machine can explain
-SURPRISE = 0.4  # what counts of a round at most, as a logarithm
-COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
-MIN_FORWARD = 1e-3  # what a forward is taken to cost at least, in the unit of the measurements
-REMEMBERED = 9  # latest measurements of which the median counts
-SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
-STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
-ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
+# standard deviations of logarithms: of one round's time around its expectation, of the change from round to round of
+# the draft cost, and of the draft cost's first value
+NOISE, COST_DRIFT, UNSURE = 0.04, 0.01, 0.4
+SHAPE = 0.07  # share of a surprise that corrects the shape
+# without a measurement, as shares of a forward of one token: a further token, a step of the draft model
+COLUMN, STEP = 0.04, 0.25
+ROW = 0.5  # and what each further row adds to that step, as a share of it
 
 
 class LearnedCosts:
-    """speed: seconds per unit of the measurements, as a logarithm; None before the first round.
+    """The machine's speed and the cost of drafted tokens, tracked together by a Kalman filter.
 
-    draft_cost: what a round's drafted tokens add to a round without any, as a multiple of what was measured.
+    speed: the logarithm of seconds per measured unit; None before the first round. draft_cost: what drafted tokens add
+    to a forward, as a multiple of what was measured.
     """
 
     def __init__(self) -> None:
         self.speed: float | None = None
         self.draft_cost = 1.0
-        self._speed_variance, self._cost_variance, self._together = NOISE**2, UNSURE**2, 0.0
+        self._speed_variance, self._cost_variance, self._covariance = NOISE**2, UNSURE**2, 0.0
 
-    def units(self, plain: float, whole: float) -> float:
-        """What a forward of `whole` measured units takes, if one without drafts takes `plain` units."""
-        return plain + self.draft_cost * max(0.0, whole - plain)
+    def units(self, plain: float, measured: float) -> float:
+        """The corrected cost of a forward of `measured` units, of which `plain` remain without its drafted tokens."""
+        return plain + self.draft_cost * max(0.0, measured - plain)
 
-    def take_in(self, plain: float, whole: float, seconds: float, shown: float) -> float:
-        """Learn from a round; how far it differed from what was expected. shown: by rounds of its shape."""
+    def learn(self, plain: float, measured: float, seconds: float, correction: float) -> float:
+        """Learn from a round and return its surprise: the logarithm of actual over expected seconds.
+
+        correction: the logarithm by which the round's shape differs from its measurement.
+        """
         if self.speed is None:
-            self.speed = log(seconds / self.units(plain, whole)) - shown
-        surprise = log(seconds / self.units(plain, whole)) - shown - self.speed
-        surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        by = max(0.0, whole - plain) / self.units(plain, whole)  # what the logarithm grows by with draft_cost
-        speed, cost, both = self._speed_variance, self._cost_variance, self._together
-        if surprise**2 > LEAP**2 * (speed + by * (2 * both + by * cost) + NOISE**2):
+            self.speed = log(seconds / self.units(plain, measured)) - correction
+        surprise = log(seconds / self.units(plain, measured)) - correction - self.speed
+        surprise = max(-0.4, min(0.4, surprise))  # one slow round says little
+        slope = max(0.0, measured - plain) / self.units(plain, measured)  # of log(seconds) by draft_cost
+        speed, cost, both = self._speed_variance, self._cost_variance, self._covariance
+        # beyond three standard deviations only another speed of the machine explains it
+        if surprise**2 > 3.0**2 * (speed + slope * (2 * both + slope * cost) + NOISE**2):
             speed += surprise**2
-        speed_moves, cost_moves = speed + by * both, both + by * cost
-        total = speed_moves + by * cost_moves + NOISE**2
-        self.speed += speed_moves / total * surprise
-        self.draft_cost = max(MIN_DRAFT_COST, min(MAX_DRAFT_COST, self.draft_cost + cost_moves / total * surprise))
-        self._speed_variance = speed - speed_moves**2 / total + SPEED_DRIFT**2
-        self._cost_variance = min(UNSURE**2, cost - cost_moves**2 / total + COST_DRIFT**2)
-        self._together = both - speed_moves * cost_moves / total
+        speed_gain, cost_gain = speed + slope * both, both + slope * cost
+        total = speed_gain + slope * cost_gain + NOISE**2
+        self.speed += speed_gain / total * surprise
+        self.draft_cost = max(0.25, min(4.0, self.draft_cost + cost_gain / total * surprise))
+        self._speed_variance = speed - speed_gain**2 / total + 0.02**2  # the speed's drift from round to round
+        self._cost_variance = min(UNSURE**2, cost - cost_gain**2 / total + COST_DRIFT**2)
+        self._covariance = both - speed_gain * cost_gain / total
         return surprise
 
-    def seconds(self, plain: float, whole: float) -> float:
-        """Of a forward."""
-        return self.units(plain, whole) * (1e-3 if self.speed is None else exp(self.speed))
+    def seconds(self, plain: float, measured: float) -> float:
+        """The seconds that a forward takes, at the machine's current speed."""
+        return self.units(plain, measured) * (1e-3 if self.speed is None else exp(self.speed))
 
 
 class Forward(NamedTuple):
-    """shape: rows and tokens in all. plain, whole: units that it takes without its drafts, and with them."""
+    """A forward's shape (rows, tokens of all) and its measured units, without its drafted tokens and with them."""
 
     shape: tuple[int, int]
     plain: float
-    whole: float
+    measured: float
 
 
 @dataclass(frozen=True)
 class MeasuredForwards:
-    """The fields are those of `CostModel`."""
+    """Looks up forwards in the calibration, and extrapolates beyond it. The fields are those of `CostModel`."""
 
     pad: Callable[[int, int], int]
     ragged: Callable[[int, int], int | None]
     measured: Mapping[int, float]
     together: Mapping[int, float]
-    most: int
-    _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # shapes do not change
-    _taken: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # units, by rows and tokens
+    max_batch_size: int
+    _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # by arguments
+    _units_by_shape: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def forward(self, rows: int, longest: int, drafted: int) -> Forward:
-        """The one that verifies up to `longest` tokens per row, `drafted` in all."""
-        asked = rows, longest, drafted
-        if asked not in self._found:  # every round asks for many, mostly the same ones
+        """The forward that verifies up to `longest` tokens per row, `drafted` in all."""
+        key = rows, longest, drafted
+        if key not in self._forwards:  # every round asks for many, mostly the same ones
             tokens = self._tokens(rows, longest, drafted)
             plain = self._units(rows, self._tokens(rows, 0, 0))
-            self._found[asked] = Forward((rows, tokens), plain, self._units(rows, tokens))
-        return self._found[asked]
+            self._forwards[key] = Forward((rows, tokens), plain, self._units(rows, tokens))
+        return self._forwards[key]
 
     def _tokens(self, rows: int, longest: int, drafted: int) -> int:
         even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
         return even if ragged is None else min(even, ragged)
 
     def _units(self, rows: int, tokens: int) -> float:
-        """Relative cost of a forward; noisy measurements never make one free."""
-        if (rows, tokens) not in self._taken:
-            self._taken[rows, tokens] = max(MIN_FORWARD, self._extrapolated(rows, tokens))
-        return self._taken[rows, tokens]
+        if (rows, tokens) not in self._units_by_shape:
+            # noisy measurements must not make a forward free
+            self._units_by_shape[rows, tokens] = max(1e-3, self._extrapolated(rows, tokens))
+        return self._units_by_shape[rows, tokens]
 
     def _extrapolated(self, rows: int, tokens: int) -> float:
         if len(self.measured) < 2:
             return 1 + COLUMN * (tokens - 1)
         if rows == 1 or len(self.together) < 2:
             return between(self.measured, tokens)
-        least = min(self.together)
-        further = self.together[least] - between(self.measured, least)
-        row = max(0.0, further) / (self.most - 1)  # what each further row costs
-        if tokens < least:
-            return between(self.measured, tokens) + (rows - 1) * row
-        return between(self.together, tokens) - (self.most - rows) * row
+        fewest = min(self.together)
+        all_rows_add = self.together[fewest] - between(self.measured, fewest)
+        each_row_adds = max(0.0, all_rows_add) / (self.max_batch_size - 1)
+        if tokens < fewest:
+            return between(self.measured, tokens) + (rows - 1) * each_row_adds
+        return between(self.together, tokens) - (self.max_batch_size - rows) * each_row_adds
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
-    """The line through the two numbers of tokens next to this one, of two at least."""
-    known = sorted(measured)
-    at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
-    low, high = known[max(at - 1, 0)], known[max(at, 1)]
+    """Interpolate linearly between the two nearest measurements, of which there must be two at least."""
+    counts = sorted(measured)
+    index = next((i for i, count in enumerate(counts) if count >= tokens), len(counts) - 1)
+    low, high = counts[max(index - 1, 0)], counts[max(index, 1)]
     slope = (measured[high] - measured[low]) / (high - low)
-    if tokens > high:  # beyond what was measured: the slope of its second half
-        low = known[min(len(known) // 2, len(known) - 2)]
+    if tokens > high:  # beyond the measurements: the slope of their second half
+        low = counts[min(len(counts) // 2, len(counts) - 2)]
         slope = max(0.0, measured[high] - measured[low]) / (high - low)
     return measured[high] + slope * (tokens - high)
 
 
 @dataclass
 class CostModel:
-    """Seconds of a round's parts.
+    """Predicts the seconds of a round's parts.
 
-    A forward takes what was measured of its shape, what its drafted tokens add counted as often as all rounds have
-    shown, times what rounds of that shape have shown about it, times the speed of the machine lately, which all rounds
-    tell: a shape that was last seen while the machine was busy with something else does not look expensive for that.
+    seconds(forward) = (plain + draft_cost * (measured - plain)) * correction(shape) * machine_speed. `measured` and
+    `plain` are the calibration, with and without the drafted tokens; the other three are learned. Since every round
+    tells the machine's speed, a shape last seen while the machine was busy does not look expensive for that.
 
-    pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
-    tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
-    by its tokens, from a calibration; together: of a ragged one of `most` rows; steps: of a step of the draft model, by
-    rows; token: of a token that it reads. timed: whether the parts of a round have times of their own.
+    pad: (tokens per row, rows) -> width of the forward that takes them. ragged: (rows, draft tokens of all) -> tokens
+    of the ragged forward, None if the target has none.
+    The calibration, in milliseconds: measured, a forward of one row, by tokens; together, a ragged forward of
+    `max_batch_size` rows, by tokens; steps, a step of the draft model, by rows; token, one token that it reads.
+    timed: whether the clock measures the parts of a round, or only the total (on a GPU).
     """
 
     pad: Callable[[int, int], int] = lambda width, rows: width
     ragged: Callable[[int, int], int | None] = lambda rows, drafted: None
     measured: Mapping[int, float] = field(default_factory=dict)
     together: Mapping[int, float] = field(default_factory=dict)
-    most: int = 1
+    max_batch_size: int = 1
     steps: Mapping[int, float] = field(default_factory=dict)
     token: float | None = None
     timed: bool = True
-    _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
+    _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _learned: LearnedCosts = field(default_factory=LearnedCosts)
-    _steps: dict[int, deque[float]] = field(default_factory=dict)
-    _each: float | None = None  # seconds in which the draft model reads a token
+    _step_seconds: dict[int, deque[float]] = field(default_factory=dict)  # latest steps of the draft model, by rows
+    _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
-    _known: dict[tuple[int, int, int], float] = field(default_factory=dict)  # answers since something was learned
-    _last: int = -1
+    _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # kept until something is learned
+    _last_step: int = -1
 
     def __post_init__(self) -> None:
-        self._forwards = MeasuredForwards(self.pad, self.ragged, self.measured, self.together, self.most)
+        self._forwards = MeasuredForwards(self.pad, self.ragged, self.measured, self.together, self.max_batch_size)
 
     def learn(self, rows: Sequence[Row], read: int = 0) -> None:
-        """Take in the rows' newest round, once. read: tokens of texts that the draft model read in it beforehand."""
-        done = [row.rounds[-1] for row in rows if row.rounds]
-        if not done or (step := max(one.step for one in done)) == self._last:
+        """Learn from the rows' newest round, once. read: tokens of texts that the draft model read before drafting."""
+        rounds = [row.rounds[-1] for row in rows if row.rounds]
+        if not rounds or (step := max(round.step for round in rounds)) == self._last_step:
             return
-        self._last = step
-        done = [one for one in done if one.step == step]
-        first, longest = done[0], max(len(one.draft) for one in done)
-        count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
-        new = any(len(row.rounds) == 1 for row in rows)  # much happens for the first time
+        self._last_step = step
+        rounds = [round for round in rounds if round.step == step]
+        first, longest = rounds[0], max(len(round.draft) for round in rounds)
+        count, steps, total = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
+        has_first_round = any(len(row.rounds) == 1 for row in rows)  # which does much once
         if read and steps and self.timed:
             each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
-            if self._has_read:  # the first time much else is done, which says nothing about later texts
-                self._each = each if self._each is None else min(each, (self._each + each) / 2)
+            if self._has_read:  # the first reading does much once, which says nothing about later texts
+                earlier = self._seconds_per_token_read
+                self._seconds_per_token_read = each if earlier is None else min(each, (earlier + each) / 2)
             self._has_read = True
-        if new or read or len(done) < count or taken <= 0:
+        if has_first_round or read or len(rounds) < count or total <= 0:
             return
-        drafted = sum(len(one.draft) for one in done)
+        drafted = sum(len(round.draft) for round in rounds)
         if self.timed:
             verifying, drafting = first.seconds.verify, first.seconds.draft
-        else:  # the clock stood beside a device that had not finished: only the total is known
+        else:  # the device works on while the host reads the clock: only the total is right
             verifying = (
-                min(self.verify(count, longest, drafted), taken)
+                min(self.verify(count, longest, drafted), total)
                 if self._learned.speed is not None
-                else taken / (1 + STEP * steps)
+                else total / (1 + STEP * steps)
             )
-            verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
-        self._take_in(self._forwards.forward(count, longest, drafted), verifying)
+            verifying, drafting = (verifying, total - verifying) if steps else (total, 0.0)
+        self._learn_forward(self._forwards.forward(count, longest, drafted), verifying)
         if steps:
-            self._steps.setdefault(count, deque(maxlen=REMEMBERED)).append(drafting / steps)
+            self._step_seconds.setdefault(count, deque(maxlen=9)).append(drafting / steps)
 
-    def _take_in(self, forward: Forward, seconds: float) -> None:
+    def _learn_forward(self, forward: Forward, seconds: float) -> None:
         if seconds <= 0:
             return
-        shown = self._shown.get(forward.shape, 0.0)
-        surprise = self._learned.take_in(forward.plain, forward.whole, seconds, shown)
-        self._shown[forward.shape] = shown + SHAPE * surprise
-        self._known.clear()
+        correction = self._corrections.get(forward.shape, 0.0)
+        surprise = self._learned.learn(forward.plain, forward.measured, seconds, correction)
+        self._corrections[forward.shape] = correction + SHAPE * surprise
+        self._verify_seconds.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
-        """Seconds of a forward that verifies up to `longest` tokens per row; `drafted` in all, if not so many each."""
-        asked = rows, longest, rows * longest if drafted is None else drafted
-        if asked not in self._known:
-            shape, plain, whole = self._forwards.forward(*asked)
-            self._known[asked] = self._learned.seconds(plain, whole) * exp(self._shown.get(shape, 0.0))
-        return self._known[asked]
+        """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
+        key = rows, longest, rows * longest if drafted is None else drafted
+        if key not in self._verify_seconds:
+            shape, plain, measured = self._forwards.forward(*key)
+            seconds = self._learned.seconds(plain, measured) * exp(self._corrections.get(shape, 0.0))
+            self._verify_seconds[key] = seconds
+        return self._verify_seconds[key]
 
     @property
     def even(self) -> bool:
-        """Whether all rows may have as many tokens as the one that has the most."""
+        """Whether every row costs what the longest does, so that shorter drafts save nothing."""
         return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
-        """Seconds of one step of the draft model."""
-        near = min(self._steps, key=lambda count: abs(count - rows), default=None)
-        if near is None:
+        """Seconds of one step of the draft model, scaled from the nearest number of rows that was observed."""
+        nearest = min(self._step_seconds, key=lambda count: abs(count - rows), default=None)
+        if nearest is None:
             return self._assumed_step(rows)
-        return median(self._steps[near]) * self._assumed_step(rows) / self._assumed_step(near)
+        return median(self._step_seconds[nearest]) * self._assumed_step(rows) / self._assumed_step(nearest)
 
     def _assumed_step(self, rows: int) -> float:
         if self.steps:
@@ -230,61 +233,67 @@ class CostModel:
         return STEP * self.verify(1, 0) * (1 + ROW * (rows - 1))
 
     def _seconds(self, milliseconds: float) -> float:
-        """At the machine's speed lately."""
+        """Converts calibrated milliseconds to seconds at the machine's current speed."""
         return self._learned.seconds(milliseconds, milliseconds)
 
     def reading(self, tokens: int) -> float:
-        """Seconds in which the draft model reads that many tokens before its first step."""
-        if self._each is not None:
-            return tokens * self._each
+        """Seconds in which the draft model reads so many tokens before its first step."""
+        if self._seconds_per_token_read is not None:
+            return tokens * self._seconds_per_token_read
         if self.token is not None:
             return tokens * self._seconds(self.token)
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
-    def rate(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
+    def rate(self, expected: Sequence[Yield], rows: int, retrieved_probs: Sequence[Sequence[float]]) -> float:
         """Tokens per second of a round in which a draft model drafts for some rows, and retrieval for others.
 
-        expected: what the draft model's drafts have and bring; beside: acceptance probabilities of retrieval's.
+        expected: the yields of the draft model's drafts. retrieved_probs: acceptance probabilities of retrieval's.
         """
-        longest, total = max((one.drafted for one in expected), default=0.0), sum(one.drafted for one in expected)
+        longest = max((draft.drafted for draft in expected), default=0.0)
+        total = sum(draft.drafted for draft in expected)
 
         def seconds(retrieved: int, drafted: int) -> float:
             verify = self.verify(rows, max(retrieved, round(longest)), drafted + round(total))
             return longest * self.step(rows) + verify
 
-        return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.even)[1]
+        base_tokens = rows + sum(draft.accepted for draft in expected)
+        return best_lengths(retrieved_probs, seconds, base_tokens, even=self.even)[1]
 
 
 def best_lengths(
-    acceptance_probs: Sequence[Sequence[float]], seconds: Callable[[int, int], float], sure: float, *, even: bool = True
+    acceptance_probs: Sequence[Sequence[float]],
+    seconds: Callable[[int, int], float],
+    base_tokens: float,
+    *,
+    even: bool = True,
 ) -> tuple[list[int], float]:
-    """How many tokens of each row's draft to verify, and the tokens per second that this promises.
+    """How many tokens of each row's draft to verify for the most tokens per second, and that rate.
 
-    acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: of a
-    round, by the longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even:
-    all rows may have as many tokens, since they wait for the longest; else those tokens are taken that promise the
-    most.
+    acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: (the
+    longest draft, tokens of all drafts) -> seconds of the round. base_tokens: expected tokens without any of these.
+    even: every row costs what the longest does, so all get as many tokens as that one; else the likeliest tokens are
+    taken, whichever rows they are of.
     """
     lengths = [0] * len(acceptance_probs)
-    best, rate, brought, longest, drafted = lengths, sure / seconds(0, 0), sure, 0, 0
-    left = sum(map(sum, acceptance_probs))
+    best, rate, expected, longest, drafted = lengths, base_tokens / seconds(0, 0), base_tokens, 0, 0
+    not_taken = sum(map(sum, acceptance_probs))
     for step in _by_column(acceptance_probs) if even else _by_probability(acceptance_probs):
         lengths = lengths.copy()
         for row in step:
             prob = acceptance_probs[row][lengths[row]]
-            brought, left = brought + prob, left - prob
+            expected, not_taken = expected + prob, not_taken - prob
             lengths[row] += 1
             longest, drafted = max(longest, lengths[row]), drafted + 1
-        taken = seconds(longest, drafted)
-        if brought / taken > rate:
-            best, rate = lengths, brought / taken
-        elif (brought + left) / taken <= rate:  # even if all the others came for nothing
+        total = seconds(longest, drafted)
+        if expected / total > rate:
+            best, rate = lengths, expected / total
+        elif (expected + not_taken) / total <= rate:  # even if all the others came for nothing
             break
     return best, rate
 
 
 def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """The rows that have a first token, a second one, ..."""
+    """The rows that have a first token, those that have a second one, ..."""
     return [
         [i for i, row in enumerate(acceptance_probs) if len(row) > n]
         for n in range(max(map(len, acceptance_probs), default=0))

@@ -13,10 +13,13 @@ everything else answers and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import exp
 from statistics import fmean
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from slipstream.core.loop import PREDICTION
@@ -24,24 +27,101 @@ from slipstream.core.rounds import Round
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import ModelDrafts, Positions
 from slipstream.draft_length.costs import CostModel, best_lengths
-from slipstream.draft_length.row_worth import TextLengths, Worth, worth_of_tokens
 from slipstream.draft_length.tree_growth import RETRIEVAL
 
-LONGEST, IN_BATCH = 63, 15  # tokens of a retrieval draft: of a row alone, and of one in a batch at least
-STEPS = 8  # steps of a draft model
+LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
+STEPS = 8  # most steps of a draft model in a round
 MODEL = "model"  # the source of drafts that take a forward for each token
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-MARGIN = 1.5  # how many times what reading a text takes it must save: much of the text is not known yet
-NEWEST = 0.1  # what the newest search counts in what searches have saved
-OWN_TOKENS, ALL_TOKENS = (
-    16,
-    128,
-)  # newest tokens of a row, and of all, that say what retrieval leaves to the draft model
+NEWEST = 0.1  # weight of the newest search in the averages of searches
+# the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
+OWN_TOKENS, ALL_TOKENS = 16, 128
+PACED = 12  # rounds of one token each, added to those a row has had to estimate its pace
+PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
+
+
+@contextmanager
+def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
+    """Mark these rows as one call, whose caller waits until the last of them has ended."""
+    for row in rows:
+        row.call_rows = rows
+    try:
+        yield
+    finally:
+        for row in rows:
+            row.call_rows = ()  # rows that refer to each other would outlive their call
+
+
+class Worth(NamedTuple):
+    """What a token of a row is worth, in tokens of a row like all others: base + if_last * exp(-ahead / spread).
+
+    base: in any case. if_last: in addition, if the row is the last to end, which becomes less likely by a factor of e
+    with every `spread` tokens that the row is ahead.
+    """
+
+    base: float = 1.0
+    if_last: float = 0.0
+    spread: float = 1.0
+
+    def of(self, ahead: float) -> float:
+        """The worth of the next token of a row that is `ahead` tokens further than expected."""
+        return self.base + self.if_last * exp(-ahead / self.spread) if self.if_last else self.base
+
+
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
+    """What a token of each row is worth.
+
+    A caller who waits for all rows of a call gains what a round costs by a token of the row that ends last, and only
+    what a row adds to a round by a token of any other. So drafts that put a row ahead of the others are hardly worth
+    verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same.
+
+    seconds: number of rows -> seconds of a forward without drafts. typical: tokens after which texts end by themselves;
+    the shorter they are, the less a row's limit says about which row ends last.
+    """
+    call = rows[0].call_rows if rows else ()
+    if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
+        return [Worth()] * len(rows)
+    if any(not row.rounds and row.finish_reason is None for row in call):  # a row of the call waits for a place
+        return [Worth()] * len(rows)
+    rounds = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # to go
+    total, longest = seconds(len(rows)), max(1.0, *rounds)
+    base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
+    # 3 % of the longest row's rounds is how far drafts move rows apart
+    spread = longest * (0.03 + 1 - exp(-longest / typical))
+    weights = [exp((row_rounds - longest) / spread) for row_rounds in rounds]  # of being the last
+    return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
+
+
+class TextLengths:
+    """Estimates how long texts are, as if every token were as likely to end its text as any other."""
+
+    def __init__(self) -> None:
+        self._tokens, self._ends = PRIOR_TOKENS * 0.5, 0.5  # the prior counts as half a text
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        """Learn from the newest round of each row; a text that was cut off has not ended."""
+        for row in rows:
+            if not row.rounds:  # it failed before its first
+                continue
+            self._tokens += len(row.rounds[-1].tokens)
+            self._ends += row.finish_reason == "stop"
+            if row.finish_reason is not None:  # a running sum over about 32 texts
+                self._tokens *= 1 - 1 / 32
+                self._ends *= 1 - 1 / 32
+
+    @property
+    def typical(self) -> float:
+        """Tokens of a text that ends by itself."""
+        return self._tokens / self._ends
+
+    def expected(self, row: Row) -> float:
+        """Tokens that the row's text is expected to have left."""
+        return min(row.remaining, self.typical)
 
 
 @dataclass
 class Pause:
-    """Of a source that is passed over. length: rounds until it is due; waited: those that have passed."""
+    """When a source that was passed over is tried again. length: in rounds; waited: how many of them have passed."""
 
     length: int = SOONEST
     waited: int = 0
@@ -51,39 +131,42 @@ class Pause:
         """Whether the source is tried in this round."""
         return self.waited + 1 >= self.length
 
-    def observe(self, *, drafted: bool, brought: int) -> None:
-        """A trial in vain doubles the next pause; one that brings tokens makes it a quarter, drafting on ends it."""
+    def observe(self, *, drafted: bool, accepted: int) -> None:
+        """Double the pause after a failed trial, quarter it after a good one, reset it when drafting goes on."""
         if not drafted:
             self.waited += 1
             return
         was_trial, self.waited = self.waited > 0, 0
-        longer = max(SOONEST, self.length // 4) if brought else min(LATEST, 2 * self.length)
-        self.length = longer if was_trial else SOONEST
+        after_trial = max(SOONEST, self.length // 4) if accepted else min(LATEST, 2 * self.length)
+        self.length = after_trial if was_trial else SOONEST
 
 
 @dataclass
 class RowPlan:
     """What the planner remembers of a row.
 
-    saved: seconds that a search for retrieval drafts has saved lately, less what verifying them took; None before the
-    first. left: the share of tokens that come in rounds in which retrieval brings less than the draft model would.
+    saved_seconds: average of what a search for retrieval drafts saved, less what verifying them took; None before the
+    first. share_left: the share of tokens that retrieval leaves to the draft model: those of rounds in which it brings
+    less than the draft model would.
     """
 
     model: Pause = field(default_factory=Pause)
     retrieval: Pause = field(default_factory=Pause)
-    saved: float | None = None
-    left: float = 1.0
+    saved_seconds: float | None = None
+    share_left: float = 1.0
 
 
 @dataclass(eq=False)
 class Planner:
-    """A policy, which drafters ask as well; one for all of a decoder.
+    """The policy of one decoder, which its drafters ask as well.
 
-    steps: of a draft model in a round; room: tokens it may draft with them, with what stands beside its chains.
-    has_model: a draft model or the like drafts, a forward for each token; asks_model: nothing else does, so that it is
-    the policy that asks whether it pays. is_plain: nothing drafts but predictions. reads: the draft model must read a
-    text before its first draft; has_cached: whether it has, ahead of that; to_read: how many tokens of it.
-    fixed_length: tokens for rows whose text depends on its drafts (`is_fixed`), for which costs do not count, so that a
+    longest: most tokens of a retrieval draft. steps: most steps of a draft model in a round; room: most tokens it may
+    draft in them, runners-up included.
+    has_model: a draft model, or another drafter that takes a forward for each token. asks_model: nothing else drafts,
+    so `lengths` decides whether it pays; else the drafter asks. is_plain: nothing drafts but predictions.
+    reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's ahead of
+    that; to_read: how many tokens of a row it reads.
+    is_fixed: rows whose text depends on their drafts. They get `fixed_length` tokens whatever that costs, so that a
     seed gives the same text again.
     """
 
@@ -103,16 +186,16 @@ class Planner:
     text_lengths: TextLengths = field(default_factory=TextLengths)
     _positions: Positions = field(init=False)  # of retrieval drafts that say nothing of their tokens
     _rows: WeakKeyDictionary[Row, RowPlan] = field(default_factory=WeakKeyDictionary)
-    _unread: Pause = field(default_factory=Pause)  # whose rounds are texts that the draft model has not read
+    _unread: Pause = field(default_factory=Pause)  # counts texts that the draft model has not read, not rounds
     _read: WeakSet[Row] = field(default_factory=WeakSet)
-    _left: float = 1.0  # of new rows, see `RowPlan`
-    _search_seconds: float = 0.0  # for a row
+    _share_left: float = 1.0  # of new rows, see `RowPlan`
+    _search_seconds: float = 0.0  # per row
 
     def __post_init__(self) -> None:
         self.model_drafts, self._positions = ModelDrafts(self.steps), Positions(self.longest)
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Learn from the newest round of each row; of those that have ended, that they have."""
+        """Learn from the newest round of each row, which may have been its last."""
         if self.is_plain and not any(row.prediction for row in rows):
             return
         self.text_lengths.learn(rows)
@@ -128,7 +211,7 @@ class Planner:
             self._learn(row)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """As many tokens as can pay; where drafts have acceptance probabilities, as many as may be cut afterwards."""
+        """The most tokens that can pay; `worth_verifying` cuts drafts that have acceptance probabilities."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
         if self.asks_model:
             chosen = self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows))
@@ -139,88 +222,90 @@ class Planner:
     def model_lengths(self, rows: Sequence[Row], offers: Sequence[Sequence[float]], room: Sequence[int]) -> list[int]:
         """How many tokens to ask the draft model for: 0 for rows for which it promises less than what is offered.
 
-        offers: acceptance probabilities of drafts that are there already. It stops by itself where the next step would
-        not pay.
+        offers: acceptance probabilities of retrieval drafts. room: the most tokens to ask for; the draft model stops
+        earlier where the next step would not pay.
         """
         count = len(rows)
-        most = [min(n, self.steps) for n in room]
-        lengths, without = best_lengths(offers, partial(self.costs.verify, count), count, even=self.costs.even)
-        expected = [self.model_drafts.of(row).cut(n) for row, n in zip(rows, most, strict=True)]
-        better = [ours.accepted > sum(probs[:n]) for ours, probs, n in zip(expected, offers, lengths, strict=True)]
+        lengths, other_rate = best_lengths(offers, partial(self.costs.verify, count), count, even=self.costs.even)
+        yields = [self.model_drafts.of(row).cut(min(n, self.steps)) for row, n in zip(rows, room, strict=True)]
+        better = [model.accepted > sum(probs[:n]) for model, probs, n in zip(yields, offers, lengths, strict=True)]
         if not any(better):
             return [0] * count
-        beside = [probs for probs, is_better in zip(offers, better, strict=True) if not is_better]
         rate = self.costs.rate(
-            [ours for ours, is_better in zip(expected, better, strict=True) if is_better], count, beside
+            [model for model, is_better in zip(yields, better, strict=True) if is_better],
+            count,
+            [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
         )
         drafting = [row for row, is_better in zip(rows, better, strict=True) if is_better]
-        if not self._pays(rows, drafting, rate, without):
-            due = self._of(rows[0]).model.is_due  # all rows in the same round
+        if not self._pays(rows, drafting, rate, other_rate):
+            due = self._of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
             better = [is_better and due and self._has_read(row) for row, is_better in zip(rows, better, strict=True)]
         return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
-        """Whether a draft model should go on, for these rows of a batch, all of which wait meanwhile.
+        """Whether the draft model should draft another token for these rows, while all `batch` rows wait.
 
-        chances[i]: how sure it is of each token of row i so far.
+        chances[i]: its probability of each token of row i so far.
         """
         if not rows:
             return False
         drafted = len(chances[0])
-        brought = sum(
-            worth.of(0) * self.model_drafts.chance_of_next(row, sure)
-            for worth, row, sure in zip(self._worth(rows), rows, chances, strict=True)
+        gain = sum(
+            worth.of(0) * self.model_drafts.chance_of_next(row, row_chances)
+            for worth, row, row_chances in zip(self._worth(rows), rows, chances, strict=True)
         )
         seconds = partial(self.costs.verify, batch)
         wider = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
         rate = self.costs.rate([self.model_drafts.of(row) for row in rows], batch, [])
-        return brought > (self.costs.step(batch) + wider) * rate
+        return gain > (self.costs.step(batch) + wider) * rate
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft as far as it is worth verifying.
+        """The draft, cut where verifying more would cost more than it brings.
 
-        Sampled drafts stay whole, and rows that asked for a length, and rows of a draft model that says nothing.
+        Never cut are sampled drafts, rows whose request sets a length, and drafts of a model that tells no
+        probabilities.
         """
         if not any(draft.lengths) or any(map(self.is_fixed, rows)):
             return draft
         offers = self._offers(rows, draft)
-        whole = [n for n, probs in zip(draft.lengths, offers, strict=True) if probs is None]
-        least, beside = max(whole, default=0), sum(whole)
-        sure = sum(self.model_drafts.of(row).accepted for row, probs in zip(rows, offers, strict=True) if probs is None)
-        together = min(sum(probs or ()) for probs in offers)  # what all rows have ahead puts none ahead of the others
+        uncut = [n for n, probs in zip(draft.lengths, offers, strict=True) if probs is None]
+        longest_uncut, num_uncut = max(uncut, default=0), sum(uncut)
+        accepted_uncut = sum(
+            self.model_drafts.of(row).accepted for row, probs in zip(rows, offers, strict=True) if probs is None
+        )
+        common = min(sum(probs or ()) for probs in offers)  # tokens that all rows gain put none ahead of the others
         chosen, _ = best_lengths(
             [
-                [worth.of(max(0.0, n - together)) * prob for n, prob in enumerate(probs or ())]
+                [worth.of(max(0.0, n - common)) * prob for n, prob in enumerate(probs or ())]
                 for worth, probs in zip(self._worth(rows), offers, strict=True)
             ],
-            lambda longest, drafted: self.costs.verify(len(rows), max(longest, least), drafted + beside),
-            len(rows) + sure,
+            lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
+            len(rows) + accepted_uncut,
             even=self.costs.even,
         )
         lengths = [
-            n if probs is None else min(n, self._tried(row, draft, i, length))
+            n if probs is None else min(n, self._or_trial(row, draft, i, length))
             for i, (row, n, probs, length) in enumerate(zip(rows, draft.lengths, offers, chosen, strict=True))
         ]
         return draft.cut(lengths)
 
     def drafts_for(self, row: Row) -> bool:
-        """Whether a draft model promises to save a row, by itself, more time than it takes to read its text."""
+        """Whether the draft model would save a row that is alone more time than reading its text takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
         return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
 
-    def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, without: float) -> bool:
-        """Whether the draft model, at this rate, saves more time than it takes to read the texts it has not read.
-
-        Only the tokens that retrieval leaves to it can save time.
-        """
+    def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, other_rate: float) -> bool:
+        """Whether drafting with the model, at `rate`, saves more time than reading the texts it has not read takes."""
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
-        tokens = fmean(self._of(row).left for row in drafting) * sum(map(self.text_lengths.expected, rows))
+        # tokens that retrieval does not leave to the draft model save nothing
+        tokens = fmean(self._of(row).share_left for row in drafting) * sum(map(self.text_lengths.expected, rows))
         if unread and len(rows) == 1 and self._unread.is_due:
             return True
-        return tokens / rate + MARGIN * self.costs.reading(unread) < tokens / without
+        # reading must save half as much again as it takes, as the text's length is a guess
+        return tokens / rate + 1.5 * self.costs.reading(unread) < tokens / other_rate
 
     def _offers(self, rows: Sequence[Row], draft: Draft) -> list[Sequence[float] | None]:
-        """Acceptance probabilities of what may be cut."""
+        """Each row's acceptance probabilities; None for drafts that must not be cut."""
         offers = []
         for row, origin, length in zip(rows, draft.records, draft.lengths, strict=True):
             probs = origin.acceptance_probs
@@ -229,69 +314,69 @@ class Planner:
             offers.append(probs if row.params.num_draft_tokens is None else None)
         return offers
 
-    def _tried(self, row: Row, draft: Draft, place: int, chosen: int) -> int:
-        """How much is verified of a draft whose tokens are judged by position, which is seen by verifying it alone."""
-        if chosen or draft.records[place].acceptance_probs is not None or not self._of(row).retrieval.is_due:
+    def _or_trial(self, row: Row, draft: Draft, index: int, chosen: int) -> int:
+        """The chosen length, or that of a trial of a draft that is judged by position, of which nothing else tells."""
+        if chosen or draft.records[index].acceptance_probs is not None or not self._of(row).retrieval.is_due:
             return chosen
         return IN_BATCH
 
     def _searches(self, rows: Sequence[Row]) -> bool:
         """Whether looking for retrieval drafts saves the time that it takes, or is due."""
         plans = [self._of(row) for row in rows]
-        saved = sum(self._hoped(len(rows)) if plan.saved is None else plan.saved for plan in plans)
+        saved = sum(
+            self._token_seconds(len(rows)) if plan.saved_seconds is None else plan.saved_seconds for plan in plans
+        )
         return self.has_model or saved > self._search_seconds or plans[0].retrieval.is_due
 
-    def _hoped(self, count: int) -> float:
-        """Seconds that a search for one of so many rows may save: a token."""
+    def _token_seconds(self, count: int) -> float:
+        """Seconds per token of so many rows without drafts: what one more accepted token saves."""
         return self.costs.verify(count, 0) / count
 
     def _learn(self, row: Row) -> None:
-        """Take in a row's newest round."""
-        done, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(left=self._left))
-        is_of_model, accepted = self._is_of_model(done), done.without_forced.num_accepted_tokens
+        newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
+        is_of_model, accepted = self._is_of_model(newest), newest.without_forced.num_accepted_tokens
         if is_of_model:
             self.model_drafts.learn(row)
-        elif done.origin.source != PREDICTION:
+        elif newest.origin.source != PREDICTION:
             self._learn_search(row, plan)
-        plan.model.observe(drafted=is_of_model, brought=accepted)
+        plan.model.observe(drafted=is_of_model, accepted=accepted)
         if self.has_model and not self.asks_model:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
-            plan.left += min(1.0, len(done.tokens) / OWN_TOKENS) * (is_left - plan.left)
-            self._left += min(1.0, len(done.tokens) / ALL_TOKENS) * (is_left - self._left)
-        if done.num_rows > 1 or not self.reads or not self.has_model:
+            plan.share_left += min(1.0, len(newest.tokens) / OWN_TOKENS) * (is_left - plan.share_left)
+            self._share_left += min(1.0, len(newest.tokens) / ALL_TOKENS) * (is_left - self._share_left)
+        if newest.num_rows > 1 or not self.reads or not self.has_model:
             return
         if not self._has_read(row):
             self.model_drafts.relax()
         if row.finish_reason is not None:
-            self._unread.observe(drafted=self._has_read(row), brought=0)
+            self._unread.observe(drafted=self._has_read(row), accepted=0)
 
     def _learn_search(self, row: Row, plan: RowPlan) -> None:
-        done = row.rounds[-1].without_forced
-        drafted, accepted, count = len(done.draft), done.num_accepted_tokens, done.num_rows
-        if done.origin.acceptance_probs is None and drafted:
-            self._positions.learn(row, done, len(done.chain))
-        searched = done.origin.source == RETRIEVAL
+        newest = row.rounds[-1].without_forced
+        drafted, accepted, count = len(newest.draft), newest.num_accepted_tokens, newest.num_rows
+        if newest.origin.acceptance_probs is None and drafted:
+            self._positions.learn(row, newest, len(newest.chain))
+        searched = newest.origin.source == RETRIEVAL
         was_trial = plan.retrieval.waited > 0
-        plan.retrieval.observe(drafted=searched or drafted > 0, brought=accepted)
-        if not searched or done.num_draft_steps:
+        plan.retrieval.observe(drafted=searched or drafted > 0, accepted=accepted)
+        if not searched or newest.num_draft_steps:  # the seconds are those of a draft model as well
             return
-        if was_trial and accepted:
-            plan.saved = None
-        self._search_seconds += NEWEST * (done.seconds.draft - self._search_seconds)
-        hoped = self._hoped(count)
+        if was_trial and accepted:  # the text has changed: what searches saved before says nothing
+            plan.saved_seconds = None
+        self._search_seconds += NEWEST * (newest.seconds.draft - self._search_seconds)
+        token_seconds = self._token_seconds(count)
         wider = self.costs.verify(count, drafted, drafted) - self.costs.verify(count, 0) if drafted else 0.0
-        before = hoped if plan.saved is None else plan.saved
-        plan.saved = before + NEWEST * (accepted * hoped - wider - before)
+        before = token_seconds if plan.saved_seconds is None else plan.saved_seconds
+        plan.saved_seconds = before + NEWEST * (accepted * token_seconds - wider - before)
 
-    def _is_of_model(self, done: Round) -> bool:
-        """Whether a draft model drafted for the row; objects that users hand over need not say so."""
-        return done.origin.source == MODEL or (
-            self.asks_model and done.origin.source != PREDICTION and done.draft != ()
-        )
+    def _is_of_model(self, newest: Round) -> bool:
+        source = newest.origin.source
+        # a drafter object of the user's need not name its source
+        return source == MODEL or (self.asks_model and source != PREDICTION and newest.draft != ())
 
     def _of(self, row: Row) -> RowPlan:
         plan = self._rows.get(row)
-        return RowPlan(left=self._left) if plan is None else plan
+        return RowPlan(share_left=self._share_left) if plan is None else plan
 
     def _worth(self, rows: Sequence[Row]) -> list[Worth]:
         return worth_of_tokens(rows, partial(self.costs.verify, longest=0), self.text_lengths.typical)

@@ -1,4 +1,4 @@
-"""How many tokens to draft for each row of the next round."""
+"""The policies besides the planner, and which policy a setting gets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.planner import Planner
 from slipstream.errors import UsageError
 
-FIRST, UP, DOWN = 5, 2, 1  # of the heuristic schedule
-
 
 @dataclass(frozen=True)
 class Fixed:
-    """Always the same number."""
+    """Drafts the same number of tokens for every row in every round."""
 
     count: int
 
@@ -30,72 +28,68 @@ class Fixed:
             )
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Nothing to learn."""
+        pass
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """The number, for every row."""
         return [self.count] * len(rows)
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft as it is."""
         return draft
 
 
 @dataclass
 class Heuristic:
-    """Two more after a draft that was accepted whole, one less after any other; Hugging Face's "heuristic" schedule.
+    """Hugging Face's "heuristic" schedule, for each row: two tokens more after a draft accepted whole, else one less.
 
-    A row begins with 5 tokens. Each row has its own number, which stays between 1 and `longest`.
+    A row begins with 5 tokens and stays between 1 and `longest`.
     """
 
     longest: int = MAX_DRAFT_TOKENS
     _lengths: WeakKeyDictionary[Row, int] = field(default_factory=WeakKeyDictionary)
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Move each row's number by its newest round."""
         for row in rows:
-            done = row.rounds[-1].without_forced
-            if done.draft and done.origin.source != PREDICTION:
-                by = UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
-                self._lengths[row] = max(1, min(self._length(row) + by, self.longest))
+            newest = row.rounds[-1].without_forced
+            if newest.draft and newest.origin.source != PREDICTION:
+                change = 2 if newest.num_accepted_tokens == newest.num_draft_tokens else -1
+                self._lengths[row] = max(1, min(self._length(row) + change, self.longest))
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Each row's number."""
         return [self._length(row) for row in rows]
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft as it is."""
         return draft
 
     def _length(self, row: Row) -> int:
-        return self._lengths.get(row, min(FIRST, self.longest))
+        return self._lengths.get(row, min(5, self.longest))
 
 
 def make_policy(choice: LengthChoice, traits: Traits, planner: Planner | None, *, limit: int | None) -> Policy:
-    """The policy of a choice for a drafter of these traits.
+    """The policy for a drafter of these traits.
 
-    planner: given where costs decide. limit: the longest draft that the forward shapes allow, None for any.
+    planner: where costs decide; it then is the policy. limit: the longest draft that the forward shapes allow, None for
+    any.
     """
     if planner is not None:
         return planner
-    most = MAX_DRAFT_TOKENS if limit is None else limit
+    longest = MAX_DRAFT_TOKENS if limit is None else limit
     if choice.kind == "auto":
         return Fixed(traits.default_length)
     if choice.kind == "confidence":
-        return Fixed(most)
-    length = most if choice.count is None else choice.count
-    if length > most:
+        return Fixed(longest)
+    length = longest if choice.count is None else choice.count
+    if length > longest:
         why = "" if limit is None else " in reproducible mode, or reproducible=False"
-        said: object = f"heuristic:{length}" if choice.kind == "heuristic" else length
+        spelled: object = f"heuristic:{length}" if choice.kind == "heuristic" else length
         if choice.siblings > 0:
-            said = f"'{length // (1 + choice.siblings)}x{1 + choice.siblings}', a tree of {length} tokens"
-        raise UsageError(f"num_draft_tokens={said}; allowed: at most {most}{why}")
+            spelled = f"'{length // (1 + choice.siblings)}x{1 + choice.siblings}', a tree of {length} tokens"
+        raise UsageError(f"num_draft_tokens={spelled}; allowed: at most {longest}{why}")
     return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
 
 
 def drafts_for(policy: Policy, row: Row) -> bool:
-    """Whether a draft model will draft for a row, as far as is known beforehand."""
-    asked = row.params.num_draft_tokens
-    if asked is not None:
-        return asked > 0
+    """Whether a draft model is expected to draft for a row, so that it is worth reading its prompt ahead."""
+    requested = row.params.num_draft_tokens
+    if requested is not None:
+        return requested > 0
     return policy.drafts_for(row) if isinstance(policy, Planner) else policy.lengths([row])[0] > 0

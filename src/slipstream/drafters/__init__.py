@@ -42,15 +42,15 @@ ARGUMENTS = {
 class Setup:
     """What a drafter may be built from.
 
-    session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
-    bridged: the draft model's over rows of the target, where their vocabularies differ.
-    siblings: tokens that may be verified beside each of a one-hot draft. fixed_tree: the user asked for so many, beside
-    chains of `depth` tokens.
-    coupled: sample with the target's own random numbers (acceptance "match", which "auto" is here).
-    planner: given where costs decide how much to draft.
-    confidence: a draft model stops at the first token of which it is less confident than this.
-    steps: forwards of a draft model in a round at most; extender: goes on behind its drafts.
-    acceptance_probs: drafts should say how likely they are to be accepted, if the drafter can tell.
+    session: the draft model's. target: the target's session, for drafters that share its model or its KV cache.
+    bridged: the draft model's session over rows of the target, where their vocabularies differ.
+    siblings: how many alternatives of each drafted token may be verified. fixed_tree: the user asked for exactly so
+    many, beside a chain of `depth` tokens.
+    coupled: sample with the target's own random numbers, as acceptance "match" needs.
+    planner: where costs decide how much to draft; else None.
+    confidence: a draft model stops at the first token whose probability is lower.
+    steps: most forwards of a draft model in a round. extender: continues its drafts.
+    acceptance_probs: drafts should tell their acceptance probabilities, if the drafter can.
     """
 
     device: torch.device
@@ -70,12 +70,12 @@ class Setup:
 
 
 def names() -> list[str]:
-    """The known drafters: the files and folders here."""
+    """The names of all drafters: of the files and folders here."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def check_name(text: str) -> None:
-    """Refuse an unknown drafter, listing the known ones."""
+    """Raise UsageError, which lists all drafters, unless there is one called `text`."""
     name, allowed = text.partition(":")[0], ["auto", *names()]
     if name not in allowed:
         near = did_you_mean(name, *allowed)
@@ -89,7 +89,7 @@ def traits(text: str) -> Traits:
 
 
 def traits_of(drafter: str | Drafter) -> Traits:
-    """What a drafter declares about itself, given by name or as an object; an object may have no traits of its own."""
+    """What a drafter, a name or an object, declares about itself; an object without traits has the defaults."""
     from slipstream.core.types import Declared, Traits
 
     if isinstance(drafter, str):
@@ -98,9 +98,9 @@ def traits_of(drafter: str | Drafter) -> Traits:
 
 
 def preferred(*, draft_model: bool, costs: bool) -> str:
-    """What "auto" stands for: the drafter of the highest preference whose needs are met.
+    """The drafter that "auto" stands for: of the highest preference among those whose needs are met.
 
-    draft_model: there is one. costs: measured costs decide how much to draft.
+    draft_model: whether there is one. costs: whether measured costs decide how much to draft.
     """
     by_name = {name: traits(name) for name in names()}
     usable = {
@@ -119,7 +119,7 @@ def load(text: str, setup: Setup) -> Drafter:
 
 
 def usage() -> list[str]:
-    """How each drafter is written."""
+    """How each drafter is spelled, with its arguments."""
     return [name + ARGUMENTS.get(name, "") for name in names()]
 
 

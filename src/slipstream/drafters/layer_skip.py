@@ -29,15 +29,14 @@ from slipstream.models.cache_folder import cache_folder
 
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
-USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
 TRAITS = Traits(default_length=4)
 
 
 class SharedCacheSession:
-    """Scores drafts with some layers of the target, from what the target's cache holds of the committed tokens.
+    """Scores drafts with some layers of the target, which read the target's KV cache of the committed tokens.
 
-    It serves to draft: a draft begins with a call without draft tokens, and everything it wrote is forgotten by the
-    next. In between the target must score these rows, or nothing.
+    A draft begins with a call without draft tokens, which forgets what the last one wrote. Between two calls the target
+    may score these rows only.
     """
 
     def __init__(self, target: Session, layers: Sequence[int]) -> None:

@@ -53,7 +53,6 @@ class NgramDrafter:
             )
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """What followed the last occurrence of each row's end; nothing where it never occurred."""
         proposals = [self._follow(row, length) if length else [] for row, length in zip(rows, lengths, strict=True)]
         return Draft.from_lists(proposals, sampler.device)
 

@@ -24,13 +24,11 @@ from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 
 SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
-ALTERNATIVES = 4  # how many of the target's likeliest tokens are noted per position
 AGREED, SIZES = 3, 4  # kinds of tokens: by how far their context's occurrences agree, and by its length, up to 4
 KINDS = 1 + AGREED * SIZES  # the first is what the target ranked
 # chance of a token of each kind, and of the second and third of a place given that those before it are wrong
 PRIOR = (0.25, 0.08, 0.3, 0.3, 0.2, 0.55, 0.6, 0.4, 0.6, 0.75, 0.3, 0.6, 0.9)
 CHANCES = (*PRIOR, *(0.17 for _ in PRIOR), *(0.1 for _ in PRIOR))
-BRANCHES = 2  # tokens beside the best one of each place
 SPAN = 1 << 16  # a table covers the last SPAN to 2 * SPAN tokens of its row
 Place = tuple[list[int], int]  # the nodes of the last 0, 1, ... tokens before a token, and that one, or -1 for none
 ARGUMENT = re.compile(r"(?:(?:(\d+)-)?(\d+)(\+fill)?|(fill))?")
@@ -84,7 +82,7 @@ class _Table:
                 self._leader[token] = follower
 
     def follow(self, last: int, length: int) -> list[int]:
-        """Up to `length` tokens after the row's last, each the likeliest by all before it; ends where none is known."""
+        """Up to `length` tokens after the row's last, each the likeliest after all before it, while one is known."""
         ends, drafted = self._ends, list[int]()
         while len(drafted) < length and (token := self._likeliest(ends, last)) is not None:
             drafted.append(token)
@@ -97,18 +95,18 @@ class _Table:
         return self._ends, -1
 
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
-        """What may follow, of what kind and where it leads, in the order of `_likeliest` and each token once.
+        """What may follow a place, in the order of `_likeliest`: token, kind and the place it leads to.
 
-        The target's ranking gives all its tokens, best first, and every context the most frequent one.
+        Every context gives its most frequent token, the target's ranking all of its tokens.
         """
         (before, token), seen = place, list[int]()
         ends, last = (before, self._last) if token < 0 else (self._after(before, token), token)
-        for token, kind in self._known(ends, last):
+        for token, kind in self._candidates(ends, last):
             if token not in seen:
                 yield token, kind, (ends, token)
                 seen.append(token)
 
-    def _known(self, ends: list[int], last: int) -> Iterator[tuple[int, int]]:
+    def _candidates(self, ends: list[int], last: int) -> Iterator[tuple[int, int]]:
         first = max(self._shortest, 2)
         for size in range(len(ends) - 1, first - 1, -1):
             if gram := self._best[ends[size]]:
@@ -121,12 +119,12 @@ class _Table:
             yield self._token[gram], self._kind(1, ends[1], gram)
 
     def _kind(self, size: int, node: int, gram: int) -> int:
-        """By the length of the context, and whether at most half of its occurrences agree, more or all."""
+        """The kind: by the context's length, and by whether up to half, more or all of its occurrences agree."""
         share = self._count[gram] / max(1, self._count[node] - (node in self._ends))  # nothing has followed the end
         return AGREED * (min(size, SIZES) - 1) + 1 + (share > 0.5) + (share >= 1)
 
     def _likeliest(self, ends: list[int], last: int) -> int | None:
-        """By the longest context of two or more tokens, else by the target's ranking, else by one token of context."""
+        """The best after the longest context of two tokens or more; else as the target ranks; else after one token."""
         first = max(self._shortest, 2)
         gram = next((best for node in reversed(ends[first:]) if (best := self._best[node])), 0)
         if not gram and last in self._leader:
@@ -174,7 +172,6 @@ class NgramTableDrafter:
             )
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """The likeliest continuation of each row by its own table; nothing where the table knows none."""
         if self.acceptance_model is not None:
             branches = self.branches if sampler.branching else 0
             drafts = [
@@ -202,7 +199,7 @@ class NgramTableDrafter:
         """Note the target's likeliest tokens after each row's last token and accepted draft tokens; see `Observer`."""
         if not self.fill:
             return
-        top = logits.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1).indices
+        top = logits.topk(min(4, logits.shape[-1]), dim=-1).indices
         lines: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
         paths = [range(draft.width)] * len(rows) if verdict.path is None else verdict.path.tolist()
         for row, path, (accepted, *others) in zip(rows, paths, lines, strict=True):
@@ -243,6 +240,6 @@ def build(setup: Setup, argument: str) -> NgramTableDrafter:
         int(first or SHORTEST),
         fill=bool(with_sizes or alone),
         acceptance_model=AcceptanceModel(CHANCES, shared=False) if setup.siblings else None,
-        branches=setup.siblings if setup.fixed_tree or not setup.siblings else BRANCHES,
+        branches=setup.siblings if setup.fixed_tree or not setup.siblings else 2,
         fixed_tree=setup.fixed_tree,
     )

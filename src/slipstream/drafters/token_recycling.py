@@ -26,13 +26,12 @@ from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedB
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 
-KEEP = 0.9  # weight of what was known, each time a context comes again
 SPAN = 1 << 15  # a table holds the last SPAN to 2 * SPAN contexts
 CONTEXT = 3  # tokens of the longest context
 WIDTH, LIMIT = 4, 64  # alternatives stored per context
-# chance of a token behind a context of one, two, three tokens, of the row's own table and of the common one
+# acceptance probability after a context of one, two, three tokens, in the row's table and in the shared one
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
-BESIDE = (0.3, 0.2)  # chance of the second and third best, given that those before them are wrong
+BESIDE = (0.3, 0.2)  # of the second and third best, given that those before them are wrong
 CHANCES = (*PRIOR, *(chance for chance in BESIDE for _ in PRIOR))
 TRAITS = Traits(samples=False, needs_forwards=False, branches=True, default_length=7)
 
@@ -75,7 +74,7 @@ class FollowerTable:
 
     def _merged(self, ranks: dict[int, float], earlier: dict[int, float]) -> dict[int, float]:
         for token, weight in earlier.items():
-            ranks[token] = ranks.get(token, 0.0) + KEEP * weight
+            ranks[token] = ranks.get(token, 0.0) + 0.9 * weight  # older rankings fade
         return dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
 
 
@@ -83,13 +82,12 @@ class FollowerTable:
 class TokenRecyclingDrafter:
     """Drafts the chain of the target's best alternatives after contexts that were verified before.
 
-    width: alternatives stored per context. A row has a table of its own, which begins with its text as far as it stands
-    at its first draft; what the target ranked in any row goes into a common one as well. Contexts of two and three
-    tokens go before single ones, the row's own before common ones. Drafts are one-hot. A table holds at most 2 * SPAN
-    contexts.
-    acceptance_model: given, a draft has acceptance probabilities, by how often such tokens were accepted before.
-    branches: alternatives proposed beside the best of each place. fixed_tree: beside those of a chain only, as many as
-    the user said.
+    Every row has its own table, which first learns the text as it stands at the first draft; what the target ranked in
+    any row goes into a shared table as well. Contexts of two and three tokens are looked up before single ones, and in
+    the row's table before the shared one. Drafts are one-hot. A table holds at most 2 * SPAN contexts.
+    width: alternatives stored per context. acceptance_model: if set, drafts have acceptance probabilities, learned from
+    earlier tokens of their kinds. branches: alternatives proposed beside the best of each place. fixed_tree: a chain
+    with as many alternatives beside each token as the user asked for.
     """
 
     vocab_size: int
@@ -98,19 +96,18 @@ class TokenRecyclingDrafter:
     branches: int = 0
     fixed_tree: bool = False
     _guesses: WeakKeyDictionary[Row, tuple[int, list[Node]]] = field(default_factory=WeakKeyDictionary, repr=False)
-    _own: WeakKeyDictionary[Row, FollowerTable] = field(default_factory=WeakKeyDictionary, repr=False)
+    _row_tables: WeakKeyDictionary[Row, FollowerTable] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
         check_whole("token_recycling width", self.width, 1, LIMIT)
         self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """For each row the likeliest followers, and what follows them; a draft ends where nothing is known."""
         branches = self.branches if sampler.branching else 0
         drafts = [
             self._draft(row, length, branches) if length else [] for row, length in zip(rows, lengths, strict=True)
         ]
-        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
+        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""
@@ -126,7 +123,7 @@ class TokenRecyclingDrafter:
             texts = [row.tokens[-CONTEXT:]]  # of the root and of each node
             for parent, token in zip(parents, tokens, strict=True):
                 texts.append([*texts[parent + 1], token][-CONTEXT:])
-            row_table = self._own.get(row)
+            row_table = self._row_tables.get(row)
             common = self._commons.of(row.group)
             tables = [common] if row_table is None else [common, row_table]
             # where a draft repeats itself, accepted tokens have the last word
@@ -139,7 +136,7 @@ class TokenRecyclingDrafter:
     def forget(self) -> None:
         """Drop what was learned from requests; rows under way begin again with their text."""
         self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
-        self._own.clear()
+        self._row_tables.clear()
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
 
@@ -156,9 +153,9 @@ class TokenRecyclingDrafter:
         return nodes
 
     def _chain(self, row: Row, text: list[int], length: int) -> list[Node]:
-        """Up to `length` tokens after a text: each the best; with an acceptance model as far as they are likely."""
+        """Up to `length` tokens after a text, each the best after those before; with a model, while they are likely."""
         tables, nodes, prob = self._tables(row), list[Node](), 1.0
-        while len(nodes) < length and (best := next(self._known(tables, 1, text), None)) is not None:
+        while len(nodes) < length and (best := next(self._candidates(tables, 1, text), None)) is not None:
             token, kind, text = best
             prob *= self._chance(row, kind)
             if self.acceptance_model is not None and prob < UNLIKELY:
@@ -171,14 +168,16 @@ class TokenRecyclingDrafter:
         tables, count = self._tables(row), 1 + self.branches
         likely = Alternatives(cache(partial(self._chance, row)), count, len(PRIOR), ranks=1 + len(BESIDE))
         deepest = -(-length // count) if self.fixed_tree else None
-        return grown(lambda end, prob: likely.followers(self._known(tables, count, end), prob), text, length, deepest)
+        return grown(
+            lambda end, prob: likely.followers(self._candidates(tables, count, end), prob), text, length, deepest
+        )
 
-    def _known(
+    def _candidates(
         self, tables: Sequence[FollowerTable], count: int, text: list[int]
     ) -> Iterator[tuple[int, int, list[int]]]:
-        """The best followers of a text, of what kind they are and the text with each.
+        """The best followers of a text: token, kind and the text with the token.
 
-        Kinds: two for each length of context, by which of the tables knew them.
+        Kinds: two for each length of context, one for each of the tables.
         """
         contexts = self._contexts(text)
         for first, part in ((1, contexts[1:]), (0, contexts[:1])):
@@ -194,14 +193,13 @@ class TokenRecyclingDrafter:
         return CHANCES[kind]
 
     def _tables(self, row: Row) -> tuple[FollowerTable, FollowerTable]:
-        """The row's own and that of its group."""
         return self._table(row), self._commons.of(row.group)
 
     def _table(self, row: Row) -> FollowerTable:
-        """The row's own, which first reads as much of the text as it can hold."""
-        table = self._own.get(row)
+        table = self._row_tables.get(row)
         if table is None:
-            table = self._own[row] = FollowerTable(self.width)
+            table = self._row_tables[row] = FollowerTable(self.width)
+            # the newest of the text, as much as the table can hold
             for end in range(max(1, len(row.tokens) - SPAN), len(row.tokens)):
                 table.enter(self._contexts(row.tokens[max(0, end - CONTEXT) : end]), row.tokens[end : end + 1])
         return table
@@ -222,6 +220,6 @@ def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:
             f"drafter='token_recycling:{argument}'; allowed: token_recycling, or token_recycling:WIDTH with 1 to "
             f"{LIMIT} alternatives"
         )
-    learned = AcceptanceModel(CHANCES) if setup.acceptance_probs else None
+    acceptance_model = AcceptanceModel(CHANCES) if setup.acceptance_probs else None
     branches = setup.siblings if setup.fixed_tree or not setup.siblings else len(BESIDE)
-    return TokenRecyclingDrafter(setup.vocab_size, int(argument or WIDTH), learned, branches, setup.fixed_tree)
+    return TokenRecyclingDrafter(setup.vocab_size, int(argument or WIDTH), acceptance_model, branches, setup.fixed_tree)

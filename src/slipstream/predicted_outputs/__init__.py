@@ -1,1 +1,1 @@
-"""Predicted outputs: a text that the caller expects, most of it, is proposed before any drafter is asked."""
+"""Predicted outputs: the caller's guess of the output is drafted before any drafter is asked."""

@@ -14,17 +14,17 @@ from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.predicted_outputs.alignment import Alignment
 
-AGREED = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by how many before them agree, from 0 to these
-BY_AGREED = (0.6, 0.7, 0.78, 0.84, 0.9, 0.94, 0.97, 0.985)  # the chance of each, before the row has shown anything
+# a token's kind is how many tokens before it agree: fewer than 2, 3, 4, ...; and each kind's acceptance probability
+# before the row has shown anything
+AGREED = (2, 3, 4, 6, 10, 16, 32)
+BY_AGREED = (0.6, 0.7, 0.78, 0.84, 0.9, 0.94, 0.97, 0.985)
 BY_GUESS = (0.7, 0.6, 0.5, 0.45)  # of the first token at a guessed place, by `Guess`
-ROW_STEP = 0.5  # how far one token moves what is known of its row
-LEAST = 0.35  # a prediction whose next token is less likely than this leaves the draft to the decoder's drafter
-CREDIT, MOST_CREDIT = 6.0, 64.0  # tokens of a row's prediction that may be rejected: at first, and ever
-MOST_LOST = 8.0  # of it that one round may take: one edit ends a draft of any length
-REGAINED = 1 / 128  # of one, with every token of the text
-GUESSED = 2  # tokens drafted at a guessed place, until proposals have brought anything
-LONG, AGAIN = 12, 4  # tokens that agree, behind which a prediction without credit is tried again, and how many of it
-UNLIKELY = 0.01  # a draft ends where it is less likely than this to be accepted so far
+ROW_STEP = 0.5  # how far one token moves its row's weight
+MIN_FIRST_PROB = 0.35  # a prediction whose next token is less likely leaves the row to the decoder's drafter
+FIRST_CREDIT = 6.0  # how many tokens of a row's prediction may be rejected before it has earned anything
+MAX_LOST = 8.0  # of the credit, in one round: one edit ends a draft of any length
+GUESSED = 2  # tokens drafted at a guessed place, until proposals have earned anything
+AGAIN = 4  # tokens of a trial of a prediction without credit
 
 
 class Proposal(NamedTuple):
@@ -39,10 +39,10 @@ NOTHING = Proposal([], [])
 
 @dataclass
 class _Followed:
-    """A row's prediction as far as its output has come.
+    """A row's prediction, followed as far as its output has come.
 
-    read: tokens of the output taken in, in `rounds` rounds; proposed: after them, with their kinds; guess: of the first
-    one's place. credit: how many tokens more may be rejected; brought: what all proposals have earned so far.
+    read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them, with the tokens' kinds;
+    guess: of the first one's place. credit: how many more tokens may be rejected. earned: by all proposals so far.
     """
 
     alignment: Alignment
@@ -51,40 +51,40 @@ class _Followed:
     kinds: tuple[int, ...] = ()
     guess: int | None = None
     rounds: int = 0
-    credit: float = CREDIT
-    brought: float = 0.0
+    credit: float = FIRST_CREDIT
+    earned: float = 0.0
 
     @property
     def only_guesses(self) -> bool:
-        """Whether the place is guessed and earlier proposals have brought nothing."""
+        """Whether the place is guessed and earlier proposals have earned nothing."""
         place = self.alignment.place
-        return place is not None and place.guess is not None and self.brought <= 0
+        return place is not None and place.guess is not None and self.earned <= 0
 
     @property
     def length(self) -> int:
-        """How much of the proposal is worth a try, by what earlier ones have brought."""
+        """How many of the proposed tokens to try, by what earlier proposals have earned."""
         place = self.alignment.place
-        if place is None or not self.proposed.tokens or self.proposed.acceptance_probs[0] < LEAST:
+        if place is None or not self.proposed.tokens or self.proposed.acceptance_probs[0] < MIN_FIRST_PROB:
             return 0
         if self.only_guesses:
             return min(GUESSED, int(self.credit))
-        return max(int(self.credit), AGAIN if place.known >= LONG else 0)
+        return max(int(self.credit), AGAIN if place.agreeing >= 12 else 0)  # the text follows the prediction again
 
     def settle(self, row: Row, new: list[int]) -> None:
         """Earn or lose credit by what became of the last proposal; one that was not verified earns half."""
-        done = [one.without_forced for one in row.rounds[self.rounds :]]
-        verified = sum(one.num_prediction_tokens or 0 for one in done)
-        right = sum(min(one.num_prediction_tokens or 0, one.num_accepted_tokens) for one in done)
-        earned = right - min(MOST_LOST, max(0, verified - right))
+        rounds = [round.without_forced for round in row.rounds[self.rounds :]]
+        verified = sum(round.num_prediction_tokens or 0 for round in rounds)
+        right = sum(min(round.num_prediction_tokens or 0, round.num_accepted_tokens) for round in rounds)
+        earned = right - min(MAX_LOST, max(0, verified - right))
         if not verified:
             pairs = zip(self.proposed.tokens, new, strict=False)
             earned = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / 2
-        self.brought, self.rounds = self.brought + earned, len(row.rounds)
-        self.credit = max(0.0, min(MOST_CREDIT, self.credit + earned + REGAINED * len(new)))
+        self.earned, self.rounds = self.earned + earned, len(row.rounds)
+        self.credit = max(0.0, min(64.0, self.credit + earned + len(new) / 128))  # each token of the text regains a bit
 
 
 class RowPredictions:
-    """The predictions of rows, each followed by itself: what is learned of a row depends on that row alone.
+    """Follows the predictions of rows, each on its own: what a row's prediction proposes depends on that row alone.
 
     ends_line: whether a token ends a line. Every proposal is compared with what the text became, verified or not.
     """
@@ -96,7 +96,7 @@ class RowPredictions:
         self._guessed = AcceptanceModel(BY_GUESS, shared=False, row_step=ROW_STEP)
 
     def proposal(self, row: Row) -> Proposal:
-        """What the row's prediction has to say; nothing without one, or where it is not worth asking the target."""
+        """The tokens to try of a row's prediction; none without a prediction or where it is unlikely to be right."""
         if not row.prediction:
             return NOTHING
         followed = self._followed.get(row)
@@ -110,11 +110,11 @@ class RowPredictions:
         return Proposal(proposed.tokens[:length], proposed.acceptance_probs[:length]) if length else NOTHING
 
     def only_guesses(self, row: Row) -> bool:
-        """Whether a row's prediction has shown nothing that would put it before a draft of the decoder's drafter."""
+        """Whether a row's prediction only guesses its place, so that the drafter's draft goes first."""
         return row in self._followed and self._followed[row].only_guesses
 
     def _read(self, row: Row, followed: _Followed) -> None:
-        """Take in the new tokens, and learn from them what the last proposal was worth."""
+        """Read the new tokens, and learn from them how good the last proposal was."""
         new = row.tokens[row.prompt_length + followed.read :]
         tokens, kinds = followed.proposed.tokens, followed.kinds
         followed.settle(row, new)
@@ -132,13 +132,13 @@ class RowPredictions:
         if place is None:
             return
         tokens, probs, kinds, path = list[int](), list[float](), list[int](), 1.0
-        most = min(MAX_DRAFT_TOKENS, max(int(followed.credit), AGAIN))
-        expected = followed.alignment.prediction[place.at : place.at + most]
+        length = min(MAX_DRAFT_TOKENS, max(int(followed.credit), AGAIN))
+        expected = followed.alignment.prediction[place.start : place.start + length]
         for offset, token in enumerate(expected):
-            kind = bisect_right(AGREED, place.known + offset)
+            kind = bisect_right(AGREED, place.agreeing + offset)
             guessed = place.guess is not None and not offset
             path *= self._guessed.chance(row, place.guess or 0) if guessed else self._matched.chance(row, kind)
-            if path < UNLIKELY:
+            if path < 0.01:
                 break
             tokens.append(token)
             probs.append(path)

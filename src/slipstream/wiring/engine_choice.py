@@ -34,9 +34,9 @@ log = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What settings come to, with "auto" resolved. name, traits: the drafter's.
+    """The engine of some settings, with "auto" resolved. name, traits: the drafter's.
 
-    coupled: every committed token is the target's own draw, so that a seed has one text, whatever is drafted.
+    coupled: whether every committed token is the target's own draw, so that a seed has one text whatever is drafted.
     no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
     """
 
@@ -48,7 +48,7 @@ class EngineChoice:
 
 
 def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
-    """Raise `UsageError` for names that are not known; warn of a setting without effect."""
+    """Raise `UsageError` for unknown names; warn of a setting without effect."""
     if (useless := config.contradiction()) is not None:
         log.warning(useless)
     if config.acceptance != "auto":
@@ -57,48 +57,48 @@ def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
         drafters.check_name(drafter)
 
 
-def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafter, rule: Rule | None) -> EngineChoice:
-    """The loop of these settings. wanted: the drafter; rule: an acceptance rule given as an object."""
+def choose_engine(
+    models: ModelPair, config: DecoderConfig, requested: str | Drafter, rule: Rule | None
+) -> EngineChoice:
+    """The engine of these settings. requested: the drafter; rule: an acceptance rule given as an object."""
     choice = LengthChoice.parse(config.num_draft_tokens)
-    drafter = pick_drafter(models, choice, wanted)
-    name, traits = name_of(drafter), drafters.traits_of(drafter)
+    picked = pick_drafter(models, choice, requested)
+    name, traits, is_ours = name_of(picked), drafters.traits_of(picked), isinstance(picked, str)
     check_confidence(choice, config.num_draft_tokens, name)
-    coupled = is_coupled(rule or config.acceptance, traits, is_ours=isinstance(drafter, str))
+    coupled = is_coupled(rule or config.acceptance, traits, is_ours=is_ours)
     planner = make_planner(models, config, name, traits, coupled=coupled) if choice.kind == "auto" else None
-    made = make_drafter(models, config, drafter, rule, planner, coupled=coupled)
-    engine = assemble(
-        models, config, made, planner, rule or config.acceptance, traits, is_ours=isinstance(drafter, str)
-    )
+    drafter = make_drafter(models, config, picked, rule, planner, coupled=coupled)
+    engine = assemble(models, config, drafter, planner, rule or config.acceptance, traits, is_ours=is_ours)
     guarded = GuardedEngine.of(engine, models.target_session, models.draft_session)
     return EngineChoice(guarded, name, traits, coupled, why_no_predictions(models, config))
 
 
-def pick_drafter(models: ModelPair, choice: LengthChoice, wanted: str | Drafter) -> str | Drafter:
-    """What "auto" stands for; anything else as it is."""
-    if wanted != "auto":
-        return wanted
-    costs = choice.kind == "auto"  # how much to draft goes by what it costs and brings
+def pick_drafter(models: ModelPair, choice: LengthChoice, requested: str | Drafter) -> str | Drafter:
+    """The drafter that "auto" stands for; any other as it is."""
+    if requested != "auto":
+        return requested
+    costs = choice.kind == "auto"  # measured costs decide how much to draft
     if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
         return "none"
     return drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
 
 
 def is_coupled(acceptance: str | Rule, traits: Traits, *, is_ours: bool) -> bool:
-    """Whether every committed token is the target's own draw: where it is left to us, for each drafter of ours."""
-    if acceptance == "auto":
+    """Whether every committed token is the target's own draw."""
+    if acceptance == "auto":  # our drafters draft by `match`, a user's that samples is verified by its distribution
         return is_ours or not traits.samples
     return rule_for(acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
 
 def make_planner(models: ModelPair, config: DecoderConfig, name: str, traits: Traits, *, coupled: bool) -> Planner:
-    """What decides how much to draft, with the costs that calibration has measured."""
-    target, found = models.target_session, models.calibration
+    """The planner of these models, with the costs that their calibration has measured."""
+    target, calibration = models.target_session, models.calibration
     times = models.draft_times if traits.needs_draft_model else NOT_TIMED
     costs = CostModel(
         target.shapes.width_for,
         target.num_tokens,
-        {} if found is None else found.milliseconds,
-        {} if found is None else found.totals,
+        {} if calibration is None else calibration.milliseconds,
+        {} if calibration is None else calibration.totals,
         config.max_batch_size,
         times.steps,
         times.token,
@@ -125,21 +125,21 @@ def make_planner(models: ModelPair, config: DecoderConfig, name: str, traits: Tr
 def make_drafter(
     models: ModelPair,
     config: DecoderConfig,
-    wanted: str | Drafter,
+    picked: str | Drafter,
     rule: Rule | None,
     planner: Planner | None,
     *,
     coupled: bool,
 ) -> Drafter:
-    """The drafter of a name, or an object as it is."""
+    """Build the drafter of a name; an object is used as it is."""
     choice, target = LengthChoice.parse(config.num_draft_tokens), models.target_session
-    refused = choice.siblings and no_tree(wanted, models, rule or config.acceptance, coupled=coupled)
+    refused = choice.siblings and no_tree(picked, models, rule or config.acceptance, coupled=coupled)
     if refused and choice.siblings > 0:
         raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
-    if not isinstance(wanted, str):
-        if not isinstance(wanted, Drafter):
-            raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
-        return wanted
+    if not isinstance(picked, str):
+        if not isinstance(picked, Drafter):
+            raise UsageError(f"drafter={picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
+        return picked
     setup = drafters.Setup(
         target.backend.device,
         target.backend.vocab_size,
@@ -155,7 +155,7 @@ def make_drafter(
         depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
         steps=MAX_DRAFT_TOKENS if planner is None else planner.steps,
     )
-    return drafters.load(wanted, setup)
+    return drafters.load(picked, setup)
 
 
 def assemble(
@@ -168,7 +168,7 @@ def assemble(
     *,
     is_ours: bool,
 ) -> Engine:
-    """The engine of these parts, and what edits drafts: predictions, constraints, the limits of the vocabulary."""
+    """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
     policy = make_policy(choice, traits, planner, limit=target.longest_draft)
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader)
@@ -217,21 +217,21 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
 def _in_vocabulary(
     constrain: Callable[[Sequence[Row], Propose], Draft], vocab_size: int, rows: Sequence[Row], propose: Propose
 ) -> Draft:
-    """A draft whose ids are all the target's: others, such as -1 for "none", become the nearest, and are drafts too."""
+    """Clamp the ids of a user's drafter to the target's vocabulary; -1 for "none" becomes 0, which is a draft too."""
     draft = constrain(rows, propose)
     return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 
 def name_of(choice: object) -> str:
-    """The name of a drafter or rule, whichever way it was given."""
+    """The name of a drafter or rule that was given by name or as an object."""
     if isinstance(choice, Rule):
         return choice.name
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def no_tree(wanted: str | Drafter, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
+def no_tree(picked: str | Drafter, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
     """Why drafts cannot branch, and what is allowed; empty if they can."""
-    drafter, traits = name_of(wanted), drafters.traits_of(wanted)
+    drafter, traits = name_of(picked), drafters.traits_of(picked)
     if not traits.branches:
         able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
         return f"drafter={drafter!r}; allowed: trees with drafters {able}"

@@ -16,7 +16,7 @@ from slipstream.bench.tuning.advice import Advice
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
-from slipstream.drafters.model import REPRODUCIBLE
+from slipstream.drafters.model import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import is_gguf
 
@@ -91,7 +91,7 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         )
     if candidate.kind in ("model", "hybrid"):
         types.append("draft-simple")
-        unsure = f"{REPRODUCIBLE:g}" if stops_early else "0"
+        unsure = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
         flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
         if stops_early:

@@ -1,4 +1,4 @@
-"""What drafts through bytes can bring between two vocabularies, tried on a text without any model."""
+"""Estimates, from a text and without any model, how well drafts translate between two vocabularies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
-DRAFTED, EVERY, CHARACTERS = 6, 3, 8000  # draft tokens of a trial, tokens between two trials, characters tried
-SHOWN = 5
+DRAFTED, EVERY = 6, 3  # draft tokens of a trial, target tokens between two trials
+SHOWN = 5  # names of special tokens that are listed
 
 
 @dataclass(frozen=True)
 class BridgeEstimate:
-    """What the bridge does, counted on a text.
+    """How well a bridge translates drafts, counted on a text.
 
-    shared: tokens of both; of_target, of_draft: as shares of each. known: share of the text's tokens that the draft
-    has too; aligned: share that end where a draft token ends. kept: share of proposed tokens that are the text's, if
-    the draft model guesses the text perfectly; per_step: how many are proposed per draft token then.
-    special: names of special tokens that both have. own_chat: the draft model renders chats by a template of its own.
+    shared: how many tokens both vocabularies have; of_target, of_draft: as shares of each. known: the share of the
+    text's tokens that the draft has too; aligned: the share that end where a draft token ends. kept: the share of
+    proposed tokens that are right if the draft model guesses the text perfectly; per_step: how many that is per draft
+    token. special: names of special tokens that both have. own_chat: whether the draft model has a chat template.
     """
 
     shared: int
@@ -32,7 +32,7 @@ class BridgeEstimate:
     own_chat: bool
 
     def findings(self) -> list[tuple[str, bool | None, str, str]]:
-        """Subject, whether both are the same, what was found, what follows."""
+        """Lines of a report: subject, whether both are the same, the finding, its consequence."""
         names = ", ".join(self.special[:SHOWN]) + (", ..." if len(self.special) > SHOWN else "")
         chat = "by the draft model's own template" if self.own_chat else "by the target's template, its markers as text"
         return [
@@ -48,8 +48,8 @@ class BridgeEstimate:
             (
                 "estimated loss",
                 None,
-                f"of the text's tokens {self.known:.1%} are in the draft's vocabulary, {self.aligned:.1%} end where a "
-                "draft token ends",
+                f"of the text's tokens {self.known:.1%} are in the draft's vocabulary, {self.aligned:.1%} end where "
+                "a draft token ends",
                 f"a draft model that guessed every word would have {1 - self.kept:.1%} of its tokens rejected, and "
                 f"brings {self.per_step:.2f} tokens per step",
             ),
@@ -57,11 +57,11 @@ class BridgeEstimate:
 
 
 def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
-    """Try the bridge on the first CHARACTERS of a text."""
-    text = text[:CHARACTERS]
+    """Try the bridge on the first 8,000 characters of a text."""
+    text = text[:8000]
     target_ids, draft_ids = bridge.target.encode(text).ids, bridge.draft.encode(text).ids
     ends = _ends(bridge.draft.texts, draft_ids)
-    own_ends = _ends(bridge.target.texts, target_ids)
+    target_ends = _ends(bridge.target.texts, target_ids)
     shared = bridge.target.ids.keys() & bridge.draft.ids.keys()
     count = max(1, len(target_ids))
     kept, proposed, steps = _trials(bridge, text, target_ids)
@@ -70,7 +70,7 @@ def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
         of_target=len(shared) / max(1, len(bridge.target.ids)),
         of_draft=len(shared) / max(1, len(bridge.draft.ids)),
         known=sum(bridge.target.texts[token] in shared for token in target_ids) / count,
-        aligned=len(set(own_ends) & set(ends)) / count,
+        aligned=len(set(target_ends) & set(ends)) / count,
         kept=kept / max(1, proposed),
         per_step=kept / max(1, steps),
         special=tuple(sorted(bridge.target.special.keys() & bridge.draft.special.keys())),
@@ -79,7 +79,7 @@ def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
 
 
 def _trials(bridge: VocabularyBridge, text: str, target_ids: list[int]) -> tuple[int, int, int]:
-    """Tokens that are right, tokens proposed and draft tokens, where the text's own next words are drafted."""
+    """Right tokens, proposed tokens and draft tokens, where the draft is always the text's true continuation."""
     ends, data = _ends(bridge.target.texts, target_ids), text.encode()
     kept = proposed = steps = 0
     for position in range(EVERY, len(target_ids) - 2 * DRAFTED, EVERY):

@@ -1,8 +1,7 @@
 """A draft model and its KV cache over rows of a target with another vocabulary.
 
-The row's text in the draft model's tokens follows the target's committed tokens. A token at its end may become another
-one when the text goes on, so the end is encoded anew whenever it does: from a boundary that no further text moves, two
-words back.
+Each row's text is kept in the draft model's tokens as well. The last tokens may change when the text goes on, so its
+end is then encoded again, from a token boundary two words back that further text does not move.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinish
 
 KEPT_WORDS = 2  # words at the end of a text whose tokens may still change
 LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
-SPARE = 64  # positions reserved beyond a text's own
 
 
 @dataclass
 class DraftText:
-    """A row's text: `settled` draft tokens, then the text `tail` whose tokens may still change.
+    """A row's text in draft tokens: `settled` of them are final; those of the text `tail` may still change.
 
-    read: how many of the target's tokens it has. beginning: whether the tail begins the text.
+    read: how many of the target's tokens were read. beginning: whether the tail begins the text.
     """
 
     bridge: VocabularyBridge
@@ -38,7 +36,7 @@ class DraftText:
     longest_tail: int = LONGEST_TAIL
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Take in what the target has committed since: the draft tokens that follow those settled before.
+        """Read what the target has committed since; returns the draft tokens after those that were settled before.
 
         tokens: all of the row's. A character that is not complete yet is read byte by byte.
         """
@@ -82,7 +80,7 @@ class DraftText:
 
 
 def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
-    """The first token that further text may change: that of the last word but one.
+    """The first token that further text may change: it begins the last word but one.
 
     Every common pre-tokenizer begins a new piece at a space after something else, and no common token reaches over one.
     """
@@ -100,7 +98,7 @@ def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
 
 @dataclass
 class _Counterpart:
-    """A row's text in draft tokens, as a row of the draft model's session; drafted: what was fed after it."""
+    """The draft model's row for a row of the target. drafted: draft tokens that were fed after its text."""
 
     text: DraftText
     row: Row
@@ -111,7 +109,7 @@ class _Counterpart:
 class BridgedSession:
     """The draft model's session for rows of the target: each has a counterpart in the draft model's own tokens.
 
-    Where a row's end is encoded anew its cached tokens are kept up to the first that differs.
+    When a row's end is encoded again, the cache keeps its tokens up to the first that changed.
     """
 
     def __init__(self, session: Session, bridge: VocabularyBridge) -> None:
@@ -125,11 +123,11 @@ class BridgedSession:
 
     @property
     def longest_draft(self) -> int:
-        """Draft tokens that a round may have, so that a text still fits before them."""
+        """Most draft tokens of a round, which leave room for a text in the draft model's context."""
         return max(1, self.backend.max_length // 4)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room. length: in the target's tokens; more is reserved where a text turns out longer."""
+        """Reserve slots. length: in the target's tokens; more is reserved where a text turns out longer."""
         length = max(self._reserved[1], min(length, self.backend.max_length))
         self._reserved = max(self._reserved[0], rows), length
         self.session.reserve(rows, length)
@@ -150,13 +148,13 @@ class BridgedSession:
         return counterpart is not None and self.session.holds(counterpart.row)
 
     def draft_rows(self, rows: Sequence[Row], steps: int) -> list[Row]:
-        """The rows' texts in draft tokens, with what the target has committed since, and room for a draft."""
+        """The rows' counterparts, up to date with the committed tokens, with room for a draft of `steps` tokens."""
         counterparts = [self._updated(row, steps) for row in rows]
         self._make_room(len(counterparts), counterparts, steps)
         return counterparts
 
     def note_drafted(self, rows: Sequence[Row], drafted: Sequence[Sequence[int]]) -> None:
-        """Draft tokens that are about to be fed after the rows' texts: all of this round so far."""
+        """Note all draft tokens of this round so far, which are about to be fed after the rows' texts."""
         for row, tokens in zip(rows, drafted, strict=True):
             self._rows[row].drafted = list(tokens)
 
@@ -164,16 +162,16 @@ class BridgedSession:
         rows, length = self._reserved
         needed = max((len(row.tokens) for row in counterparts), default=0) + steps
         if count > rows or needed > length:
-            self.reserve(max(rows, count), max(length, min(needed + needed // 4 + SPARE, self.backend.max_length)))
+            self.reserve(max(rows, count), max(length, min(needed + needed // 4 + 64, self.backend.max_length)))
 
     def _counterpart(self, row: Row) -> _Counterpart:
         counterpart = self._rows.get(row)
         if counterpart is None:
-            counterpart = self._rows[row] = self._made(row)
+            counterpart = self._rows[row] = self._make_counterpart(row)
         return counterpart
 
-    def _made(self, row: Row) -> _Counterpart:
-        """Chat messages are rendered by the draft model's own template, other texts begin as its tokenizer begins."""
+    def _make_counterpart(self, row: Row) -> _Counterpart:
+        """Chat messages are rendered by the draft model's own template; other texts begin as its tokenizer begins."""
         target, draft = self.bridge.target, self.bridge.draft
         tail = min(LONGEST_TAIL, max(1, self.backend.max_length // 4))
         rendered = self._rendered(row)
@@ -198,21 +196,22 @@ class BridgedSession:
             return None
 
     def _updated(self, row: Row, steps: int) -> Row:
-        """The row's counterpart, caught up with the committed tokens; the cache keeps what did not change."""
+        """The row's counterpart, up to date with the committed tokens."""
         counterpart = self._counterpart(row)
         draft_row, start = counterpart.row, counterpart.text.settled
         tail = counterpart.text.follow(row.tokens)
-        was = draft_row.tokens[start:] + counterpart.drafted
-        same = next((i for i, (a, b) in enumerate(zip(was, tail, strict=False)) if a != b), min(len(was), len(tail)))
+        cached = draft_row.tokens[start:] + counterpart.drafted
+        pairs = enumerate(zip(cached, tail, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
         self.session.keep(draft_row, start + same)
-        draft_row.tokens[start:] = tail if start or tail else self._something()
+        draft_row.tokens[start:] = tail if start or tail else self._end_of_text()
         counterpart.drafted = []
         self._shorten(counterpart, steps)
         draft_row.open_end = max(1, len(draft_row.tokens) - counterpart.text.settled)
         return draft_row
 
-    def _something(self) -> list[int]:
-        """A text without any token begins with the draft model's end, as documents do that follow each other."""
+    def _end_of_text(self) -> list[int]:
+        """What the draft model reads in place of an empty text, as if an earlier document had ended before it."""
         return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
 
     def _shorten(self, counterpart: _Counterpart, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a draft model has written after a row's text, on its way into the target's tokens."""
+"""Translates what a draft model writes after a row's text into the target's tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from math import prod
 
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinished
 
-CONTEXT, MOST_CONTEXT = 3, 24  # committed tokens that are encoded together with a draft: at least, and to reach a word
-
 
 class Continuation:
-    """One row's draft of one round: draft tokens go in, the target's come out.
+    """One row's draft of one round: draft tokens go in, target tokens come out.
 
-    over: the draft model has ended the text, or written a special token that is no text.
+    over: whether the draft model has ended the text or written a special token that is no text.
     """
 
     def __init__(self, bridge: VocabularyBridge, committed: Sequence[int]) -> None:
@@ -24,7 +22,7 @@ class Continuation:
         self.over = False
         self._context = _context(bridge, committed)
         self._before = b"".join(bridge.target.texts[token] or b"" for token in self._context)
-        self._known: tuple[int, list[int]] = (-1, [])
+        self._encoded: tuple[int, list[int]] = (-1, [])  # number of draft tokens, target tokens
 
     def add(self, token: int) -> None:
         """The draft model's next token."""
@@ -40,24 +38,25 @@ class Continuation:
             self._text += text
 
     def tokens(self) -> list[int]:
-        """The draft in the target's tokens: encoded together with the text before it, so that it is cut as usual.
+        """The draft in the target's tokens.
 
-        Where that would cut the text before it differently, the draft is encoded alone.
+        It is encoded together with the text before it, so that token boundaries fall as usual; or alone, where that
+        would move the boundaries of the text before it.
         """
-        if self._known[0] != len(self._begins):
-            self._known = len(self._begins), self._encoded()
-        return self._known[1]
+        if self._encoded[0] != len(self._begins):
+            self._encoded = len(self._begins), self._encode()
+        return self._encoded[1]
 
-    def _encoded(self) -> list[int]:
+    def _encode(self) -> list[int]:
         target, count = self._bridge.target, len(self._context)
-        text, complete = _whole(self._before + self._text)
+        text, complete = _decodable(self._before + self._text)
         ids = target.encode(text).ids
         if ids[:count] == self._context:
             ids = ids[count:]
         elif unfinished(self._before):
             return []
         else:
-            text, complete = _whole(self._text)
+            text, complete = _decodable(self._text)
             ids = target.encode(text).ids
         num_texts = next((i for i, number in enumerate(ids) if not self._is_text(number)), len(ids))
         ended = self._end is not None and complete and num_texts == len(ids)
@@ -69,7 +68,8 @@ class Continuation:
     def chances(self, draft_probs: Sequence[float]) -> list[float]:
         """The probability of each of `tokens()`. draft_probs: the draft model's, of each draft token.
 
-        A draft token counts where it begins: a token of the target's that begins inside one is as good as certain.
+        A draft token's probability counts for the target token in which it begins. A target token in which none begins
+        has probability 1.
         """
         texts = [self._bridge.target.texts[token] or b"" for token in self.tokens()]
         bounds = [0]
@@ -82,22 +82,22 @@ class Continuation:
 
 
 def _context(bridge: VocabularyBridge, committed: Sequence[int]) -> list[int]:
-    """The last committed tokens from the beginning of a word on, where one is near; never a special token."""
+    """The last 3 to 24 committed tokens, from the beginning of a word on if there is one; never a special token."""
     texts, first = bridge.target.texts, len(committed)
     fallback = first
-    while first > 0 and len(committed) - first < MOST_CONTEXT and (text := texts[committed[first - 1]]) is not None:
+    while first > 0 and len(committed) - first < 24 and (text := texts[committed[first - 1]]) is not None:
         first -= 1
         if 0x80 <= text[0] < 0xC0:  # inside a character
             continue
-        if len(committed) - first <= CONTEXT:
+        if len(committed) - first <= 3:
             fallback = first
         elif text[:1] == b" ":
             return list(committed[first:])
     return list(committed[fallback:])
 
 
-def _whole(data: bytes) -> tuple[str, bool]:
-    """The characters of the data up to the first that is broken or not complete, and whether that is all of it."""
+def _decodable(data: bytes) -> tuple[str, bool]:
+    """The text up to the first broken or incomplete character, and whether that is all of the data."""
     try:
         return data.decode(), True
     except UnicodeDecodeError as error:

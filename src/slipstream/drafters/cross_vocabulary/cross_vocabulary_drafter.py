@@ -1,9 +1,8 @@
-"""A draft model of another vocabulary: it reads and writes bytes, and its text is encoded in the target's tokens.
+"""A draft model of another vocabulary: its text is translated, as bytes, into the target's tokens.
 
-Its drafts are guesses that acceptance by `match` verifies, so the text is the target's whatever becomes of them. Rules
-that need the distribution of a draft get drafts of the shared tokens only: sampled from the draft model's distribution
-over the shared tokens, renormalised, they have a distribution over the target's tokens (Timor et al., ICML 2025,
-arXiv 2502.05202, algorithm 4).
+With acceptance by `match` a draft is a guess, so any translation leaves the text the target's own. Rules that need the
+distribution of a draft get drafts of shared tokens only, sampled from the draft model's renormalised distribution over
+them, which is a distribution over the target's tokens (Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TRAITS = Traits(
 
 
 class SharedTokens:
-    """Which of the draft model's tokens are tokens of the target. V: the target's vocabulary, D: the draft model's."""
+    """The tokens that both vocabularies have. V: the size of the target's vocabulary, D: of the draft model's."""
 
     def __init__(self, bridge: VocabularyBridge, vocab_size: int, device: torch.device) -> None:
         pairs = sorted(bridge.shared.items())
@@ -59,11 +58,11 @@ class SharedTokens:
 
 
 class SharedTokenScorer:
-    """A draft model's session as one over the target's vocabulary, of which it knows the shared tokens."""
+    """Presents a draft model's session as one over the target's vocabulary; only shared tokens have finite logits."""
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, longest: int) -> None:
         self._bridged, self._shared, self._longest = bridged, shared, longest
-        self._own: list[Row] = []
+        self._draft_rows: list[Row] = []
 
     @property
     def backend(self) -> Backend:
@@ -72,23 +71,22 @@ class SharedTokenScorer:
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits over the target's vocabulary, after drafts of shared tokens."""
         if draft.shape[1] == 0:
-            self._own = self._bridged.draft_rows(rows, self._longest)
+            self._draft_rows = self._bridged.draft_rows(rows, self._longest)
         fed = self._shared.draft_id[draft.to(self._shared.draft_id.device)]
         self._bridged.note_drafted(rows, fed.tolist())
-        return self._shared.of(self._bridged.session.score(self._own, fed, lengths, keep))
+        return self._shared.of(self._bridged.session.score(self._draft_rows, fed, lengths, keep))
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """Not in one call: the likeliest token may be none of the shared ones."""
-        return None
+        return None  # the likeliest token may be none of the shared ones
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self._bridged.session.keep_drafts(lengths)
 
 
 class SharedTokenDrafter:
-    """Samples drafts of shared tokens from the draft model's distribution over them, which the draft carries.
+    """Samples drafts of shared tokens from the draft model's distribution over them, which `Draft.probs` has.
 
-    A row's draft ends where its options leave none of these tokens: nothing was sampled there.
+    A row's draft ends where its options exclude all shared tokens: nothing can be sampled there.
     """
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None) -> None:
@@ -110,9 +108,9 @@ class SharedTokenDrafter:
 class CrossVocabularyDrafter:
     """Drafts text with the draft model and proposes it in the target's tokens.
 
-    A greedy row gets the draft model's likeliest text. For a sampled one the shared tokens race with the numbers that
-    the target will use at that position; a token that the target does not have is taken where it is likelier than all
-    of these together.
+    A greedy row gets the draft model's likeliest text. For a sampled row the shared tokens race with the random numbers
+    that the target will use at that position; a token that the target lacks is taken if it is likelier than all shared
+    tokens together.
     """
 
     def __init__(self, setup: Setup, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None) -> None:
@@ -120,7 +118,7 @@ class CrossVocabularyDrafter:
         self._extender, self._steps = setup.extender, min(setup.steps, bridged.longest_draft)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """As many draft tokens as target tokens are asked for, in the target's tokens: these may be fewer."""
+        """Draft as many draft tokens as target tokens are asked for; they may become fewer target tokens."""
         width = min(max(lengths, default=0), self._steps)
         if width == 0:
             return Draft.empty(len(rows), sampler.device)
@@ -132,22 +130,27 @@ class CrossVocabularyDrafter:
         )
         proposals = [text.tokens()[:length] if length else [] for text, length in zip(texts, lengths, strict=True)]
         draft = replace(Draft.from_lists(proposals, sampler.device), steps=steps)
-        known = [text.chances(its)[:n] if n else [] for text, its, n in zip(texts, chances, draft.lengths, strict=True)]
-        records = [record_of(n, Line(chances=sure)) for n, sure in zip(lengths, known, strict=True)]
+        token_chances = [
+            text.chances(draft_chances)[:n] if n else []
+            for text, draft_chances, n in zip(texts, chances, draft.lengths, strict=True)
+        ]
+        records = [record_of(n, Line(chances=line)) for n, line in zip(lengths, token_chances, strict=True)]
         if isinstance(self._stop, WhilePays):
             learned = self._stop.planner.model_drafts
-            both = [
-                extended(self._extender, row, tokens, learned.acceptance_probs(row, sure), n)
-                for row, tokens, sure, n in zip(rows, proposals, known, lengths, strict=True)
+            chains = [
+                extended(self._extender, row, tokens, learned.acceptance_probs(row, line), n)
+                for row, tokens, line, n in zip(rows, proposals, token_chances, lengths, strict=True)
             ]
-            draft = replace(Draft.from_lists([tokens for tokens, _ in both], sampler.device), steps=steps)
-            records = [replace(record, acceptance_probs=own) for record, (_, own) in zip(records, both, strict=True)]
+            draft = replace(Draft.from_lists([tokens for tokens, _ in chains], sampler.device), steps=steps)
+            records = [
+                replace(record, acceptance_probs=probs) for record, (_, probs) in zip(records, chains, strict=True)
+            ]
         return replace(draft, rows=tuple(records))
 
     def _in_one_call(
         self, draft_rows: Sequence[Row], width: int, texts: Sequence[Continuation], sampler: Sampler
     ) -> int:
-        """Greedy drafts where the draft model makes them without returning to the host; 0 where it does not."""
+        """Draft greedily without returning to the host; the number of steps, or 0 where that is impossible."""
         if self._stop is not None or not sampler.plain:
             return 0
         drafted = self._bridged.session.draft_greedy(draft_rows, width, self._shared.head_size)
@@ -169,7 +172,7 @@ class CrossVocabularyDrafter:
         chances: list[list[float]],
         sampler: Sampler,
     ) -> int:
-        """A forward of the draft model per token, while a row wants more; returns how many. Fills in `chances`."""
+        """Draft with a forward per token while a row wants more; returns how many. Fills in `chances`."""
         rows, session, device = sampler.rows, self._bridged.session, self._bridged.backend.device
         drafted: list[list[int]] = [[] for _ in rows]
         draft_lengths = [min(n, width) for n in lengths]
@@ -187,7 +190,7 @@ class CrossVocabularyDrafter:
             if self._stop is not None:
                 stopped = self._stop.ends(rows, draft_lengths, chances, False)
                 over = [a or b for a, b in zip(over, stopped, strict=True)]
-            draft_lengths = [min(want, j + 1) if end else want for want, end in zip(draft_lengths, over, strict=True)]
+            draft_lengths = [min(n, j + 1) if is_over else n for n, is_over in zip(draft_lengths, over, strict=True)]
             if max(draft_lengths) <= j + 1:
                 return j + 1
         return width

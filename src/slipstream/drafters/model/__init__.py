@@ -1,7 +1,7 @@
-"""The drafter "model": a draft model, and the sessions in which it reads and scores less than everything."""
+"""The drafter "model": a draft model, and sessions that skip part of a long prompt or of the vocabulary."""
 
 from slipstream.drafters.model.model_drafter import (
-    REPRODUCIBLE,
+    MIN_DRAFT_PROB,
     TRAITS,
     Line,
     ModelDrafter,
@@ -17,7 +17,7 @@ from slipstream.drafters.model.model_drafter import (
 )
 
 __all__ = [
-    "REPRODUCIBLE",
+    "MIN_DRAFT_PROB",
     "TRAITS",
     "Line",
     "ModelDrafter",

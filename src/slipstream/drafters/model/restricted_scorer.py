@@ -1,9 +1,9 @@
-"""A draft model's session that scores, for each row, a part of the vocabulary.
+"""A draft model's session that scores, for each row, only a part of the vocabulary.
 
-That part is the frequent tokens, the row's end tokens and those of its own text so far, so it depends on nothing but
-the row's committed tokens. A row that goes beyond it again and again, in another script perhaps, is scored whole.
-What is left out has logit -inf, so a draft's distribution is over the tokens that could be drafted: whatever rule
-verifies it stays exact.
+That part is the frequent tokens, the row's end tokens and the tokens of its text so far, so it depends on the row's
+committed tokens alone. A row whose text leaves it again and again, in another script perhaps, is scored whole. All
+other tokens have logit -inf, so a draft's distribution covers just the tokens that can be drafted, and every acceptance
+rule stays exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STRAYS, WINDOW = 4, 64  # a row with this many new tokens among this many of its
 
 @dataclass
 class _Vocabulary:
-    """One row's tokens beyond the first ones. tokens: [N], in the order of their weights in `chosen`, and `token_set`.
+    """One row's tokens besides the frequent ones. tokens: [N], in the order of their weights in `chosen`; `token_set`.
 
     num_read: how many of the row's tokens have been looked at; strays: positions of output tokens that were new.
     """
@@ -112,7 +112,7 @@ class RestrictedScorer:
         return self._joined[1]
 
     def _spread(self, logits: Tensor, vocabularies: Sequence[_Vocabulary]) -> Tensor:
-        """[B, J, V] from the logits of the first tokens and, behind them, of each row's others in turn."""
+        """Logits [B, J, V] from those of the frequent tokens, followed by those of each row's other tokens in turn."""
         out = self._all_masked(logits)
         column = first = self.head.num_first
         out[..., :first] = logits[..., :first]

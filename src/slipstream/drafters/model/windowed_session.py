@@ -1,7 +1,7 @@
-"""A draft model's session that reads the beginning and the end of a long prompt, and skips the middle.
+"""A draft model's session that reads the beginning and the end of a long prompt and skips the middle.
 
-Drafts are guesses, so a draft model need not read everything, and one with a short context cannot. It cannot draft from
-what it has not read, though: where the output repeats the prompt, skipping costs more than reading.
+Drafts are guesses, so a draft model need not read everything, and one with a short context cannot. But it cannot draft
+what it has not read: where the output repeats the skipped part of the prompt, skipping costs more than reading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 
 BEGINNING = 64  # tokens of a prompt that are always read: instructions, and the first tokens, which attention needs
-OUTPUT = 2  # at most 1 / OUTPUT of a model's context is kept free for the output
 # what is skipped grows in steps of this part of the limit, so that a chat's next turn finds most of its text cached
 STEPS = 4
 
@@ -79,14 +78,14 @@ class WindowedSession:
 
     def _num_skipped(self, row: Row) -> int:
         context = self.backend.max_length
-        room = context - min(row.params.max_tokens, context // OUTPUT)
+        room = context - min(row.params.max_tokens, context // 2)  # at most half is kept free for the output
         return num_tokens_skipped(row.prompt_length, min(self.limit, max(room, 2 * BEGINNING)))
 
     def _read(self, rows: Sequence[Row]) -> list[Row]:
         return [self._part(row) for row in rows]
 
     def _part(self, row: Row) -> Row:
-        """What is read of a row: all of it, or a part of it, brought up to date with its committed tokens."""
+        """The part of a row that is read, or the row itself, up to date with its committed tokens."""
         num_skipped = self._num_skipped(row)
         if num_skipped == 0:
             return row

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 LIMIT = 32  # tokens of context; longer matches count as this long
 SCANNED = 64  # followers of a context that are compared where several are wanted
-INT_BYTES = 28  # an int in a dict; those of the arrays take 4
+INT_BYTES = 28  # of an int in a dict; those in arrays take 4
 
 
 class Match(NamedTuple):
@@ -31,20 +31,20 @@ NOTHING = Match()
 
 
 class Step(NamedTuple):
-    """One token of a walk: its context, of `known` tokens, occurs `occurrences` times; so often it `followed`."""
+    """One token of a walk, how often its context occurs, and how often it `followed` that context."""
 
     token: int
-    known: int
+    context_length: int
     followed: int
     occurrences: int
 
 
 class SuffixAutomaton:
-    """Substrings of one or more texts, told token by token.
+    """The substrings of one or more texts, learned token by token.
 
-    State 0 stands for the empty string; as a target it means "none". The followers of a state with several are in
-    `_branches`; every state has the one that counts in `_token` and `_target`: the most frequent, of equals the
-    latest or the first, as was said when it was learned. Counts are exact for substrings of up to LIMIT + 1 tokens.
+    State 0 stands for the empty string; as a target it means "none". Each state's usual follower is in `_token` and
+    `_target`: the most frequent, of equally frequent ones the latest or the first (see `learn`). A state with several
+    followers has all of them in `_branches`. Counts are exact for substrings of up to LIMIT + 1 tokens.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class SuffixAutomaton:
     def learn(self, tokens: Iterable[int], *, newest: bool = True) -> None:
         """Append tokens to the current text; a few microseconds each.
 
-        newest: whether a token that has followed a context as often as the one that counts there takes its place, or
-        only one that has done so more often.
+        newest: whether a token becomes a context's usual follower when it has followed as often as the present one, or
+        only when it has followed more often.
         """
         for token in tokens:
             self._last = self._append(token)
@@ -78,8 +78,8 @@ class SuffixAutomaton:
     def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
         """The longest suffix, of at most LIMIT tokens, of a text that occurs here.
 
-        start: where the text stood before `tokens`, if nothing has been learned since; else the text's last LIMIT
-        tokens say everything.
+        start: where the text stood before `tokens`, if nothing was learned since; else give the text's last LIMIT
+        tokens.
         """
         state, length = start.state, start.length
         for token in tokens:
@@ -103,9 +103,9 @@ class SuffixAutomaton:
         return self._count[match.state]
 
     def walk(self, match: Match, occurrences: int) -> Iterator[Step]:
-        """What follows the match: token by token what followed most often in the longest context.
+        """What follows the match: token by token, the usual follower of the longest context.
 
-        occurrences: what to take for the match itself.
+        occurrences: how often the match is taken to occur.
         """
         state, length = match
         tokens, targets, count, link = self._token, self._target, self._count, self._link
@@ -136,10 +136,10 @@ class SuffixAutomaton:
         return path
 
     def alternatives(self, match: Match, occurrences: int) -> Iterator[tuple[Step, Match]]:
-        """What followed the match and where it leads: first as `walk` goes, then others, in ever shorter contexts.
+        """All tokens that followed the match and the matches they lead to, from the longest context to the shortest.
 
-        Of a context with more than SCANNED followers only the most frequent comes. The occurrences of a step are those
-        of its context in which none of the tokens before it followed. occurrences: as for `walk`.
+        A context with more than SCANNED followers gives only its usual one. A step's occurrences are those of its
+        context that none of the tokens before it followed. occurrences: as for `walk`.
         """
         tokens, targets, count = self._token, self._target, self._count
         (state, length), seen = match, list[int]()
@@ -160,7 +160,7 @@ class SuffixAutomaton:
             length = self._length[state]
 
     def memory_bytes(self) -> int:
-        """Bytes taken, counted in full (time grows with the number of states)."""
+        """Bytes taken; counting them takes time that grows with the number of states."""
         arrays = (self._link, self._length, self._count, self._token, self._target)
         dicts = sum(sys.getsizeof(branch) + 2 * INT_BYTES * len(branch) for branch in self._branches.values())
         keys = sys.getsizeof(self._branches) + INT_BYTES * len(self._branches)
@@ -195,7 +195,7 @@ class SuffixAutomaton:
         return new
 
     def _of_length(self, state: int, token: int, target: int) -> int:
-        """The state of the longest string of `at` with `token` behind it; split off `target` if that holds longer ones.
+        """The state of the longest string of `state` and `token`; split off `target` if that holds longer ones.
 
         Both halves have occurred in the same places so far, so they start with the same counts and followers.
         """

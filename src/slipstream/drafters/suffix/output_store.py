@@ -41,10 +41,11 @@ class _Half:
 
 
 class SuffixStore:
-    """The newest of the texts it was given: at most `budget` tokens, and at least half of it once it has been full.
+    """Stores the newest texts: at most `budget` tokens, and at least half as many once it has been full.
 
-    An automaton cannot forget, so there are two: when the newer one has no room for a text within half of the budget,
-    the older is dropped with its texts. A longer text is cut to its end. budget=0: nothing is stored.
+    An automaton cannot forget, so there are two, each for half of the budget: when the newer one has no room for a
+    text, the older one is dropped with its texts. Of a text longer than that only the end is kept. budget=0: nothing is
+    stored.
     tokenizer: any name of the tokenizer; files of another one are refused, unless either name is empty.
     """
 
@@ -57,7 +58,7 @@ class SuffixStore:
 
     @property
     def automata(self) -> list[SuffixAutomaton]:
-        """The automata that hold something, the newer first."""
+        """The automata that are not empty, the newer first."""
         return [half.automaton for half in (self._newer, self._older) if half.texts]
 
     @property
@@ -66,16 +67,16 @@ class SuffixStore:
         return self._newer.automaton.num_tokens + self._older.automaton.num_tokens
 
     def texts(self) -> Iterator[list[int]]:
-        """What is stored, oldest first."""
+        """The stored texts, oldest first."""
         for half in (self._older, self._newer):
             yield from (text.tolist() for text in half.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text; where there is no room, the older half of what was stored goes."""
+        """Store a text; where there is no room, drop the older half."""
         self._add(self._cut(tokens))
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
-        """Keep texts of the user's own, which outlive `reset`; an id outside the vocabulary is refused."""
+        """Store a user's texts, which outlive `reset`; raises UsageError for an id outside the vocabulary."""
         checked = [self._cut(self._ids(number, tokens)) for number, tokens in enumerate(texts)]
         for text in checked:
             self._given.append(text)
@@ -84,7 +85,7 @@ class SuffixStore:
             self._given.popleft()
 
     def reset(self) -> None:
-        """Back to what was seeded and loaded, as if nothing else had been added."""
+        """Drop all texts but those that were seeded and loaded."""
         self._older, self._newer = _Half(), _Half()
         for text in self._given:
             self._add(text)
@@ -142,7 +143,7 @@ class SuffixStore:
         return ids
 
     def _check(self, name: str, parts: dict[str, NDArray[Any]]) -> None:
-        """Refuse what is no store, or one of something else."""
+        """Raise UsageError unless the file is a store of this vocabulary and tokenizer."""
         if str(parts["format"]) != FORMAT:
             raise UsageError(f"{name} has format {str(parts['format'])!r:.60}; allowed: {FORMAT!r}")
         sizes = (parts["vocab_size"], parts["lengths"], parts["tokens"])

@@ -1,4 +1,4 @@
-"""Suffix drafts: what most often followed the longest suffix seen before, in the row's text or in past outputs.
+"""Suffix drafts: what most often followed the longest suffix of the text that occurred before, there or in old outputs.
 
 The idea is that of Oliaro, Jia, Campos and Qiao, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
 Applications" (2024, arXiv:2411.04975): suffix trees of the request and of earlier outputs, drafts whose length grows
@@ -29,7 +29,7 @@ from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, Su
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError
 
-SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, from 1 to these
+SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, less than 2, 3, ...
 AGREED = 7  # and by how far its occurrences agree, see `kind_of`
 # log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model.
 # benchmarks/fit_match_kinds.py fits such numbers from runs.jsonl of `slipstream bench` or from text files, and judges
@@ -37,11 +37,10 @@ AGREED = 7  # and by how far its occurrences agree, see `kind_of`
 # such texts are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
 BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
 BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
-# the same of a runner-up, given that the tokens before it for its place are wrong, from such a fit of 80 answers
+# log-odds of a runner-up, given that the tokens before it for its place are wrong, from such a fit of 80 answers
 # of a 135M and a 0.5B chat model, where 11 % of 1,712 runners-up came true; behind more than two tokens they are few
 BESIDE_BY_LENGTH = (-1.7, -1.5, *(-0.6,) * 6)
 BESIDE_BY_AGREEMENT = (-0.6, -0.6, 0.6, 0.0, -0.3, 0.6, 0.5)
-KINDS = len(BY_LENGTH) * AGREED  # of first choices; as many of runners-up follow
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
@@ -57,12 +56,12 @@ Place = tuple[Match, int]  # where a text stands, and how often that is taken to
 
 
 def prior() -> list[float]:
-    """The chance of a token of each kind, before anything is known about the text."""
+    """The acceptance probability of each kind of first choice, before anything is learned."""
     return [_sigmoid(a + b) for a in BY_LENGTH for b in BY_AGREEMENT]
 
 
 def prior_beside() -> list[float]:
-    """The same of runners-up."""
+    """The acceptance probability of each kind of runner-up, before anything is learned."""
     return [_sigmoid(a + b) for a in BESIDE_BY_LENGTH for b in BESIDE_BY_AGREEMENT]
 
 
@@ -71,13 +70,13 @@ def _sigmoid(log_odds: float) -> float:
 
 
 def kind_of(step: Step) -> int:
-    """Of a token. Its context's occurrences agree about it in less than a third, a half, four fifths, nearly all.
+    """The kind of a token: by the length of its context, and by the share of the context's occurrences it followed.
 
-    Or in all: there is just one, there are two or three, or more.
+    The share: up to 0.3, 0.55, 0.8, below 1; or all of one occurrence, of two or three, of more.
     """
     share = step.followed / step.occurrences
     agreed = bisect_right((0.3, 0.55, 0.8), share) if share < 1 else 4 + bisect_right((2, 4), step.followed)
-    return AGREED * bisect_right(SEEN, step.known) + agreed
+    return AGREED * bisect_right(SEEN, step.context_length) + agreed
 
 
 def likely_chain(
@@ -88,7 +87,7 @@ def likely_chain(
     *,
     prob: float = 1.0,
 ) -> list[Node]:
-    """Up to `length` tokens of a walk, none less likely than UNLIKELY. prob: that what comes before is accepted."""
+    """Up to `length` tokens of a walk, none less likely than UNLIKELY. prob: that the tokens before are accepted."""
     nodes, chance = list[Node](), acceptance_model.chances(row)
     for step in islice(steps, length):
         kind = kind_of(step)
@@ -99,8 +98,8 @@ def likely_chain(
     return nodes
 
 
-def known_after(automaton: SuffixAutomaton, place: Place) -> Iterator[tuple[int, int, Place]]:
-    """What followed at a place, for `Alternatives`."""
+def candidates(automaton: SuffixAutomaton, place: Place) -> Iterator[tuple[int, int, Place]]:
+    """What followed a place before: token, kind and the place it leads to."""
     for step, match in automaton.alternatives(*place):
         yield step.token, kind_of(step), (match, automaton.count(match))
 
@@ -113,7 +112,7 @@ class Guess(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a draft comes from. occurrences: of the match, counting one more that went on in some other way."""
+    """The match that a draft continues. occurrences: of the match, and one more that went on in some other way."""
 
     automaton: SuffixAutomaton
     match: Match
@@ -122,19 +121,19 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class EndedOutput:
-    """A row's list of tokens without the row, which may be gone by the time they are wanted."""
+    """A row's list of tokens; the row itself may be gone when they are stored."""
 
     tokens: list[int]
     prompt_length: int
     group: str = ""
 
     def saved(self) -> list[int]:
-        """What the store keeps: the output behind the end of the prompt; nothing if there is no output."""
+        """The tokens to store: the end of the prompt and the output; nothing without an output."""
         return self.tokens[max(0, self.prompt_length - OPENING) :] if len(self.tokens) > self.prompt_length else []
 
 
 class RowText:
-    """A row's text as far as it has been read: its automaton, and where its end stands in those of the store."""
+    """A row's text as far as it was read: its automaton, and its end's matches in the automata of the store."""
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
@@ -143,29 +142,29 @@ class RowText:
         self.own = SuffixAutomaton()
         self._prompt_length = row.prompt_length
         self._read = 0
-        self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
+        self._matches: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size that the automaton had
         self.guess = Guess(0, [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
-        """Take in the tokens that came since the last call."""
+        """Read the tokens that came since the last call."""
         new = tokens[self._read :]
         prompt = max(0, self._prompt_length - self._read)
         self._read = len(tokens)
         self.own.learn(new[:prompt], newest=False)  # what is copied is copied from its beginning on
         self.own.learn(new[prompt:])  # what goes on as it did lately may do so again
-        before, self._found = self._found, {}
+        before, self._matches = self._matches, {}
         for automaton in stored:
             size, match = before.get(automaton, (-1, NOTHING))
             extend = size == automaton.num_tokens and len(new) < LIMIT
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
-            self._found[automaton] = automaton.num_tokens, match
+            self._matches[automaton] = automaton.num_tokens, match
 
     def source(self) -> Source:
-        """The longest match that goes on somewhere: of equals the row's own, then that in newer outputs."""
+        """The longest match that goes on somewhere; of equally long ones the row's own, then that in newer outputs."""
         match = self.own.followed(self.own.end)
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
-        for automaton, (_, found) in self._found.items():
-            match = automaton.followed(found)
+        for automaton, (_, end) in self._matches.items():
+            match = automaton.followed(end)
             if match.length > best.match.length:
                 best = Source(automaton, match, automaton.count(match) + 1)
         return best
@@ -175,22 +174,22 @@ class RowText:
 class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
-    It is looked for in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
-    `shortest` tokens do not count. A draft follows the most frequent continuation, of equals the latest of the output,
-    then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
-    outputs: how many tokens of past outputs are kept of each group of rows, with the last 16 tokens of their prompts;
+    It is looked up in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
+    `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones the latest
+    in the output, then the first in the prompt) and ends where its estimated probability falls below `threshold`.
+    Drafts are one-hot.
+    outputs: how many tokens of past outputs are kept for each group of rows, with the last 16 tokens of their prompts;
     0 for none.
-    tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
-    acceptance_model: given instead of a threshold; a draft is then as long as it can be and has acceptance
-    probabilities, by how often such tokens were accepted before. Whatever is drafted is compared with what the text
-    became, verified or not.
-    branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
-    batches none, as finding them would cost every row more time than they save.
-    fixed_tree: beside those of a chain only, as many as the user said, in batches as well.
+    tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
+    acceptance_model: replaces the threshold; drafts are then as long as they can be and have acceptance probabilities,
+    learned from earlier tokens of their kinds. Every draft is compared with what the text became, verified or not.
+    branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; none
+    in batches, where finding them would cost every row more time than they save.
+    fixed_tree: a chain with as many tokens beside each of its own as the user asked for, in batches as well.
 
-    An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
-    of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
-    (20 for periodic text, 280 for random ids of a vocabulary of four).
+    An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
+    the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
+    were measured (20 for periodic text, 280 for random ids of a vocabulary of four).
     """
 
     vocab_size: int
@@ -214,12 +213,11 @@ class SuffixDrafter:
         self._store = self._stores.default  # the one that is seeded and saved
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """The likeliest continuation of each row by what is known; nothing where nothing is."""
         if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.fixed_tree or len(rows) == 1) else 0
         drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
-        return draft_of(drafts, lengths, sampler.device, told=self.acceptance_model is not None)
+        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -237,7 +235,7 @@ class SuffixDrafter:
         return [node.token for node in nodes], [node.prob for node in nodes]
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
-        """Keep texts (lists of token ids) as if they were past outputs."""
+        """Store texts (lists of token ids) as if they were past outputs."""
         self._store.seed(texts)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -248,7 +246,7 @@ class SuffixDrafter:
         self._store.save(path or self.path or "")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Keep the outputs of a file as well; one of another vocabulary or tokenizer, or a damaged one, is refused."""
+        """Store the outputs of a file as well; refuses a damaged file, and one of another vocabulary or tokenizer."""
         self._store.load(path)
 
     def forget(self) -> None:
@@ -266,14 +264,13 @@ class SuffixDrafter:
         return self._store.num_tokens
 
     def memory_bytes(self) -> int:
-        """Bytes taken for unfinished rows and past outputs; an upper bound, counted in full."""
+        """An upper bound of the bytes taken by unfinished rows and past outputs."""
         self._keep_outputs()
         return sum(store.memory_bytes() for store in self._stores) + sum(
             text.own.memory_bytes() for text in list(self._texts.values())
         )
 
     def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
-        """The row's tokens, with an acceptance model as far as they are likely by it."""
         text = self._texts.get(row)
         if text is None:
             text = self._texts[row] = RowText(row, self._ended)
@@ -285,7 +282,7 @@ class SuffixDrafter:
             if source.match.length < self.shortest:
                 return []
             tokens = source.automaton.follow(source.match, source.occurrences, length, self.threshold)
-            return [Node(at - 1, token, 0, 1.0) for at, token in enumerate(tokens)]
+            return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)]
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
         if source.match.length >= self.shortest:
@@ -300,10 +297,10 @@ class SuffixDrafter:
         occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
         if not branches:
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
-        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
+        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds=len(BY_LENGTH) * AGREED)
         deepest = -(-length // (1 + branches)) if self.fixed_tree else None
         return grown(
-            lambda place, prob: likely.followers(known_after(automaton, place), prob),
+            lambda place, prob: likely.followers(candidates(automaton, place), prob),
             (match, occurrences),
             length,
             deepest,
@@ -321,16 +318,16 @@ class SuffixDrafter:
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:
     """ "suffix", "suffix:MIN"; p=PERCENT, outputs=TOKENS and store=FILE may follow in this order, joined by "+".
 
-    The file is loaded if it exists. Saving is up to the caller: `SuffixDrafter.save()`. before: what stands before the
-    argument where the user wrote it, for messages.
+    The file is loaded if it exists. Saving is up to the caller: `SuffixDrafter.save()`. before: what the user wrote
+    before the argument, for messages.
     """
-    given = ARGUMENT.fullmatch(f"+{argument}" if argument else "")
-    if given is None:
+    match = ARGUMENT.fullmatch(f"+{argument}" if argument else "")
+    if match is None:
         raise UsageError(
             f"drafter='{before}{argument}'; allowed: suffix, suffix:MIN, and p=PERCENT, outputs=TOKENS, store=FILE "
             "in this order, joined by +"
         )
-    shortest, percent, outputs, file = given.groups()
+    shortest, percent, outputs, file = match.groups()
     if percent is not None and int(percent) > 100:
         raise UsageError(f"drafter='{before}{argument}': p={percent}; allowed: p=0 to p=100")
     if percent is not None and setup.fixed_tree:
