@@ -40,8 +40,8 @@ from terminal import in_one_line, positive
 
 from slipstream.errors import SlipstreamError, UsageError
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from server_storm import HOSTILE, KINDS, Storm
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.server_storm import HOSTILE, KINDS, Storm
 
 COMMAND = "from slipstream.apps.cli import main; main()"
 CLIENTS = Path(__file__).parents[1] / ".clients"
