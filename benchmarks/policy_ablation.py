@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from slipstream.draft_length import acceptance_model, costs, planner
-from slipstream.drafters import model
+from slipstream.drafters.model import model_drafter
 from slipstream.drafters.suffix import suffix_drafter
 
 
@@ -43,7 +43,7 @@ MECHANISMS = (
     Mechanism("correction of single shapes", ((costs, "SHAPE", 0.0),)),
     Mechanism("what drafted tokens cost, learned", ((costs, "COST_DRIFT", 0.0), (costs, "UNSURE", 1e-6))),
     Mechanism("a row's own weight", ((acceptance_model.AcceptanceModel.__init__, "__kwdefaults__", NO_ROWS),)),
-    Mechanism("retrieval behind the draft model's draft", ((model, "extended", unextended),)),
+    Mechanism("retrieval behind the draft model's draft", ((model_drafter, "extended", unextended),)),
     Mechanism("runner-up tokens beside matches", ((suffix_drafter, "BRANCHES", 0),)),
     Mechanism(
         "runner-up tokens of the draft model", ((acceptance_model.ModelDrafts, "runner_up_probs", lambda *_: []),)

@@ -60,17 +60,10 @@ class BatchProcessor:
         """Note the tokens that row number `row` committed; only processors with counts need them."""
 
 
-class ConstraintMasks(BatchProcessor):
-    """Masks every position of the constrained rows, behind their committed tokens and the draft tokens before it.
+class FallibleProcessor(BatchProcessor):
+    """A processor that may fail in a row; the batch goes on, and the row ends where the failure was."""
 
-    Their drafts are read on the host, which waits for the device.
-    """
-
-    def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
-        self._rows, self._vocab_size = rows, vocab_size
-        self._constraints = [constraint_of(row) for row in rows]
-        self.active = any(constraint is not None for constraint in self._constraints)
-        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    def __init__(self) -> None:
         self._failures: dict[int, tuple[int, Exception]] = {}
 
     @property
@@ -81,7 +74,21 @@ class ConstraintMasks(BatchProcessor):
         self._failures.clear()
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        self._failures.pop(row, None)  # what failed behind a draft that was rejected says nothing about the next
+        self._failures.pop(row, None)  # what failed on a draft that was rejected says nothing about the next
+
+
+class ConstraintMasks(FallibleProcessor):
+    """Masks every position of the constrained rows, behind their committed tokens and the draft tokens before it.
+
+    Their drafts are read on the host, which waits for the device.
+    """
+
+    def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
+        super().__init__()
+        self._rows, self._vocab_size = rows, vocab_size
+        self._constraints = [constraint_of(row) for row in rows]
+        self.active = any(constraint is not None for constraint in self._constraints)
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
     def taken(self, row: int, path: Sequence[int]) -> None:
         self._failures.pop(row, None)
@@ -107,27 +114,17 @@ class ConstraintMasks(BatchProcessor):
         return unset.flatten(1)[:, : self._vocab_size]
 
 
-class RequestProcessors(BatchProcessor):
+class RequestProcessors(FallibleProcessor):
     """The request's own Hugging Face processors, called as `generate` calls them: (input_ids [1, n], scores [1, V])."""
 
     may_fail = True
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
+        super().__init__()
         self._rows = rows
         self._checked: set[int] = set()
         self.active = any(params_of(row).logits_processors for row in rows)
         self._texts = [_RowTokens(row, device) for row in rows] if self.active else []
-        self._failures: dict[int, tuple[int, Exception]] = {}
-
-    @property
-    def failures(self) -> Mapping[int, tuple[int, Exception]]:
-        return self._failures
-
-    def drafted(self) -> None:
-        self._failures.clear()
-
-    def advance(self, row: int, tokens: Sequence[int]) -> None:
-        self._failures.pop(row, None)  # what failed on a draft that was rejected says nothing about the next
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):

@@ -1,8 +1,8 @@
 """A conversation: its turns, settings and answers, and what can be said about it afterwards. Knows no terminal and no
 slash command.
 
-The turns are the only truth. Every prompt is made of all of them afresh, by the chat template or, for a model without
-one, as running text; how much of it is cached already is found by the decoder's session, token by token.
+Every prompt is made anew from all turns, by the chat template or, for a model without one, as running text. The
+decoder's session compares it with its cache, token by token, and reads only what is new.
 """
 
 from __future__ import annotations

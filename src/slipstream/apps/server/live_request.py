@@ -186,9 +186,9 @@ class LiveRequest:
 
 
 def notify_all(requests: Iterable[LiveRequest]) -> None:
-    """Have the handlers of these read what has happened.
+    """Let the subscribers of these requests read their new events, then write.
 
-    All read before any writes: a write lets the engine's thread go on, and what comes after finds cold caches.
+    All read before any writes: a write lets the engine's thread continue, whose forward empties the processor's caches.
     """
     writes = []
     for request in requests:

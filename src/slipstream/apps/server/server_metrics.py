@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for it work, and ours beside them.
 
-They live in a registry of their own. Times are seconds of one monotonic clock. Steps are folded many at once: one on
-its own, between two forwards, finds cold caches and costs more.
+They have their own registry. Times are seconds of one monotonic clock. Many steps are counted together, because
+counting each between two forwards would find the processor's caches cold and cost more.
 """
 
 from __future__ import annotations
