@@ -193,7 +193,7 @@ def main(
             "texts": total,
             "lines": lines,
         }
-        json_file.write_text(json.dumps(report, indent=1))
+        json_file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     sys.exit(1 if wrong else 0)
 
 

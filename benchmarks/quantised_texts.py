@@ -61,7 +61,9 @@ def main(
         f"{differing} different"
     )
     if json_file is not None:
-        json_file.write_text(json.dumps({"target": target, "activations": activations, "gaps": gaps}) + "\n")
+        json_file.write_text(
+            json.dumps({"target": target, "activations": activations, "gaps": gaps}) + "\n", encoding="utf-8"
+        )
     if differing and activations == "int15":
         sys.exit(1)
 

@@ -117,7 +117,9 @@ def main(
             "torch": torch.__version__,
             "calibrations": [asdict(c) | {"cost": c.cost} for c in found],
         }
-        json_file.write_text(json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:

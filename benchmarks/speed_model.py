@@ -102,7 +102,9 @@ def main(
     }
     print(json.dumps(summary))
     if json_file is not None:
-        json_file.write_text(json.dumps({**summary, "costs": costs.to_dict(), "lines": lines}, indent=2) + "\n")
+        json_file.write_text(
+            json.dumps({**summary, "costs": costs.to_dict(), "lines": lines}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _batch(

@@ -77,7 +77,9 @@ def run_script(path: Path, settings: Mapping[str, str]) -> Outcome:
     """Execute a script that takes its defaults from the same settings."""
     started = perf_counter()
     environment = {**os.environ, **QUIET, **settings}
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     error = last_line(done.stderr) or f"exit status {done.returncode}" if done.returncode else None
     return Outcome(path.stem, perf_counter() - started, done.stdout, error)
 

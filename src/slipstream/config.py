@@ -103,7 +103,7 @@ class DecoderConfig:
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UsageError(f"config file {str(path)!r} cannot be read: {error}") from error
         allowed = [f.name for f in fields(cls)]

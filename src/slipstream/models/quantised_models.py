@@ -204,7 +204,7 @@ def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
     """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built."""
     try:
         file = file_of(folder, CONFIG, options.files)
-        config = {} if file is None else json.loads(file.read_text())
+        config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     except READER_ERRORS:
         return {}
     return config if isinstance(config, dict) else {}

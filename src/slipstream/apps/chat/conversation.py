@@ -277,7 +277,7 @@ def save(chat: Chat, path: Path) -> None:
         "turns": [turn.to_dict() for turn in chat.turns],
     }
     try:
-        path.expanduser().write_text(json.dumps(value, indent=2) + "\n")
+        path.expanduser().write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
 

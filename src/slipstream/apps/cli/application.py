@@ -250,5 +250,7 @@ def write_json(path: Path | None, value: dict[str, Any]) -> None:
 
 def demo_data() -> list[dict[str, str]]:
     """The prompts of the demonstration: category, prompt and why it is in."""
-    data: list[dict[str, str]] = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
+    data: list[dict[str, str]] = json.loads(
+        resources.files("slipstream").joinpath("data/demo.json").read_text(encoding="utf-8")
+    )
     return data

@@ -125,7 +125,7 @@ def _check_terminal(history: Path) -> None:
         raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install 'slipstream-lm[chat]'")
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
-        history.open("a").close()
+        history.open("a", encoding="utf-8").close()
     except OSError as error:
         raise UsageError(f"--history {str(history)!r} cannot be written: {error.strerror}") from error
 

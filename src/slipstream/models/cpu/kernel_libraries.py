@@ -257,7 +257,7 @@ def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _run(command: list[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8", errors="replace")
     if process.returncode:
         reason = next(iter(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
         raise NoKernelsError(f"{command[0]} failed: {reason}")

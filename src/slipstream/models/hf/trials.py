@@ -255,7 +255,7 @@ def _file(identity: str) -> Path:
 
 def _read(identity: str) -> set[str]:
     try:
-        saved = json.loads(_file(identity).read_text())
+        saved = json.loads(_file(identity).read_text(encoding="utf-8"))
         return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
     except FileNotFoundError:
         return set()
@@ -270,5 +270,5 @@ def _save(identity: str, passed: set[str]) -> None:
     partial = file.with_suffix(f".{os.getpid()}.partial")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}))
+        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}), encoding="utf-8")
         partial.replace(file)

@@ -75,7 +75,7 @@ def describe(header: GGUFHeader, folder: Path) -> None:
 def _describe_elsewhere(file: Path, folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", __name__, str(file.absolute()), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, encoding="utf-8", errors="replace")
     if run.returncode:
         raise SlipstreamError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
 
@@ -99,7 +99,7 @@ def prepared(name: str, folder: Path) -> Iterator[Path]:
                     item.unlink(missing_ok=True)
             # last: its presence marks the folder as complete
             mark = Path(folder_name) / CONVERSION
-            mark.write_text(json.dumps({"version": VERSION}))
+            mark.write_text(json.dumps({"version": VERSION}), encoding="utf-8")
             mark.replace(folder / CONVERSION)
 
 

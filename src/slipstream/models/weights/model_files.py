@@ -39,7 +39,7 @@ def is_gguf(source: str) -> bool:
 def is_converted(folder: Path) -> bool:
     """Whether this folder was made from a GGUF file, completely and by this version."""
     try:
-        return bool(json.loads((folder / CONVERSION).read_text())["version"] == VERSION)
+        return bool(json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["version"] == VERSION)
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
@@ -83,7 +83,7 @@ def list_models() -> list[dict[str, Any]]:
     models = []
     for config in sorted(cache_folder().glob("*/config.json")):
         try:
-            architectures = json.loads(config.read_text())["architectures"]
+            architectures = json.loads(config.read_text(encoding="utf-8"))["architectures"]
             name = str(architectures[0]) if architectures else "?"
             weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

