@@ -22,12 +22,12 @@ demo: $(STAMP)
 	@$(BIN)/slipstream demo
 
 test: $(STAMP)
-	@$(BIN)/slipstream models --fetch
+	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --durations=10
 
 # Whole products of parameters, which `make test` covers pair by pair.
 test-exhaustive: $(STAMP)
-	@$(BIN)/slipstream models --fetch
+	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --exhaustive --durations=10
 
 test-fast: $(STAMP)

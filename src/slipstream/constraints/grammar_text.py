@@ -73,13 +73,13 @@ LIMITS = Limits()
 
 
 def load_llguidance() -> Any:
-    """The library; UsageError names the extra where it is not installed."""
+    """The library; UsageError where it is not installed."""
     try:
         import llguidance
     except ImportError:
         raise UsageError(
             "constraint: llguidance is not installed; allowed: requests without a constraint, or "
-            "pip install 'slipstream-lm[structured]'"
+            "pip install llguidance"
         ) from None
     return llguidance
 

@@ -170,7 +170,7 @@ def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, ca
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", "--history", "/dev/null/x/y"])
     for find, part, code in (
-        (lambda _: None, "run: pip install 'slipstream-lm[chat]'", 1),
+        (lambda _: None, "run: pip install prompt_toolkit", 1),
         (lambda _: True, "--history '/dev/null/x/y' cannot be written", 2),
     ):
         monkeypatch.setattr(sys, "stdin", Keyboard())

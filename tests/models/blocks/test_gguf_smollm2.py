@@ -13,7 +13,7 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models import quantised_models
 from slipstream.models.cpu.processor import NEEDED, processor
-from slipstream.models.weights.resolve import embedded_model
+from slipstream.models.weights.default_model import embedded_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = [

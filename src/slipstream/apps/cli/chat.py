@@ -122,7 +122,7 @@ def _piped() -> Iterator[str]:
 def _check_terminal(history: Path) -> None:
     """Refuse at once what would only fail later: a missing package, a history that cannot be written."""
     if find_spec("prompt_toolkit") is None:
-        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install 'slipstream-lm[chat]'")
+        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
         history.open("a", encoding="utf-8").close()

@@ -24,7 +24,7 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     """Serve a model under OpenAI's API; Ctrl-C lets running requests finish, twice ends at once."""
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
+        raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
     from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
 

@@ -105,12 +105,18 @@ def prepared(name: str, folder: Path) -> Iterator[Path]:
 
 def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
     """The error to raise where reading this GGUF file raised `error`."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if isinstance(error, ImportError) and absent:
-        return SlipstreamError(
-            f"reading GGUF files needs {' and '.join(absent)}, not installed here: pip install 'slipstream-lm[gguf]'"
-        )
+    if isinstance(error, ImportError) and (missing := missing_packages()) is not None:
+        return missing
     return SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {one_line(error)}")
+
+
+def missing_packages() -> SlipstreamError | None:
+    """The error to raise if packages that read GGUF files are not installed."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    names = " ".join(absent)
+    return SlipstreamError(f"reading GGUF files needs {names.replace(' ', ' and ')}; run: pip install {names}")
 
 
 def scale_positions(config: Any, header: GGUFHeader) -> None:
