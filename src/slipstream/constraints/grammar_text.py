@@ -78,8 +78,7 @@ def load_llguidance() -> Any:
         import llguidance
     except ImportError:
         raise UsageError(
-            "constraint: llguidance is not installed; allowed: requests without a constraint, or "
-            "pip install llguidance"
+            "constraint: llguidance is not installed; allowed: requests without a constraint, or pip install llguidance"
         ) from None
     return llguidance
 

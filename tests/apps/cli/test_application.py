@@ -235,7 +235,7 @@ def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch
 
 def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "-v", "--json", str(file))
     assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
     code, _, err = run(capsys, monkeypatch, "models", "check", "toy", "/nowhere/at/all")
     assert code == 2 and "/nowhere/at/all" in err and len(err.strip().splitlines()) == 1

