@@ -341,12 +341,6 @@ def test_other_wrappers_are_told_which_model_is_inside() -> None:
         decoder_of(fresh("llama").model)
 
 
-def test_an_adapters_folder_is_told_from_a_models(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
-    with pytest.raises(UsageError, match=r"is an adapter without its base model; allowed: the model that PEFT makes"):
-        decoder_of(str(tmp_path))
-
-
 def test_pruned_and_parametrised_layers_run_as_their_owner_has_them() -> None:
     class Negated(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:

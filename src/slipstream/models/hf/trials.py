@@ -207,7 +207,8 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, wa
     Nothing is kept of a model whose code is not transformers' own, or that was loaded with arguments of the caller's.
     """
     files = _files(source) or _files(folder)
-    if files is None or options.extra or not type(model).__module__.startswith("transformers.models."):
+    is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()  # its base model's files are not seen
+    if files is None or is_adapter or options.extra or not type(model).__module__.startswith("transformers.models."):
         return PassedTrials()
     versions = f"torch {torch.__version__} transformers {transformers.__version__} slipstream {_digest_of_code()}"
     machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"

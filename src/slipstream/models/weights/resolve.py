@@ -50,11 +50,8 @@ def _place_of(source: str, subfolder: str) -> str:
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or looks_local:
         if not (path.expanduser() / subfolder / "config.json").is_file():
-            if (path.expanduser() / "adapter_config.json").is_file():
-                raise UsageError(
-                    f"model {source!r} is an adapter without its base model; allowed: the model that PEFT makes of "
-                    "both (AutoPeftModelForCausalLM.from_pretrained), handed over as an object, or a merged model"
-                )
+            if (path.expanduser() / subfolder / "adapter_config.json").is_file():
+                return str(path.expanduser())
             raise UsageError(
                 f"model {source!r} {_otherwise(path.expanduser())} "
                 "allowed: a Hugging Face model folder, a GGUF file or a hub id"
