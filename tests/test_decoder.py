@@ -67,7 +67,6 @@ def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
 @subcases(
     "prompt",
     [
-        [],
         [[]],
         ["a", []],
         None,

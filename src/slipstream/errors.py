@@ -1,9 +1,7 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
-from dataclasses import MISSING, field, fields
+from dataclasses import field
 from difflib import get_close_matches
-from inspect import cleandoc
-from textwrap import wrap
 from typing import Any
 
 
@@ -13,10 +11,6 @@ class SlipstreamError(Exception):
 
 class UsageError(SlipstreamError, ValueError):
     """Wrong use: the message names the field, the value and what is allowed."""
-
-
-class UnknownArgumentError(UsageError, TypeError):
-    """An argument of a name that is not known, one too many, or one that is missing; Python's own kind of error too."""
 
 
 def first_line(error: BaseException) -> str:
@@ -34,21 +28,6 @@ def setting(default: Any, text: str) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": text})
     return field(default=default, metadata={"help": text})
-
-
-def explained_fields(cls: Any, settings: Any = None) -> Any:
-    """A class with the help texts of its fields in its docstring, where `help()` shows them.
-
-    settings: the dataclass whose fields these are; None for the class itself. It may be used as a decorator.
-    """
-    lines = []
-    for item in fields(settings or cls):
-        default = {} if item.default is MISSING else item.default
-        lines.append(f"{item.name} = {default!r}")
-        lines += wrap(item.metadata["help"], 100, initial_indent="    ", subsequent_indent="    ")
-    if cls.__doc__ is not None:  # as it is where Python runs with -OO
-        cls.__doc__ = "\n".join([cleandoc(cls.__doc__), "", *lines])
-    return cls
 
 
 def one_line(error: Exception) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from slipstream.checks import arguments_named, check_whole, is_number, is_text, is_whole
+from slipstream.checks import arguments_named, check_whole, explained_fields, is_number, is_text, is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError, explained_fields, setting
+from slipstream.errors import UsageError, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +175,6 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
-
 
     def __repr__(self) -> str:
         """What differs from the defaults."""

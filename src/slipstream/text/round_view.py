@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from rich.console import Console
 from rich.text import Text
 
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream
 from slipstream.text.terminal_text import harmless
 from slipstream.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["accepted", "branch", "forced", "rejected", "recovered", "bonus", "plain"]
 
@@ -135,9 +133,24 @@ def round_line(view: RoundView) -> Text:
     return line
 
 
-def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Text:
+class RoundLines(Text):
+    """Rounds as lines that show themselves: coloured in a terminal and a notebook, with their marks in a file."""
+
+    def __repr__(self) -> str:
+        """The lines as the prompt of a Python session shows them, in colours where it is a terminal."""
+        console = Console(force_jupyter=False)
+        if console.legacy_windows:
+            return self.plain
+        with console.capture() as capture:
+            console.print(self, end="", soft_wrap=True)
+        return capture.get()
+
+
+def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> RoundLines:
     """All rounds of one row, a line each, with the legend."""
-    return Text("\n").join([legend(), *(round_line(view) for view in views(rounds, tokenizer))])
+    lines = RoundLines()
+    lines.append_text(Text("\n").join([legend(), *(round_line(view) for view in views(rounds, tokenizer))]))
+    return lines
 
 
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
