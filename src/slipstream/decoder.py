@@ -26,7 +26,7 @@ from slipstream.text.requests import (
     read_ids,
     read_prompts,
 )
-from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, result_of
+from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of
 from slipstream.tokenization.tokenizer import ToolCallParser
 from slipstream.wiring.engine_access import EngineAccess
 from slipstream.wiring.engine_choice import check_names, name_of
@@ -259,12 +259,12 @@ class SpeculativeDecoder(EngineAccess):
     def _chunks(self, prompt: Prompt, params: Any, chat: bool) -> Generator[Chunk, None, Result]:
         prompts = read_prompts(prompt)
         if not prompts.single:
-            raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
+            what = "a list of prompts" if prompts.items else "an empty list"
+            raise UsageError(f"prompt is {what}; allowed: stream takes one prompt, generate takes a list")
         row = self.rows(prompts.items, params, chat=chat)[0]
-        use, tokenizer, lossless = self._use, self.tokenizer, self.lossless  # the decoder may be closed before the end
-        yield from self._in_turns(chunks_of(row, self.run([row]), tokenizer))
-        with use:
-            return result_of(row, tokenizer, lossless=lossless)
+        yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
+        with self._use:
+            return self.result(row)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
         """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md); called again, it goes on.
