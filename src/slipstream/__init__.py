@@ -56,7 +56,9 @@ def __getattr__(name: str) -> object:
         if name in names:
             with paused_collection():
                 return getattr(import_module(f"slipstream.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slipstream.errors import did_you_mean
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, *__all__)}")
 
 
 def __dir__() -> list[str]:
