@@ -61,6 +61,8 @@ class SpeculativeDecoder(EngineAccess):
     The other arguments are settings, listed below with their defaults.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.
+    The first decoder of a model on a machine measures how it runs there, which takes seconds to minutes; it says so on
+    standard error, and `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
     `dir()` lists the public interface; what is inherited from `EngineAccess` may change.
     """
 

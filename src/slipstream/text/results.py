@@ -175,16 +175,9 @@ class Result:
         `token` and `top_tokens` of each are the texts of its tokens, None and () if there is no tokenizer.
         """
         by_round = [round.logprobs for round in self.rounds if round.logprobs is not None]
-        if not by_round:
-            return None
-        reported = [token for tokens in by_round for token in tokens]
-        if self.tokenizer is None:
-            return reported
-        texts = TokenTexts(self.tokenizer)
-        return [
-            replace(entry, token=texts.of(entry.token_id), top_tokens=tuple(texts.of(token) for token, _ in entry.top))
-            for entry in reported
-        ]
+        return (
+            with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer) if by_round else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
@@ -224,6 +217,17 @@ def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Resul
         error=None if row.error is None else str(row.error),
         tokenizer=tokenizer,
     )
+
+
+def with_token_texts(reported: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> list[TokenLogprobs]:
+    """Log-probabilities with the texts of their tokens, if there is a tokenizer."""
+    if tokenizer is None:
+        return list(reported)
+    texts = TokenTexts(tokenizer)
+    return [
+        replace(entry, token=texts.of(entry.token_id), top_tokens=tuple(texts.of(token) for token, _ in entry.top))
+        for entry in reported
+    ]
 
 
 def _round(done: Round) -> dict[str, Any]:
