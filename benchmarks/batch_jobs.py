@@ -142,7 +142,7 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
     for at in range(0, len(prompts), args.batch):
         own = params[at : at + args.batch]
         longest = max(one.max_tokens for one in own)
-        ids = [decoder.encode(prompt) for prompt in prompts[at : at + args.batch]]
+        ids = [decoder.encode(prompt, chat=True) for prompt in prompts[at : at + args.batch]]
         texts, _ = hf.generate(ids, [replace(one, max_tokens=longest) for one in own])
         total += sum(min(len(text), one.max_tokens) for text, one in zip(texts, own, strict=True))
     return total

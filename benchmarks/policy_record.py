@@ -51,7 +51,7 @@ def main(
     with out.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, batches, bool(draft))) + "\n")
         for prompt in chosen:
-            ids = decoder.encode(prompt.prompt)
+            ids = decoder.encode(prompt.prompt, chat=True)
             result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens))
             output = result.token_ids
             line = {"family": prompt.category, "prompt": ids, "output": output, "max_tokens": max_tokens}

@@ -42,7 +42,7 @@ def main(
     quiet()
     prompts = _of_all_families(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))[:num_prompts]
     with SpeculativeDecoder(target, drafter="none", activations=activations) as decoder:
-        encoded = [decoder.encode(prompt.prompt) for prompt in prompts]
+        encoded = [decoder.encode(prompt.prompt, chat=True) for prompt in prompts]
         texts = [decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids for ids in encoded]
     reference = load_unpacked(target, LoadOptions("float32", "cpu"))
     gaps = list[float]()

@@ -1,4 +1,4 @@
-"""Run the examples: `python examples/run.py --target smollm2`.
+"""Run the examples: `python examples/run.py`.
 
 Every notebook is executed from its first cell to its last, and the script with its defaults, in the Python that runs
 this file. Files stay as they are unless --save is given.

@@ -1,12 +1,22 @@
-"""Checks of values that callers give: what counts as a number or a text, and one wording of refusals."""
+"""Checks of values that callers give: what counts as a number or a text, one wording of refusals, and help texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import wraps
 from math import inf
-from typing import TypeGuard
+from textwrap import wrap
+from typing import Any, ParamSpec, TypeGuard
 
 from slipstream.errors import UsageError, did_you_mean
+
+P = ParamSpec("P")
+
+
+class UnknownArgumentError(UsageError, TypeError):
+    """An argument of a name that is not known, one too many, or one that is missing; Python's own kind of error too."""
 
 
 def is_whole(value: object, low: float = 0, high: float = inf) -> TypeGuard[int]:
@@ -39,3 +49,53 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         near = did_you_mean(str(value), *allowed)
         raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
+
+
+def arguments_named(owner: str, other_names: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorates a constructor: an argument it does not know is refused in one line that suggests the right one.
+
+    owner: of the constructor. other_names: what to write instead of names that other libraries use.
+    """
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(construct)
+        allowed = list(signature.parameters)[1:]
+
+        @wraps(construct)
+        def __init__(*values: P.args, **options: P.kwargs) -> None:
+            for name in options:
+                if name not in allowed:
+                    near = f"; did you mean {other_names[name]}?" if name in other_names else ""
+                    near = near or did_you_mean(name, *allowed)
+                    raise UnknownArgumentError(f"unknown option {name!r}; allowed: {', '.join(allowed)}{near}")
+            try:
+                signature.bind(*values, **options)
+            except TypeError as error:
+                raise UnknownArgumentError(f"{owner}: {error}; allowed: {_usage(owner, signature)}") from None
+            construct(*values, **options)
+
+        return __init__
+
+    return decorate
+
+
+def _usage(owner: str, signature: inspect.Signature) -> str:
+    """How a constructor is called, without its optional keywords."""
+    parameters = list(signature.parameters.values())[1:]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return f"{owner}({', '.join([*by_place, 'name=value', '...'])})"
+
+
+def explained_fields(cls: Any, settings: Any = None) -> Any:
+    """A class with the help texts of its fields in its docstring, where `help()` shows them.
+
+    settings: the dataclass whose fields these are; None for the class itself. It may be used as a decorator.
+    """
+    lines = []
+    for item in fields(settings or cls):
+        default = {} if item.default is MISSING else item.default
+        lines.append(f"{item.name} = {default!r}")
+        lines += wrap(item.metadata["help"], 100, initial_indent="    ", subsequent_indent="    ")
+    if cls.__doc__ is not None:  # as it is where Python runs with -OO
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", *lines])
+    return cls

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import check_choice, check_whole
+from slipstream.checks import check_choice, check_whole, explained_fields
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -19,6 +19,7 @@ QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
+@explained_fields
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Everything a decoder can be told besides its models."""

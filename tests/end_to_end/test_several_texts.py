@@ -37,7 +37,7 @@ def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: Speculativ
     assert [len(result.alternatives) for result in results] == [1, 0, 2]
     for prompt, result in zip(prompts, results, strict=True):
         for sample in [result, *result.alternatives]:
-            assert sample.prompt_token_ids == decoder.encode(prompt)
+            assert sample.prompt_token_ids == decoder.encode(prompt, chat=True)
             assert sample.token_ids == decoder.generate(prompt, replace(ALONE, seed=sample.seed)).token_ids
     assert [told["seed"] for told in results[0].to_dict()["alternatives"]] == [results[0].alternatives[0].seed]
 

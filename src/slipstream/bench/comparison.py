@@ -13,6 +13,7 @@ from slipstream.bench.lineup import Judge, Lineup, TimedRuns
 from slipstream.bench.plan import BenchPrompt, name_prompts
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 from slipstream.text.results import Result, Stats
@@ -50,7 +51,7 @@ class Comparison:
 
 def compare(
     decoder: SpeculativeDecoder,
-    prompts: Sequence[NamedPrompt],
+    prompts: Sequence[NamedPrompt | str],
     params: SamplingParams,
     *,
     chat: bool = True,
@@ -59,14 +60,18 @@ def compare(
 ) -> Iterator[Comparison]:
     """Run every prompt through every arm, arms interleaved, and yield a comparison per prompt.
 
+    The arms are "plain", "speculative" and "hf generate": `Comparison.runs` has a `Run` of each by its name.
     Prompt number i is sampled with seed + i, 0 where none is given. Each run starts with an empty KV cache. With
     `repeats` > 1 an arm's time is the median of its runs. with_hf: also run transformers' own `generate`; options that
     it would not apply as we do are refused.
     """
+    if isinstance(prompts, str):
+        raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")
+    texts = [NamedPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     arms = [arm for name, arm in ARMS.items() if name != HF or with_hf]
     lineup = Lineup(decoder, arms, params, chat=chat)
     timed, judge = TimedRuns(lineup), Judge(lineup)
-    for prompt, named in zip(prompts, name_prompts(prompts), strict=True):
+    for prompt, named in zip(texts, name_prompts(texts), strict=True):
         ids = lineup.encode(named)
         runs: dict[str, list[Run]] = {}
         for _ in range(repeats):

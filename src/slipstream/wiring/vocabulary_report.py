@@ -70,6 +70,9 @@ class VocabularyReport:
         """The report as values that JSON knows."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """The report for people: the conclusion, then two lines per finding."""
         lines = [f"draft {self.draft!r} for target {self.target!r}: {self.conclusion}"]
@@ -77,6 +80,17 @@ class VocabularyReport:
             mark = {True: "same", False: "different", None: "unknown"}[finding.same]
             lines += [f"  {finding.subject:15} {mark:10} {finding.found}", f"  {'':26} {finding.follows}"]
         return lines
+
+
+def check_pair(target: str, draft: str) -> VocabularyReport:
+    """Whether `draft` can be the draft model of `target`: from their tokenizers and configurations, without weights.
+
+    target, draft: a hub id, a local folder, a .gguf file, "smollm2" or "toy"; `print` shows the report. Raises
+    `UsageError` for what is no model, `SlipstreamError` for what cannot be read.
+    """
+    from slipstream.models.weights.tokenizer_loading import inspect_vocabulary  # transformers takes seconds
+
+    return compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft))
 
 
 def compare_vocabularies(

@@ -180,12 +180,13 @@ def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
 
 def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
     """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
-    reported = [entry for round in rounds for entry in round.logprobs or ()]
+    from slipstream.text.results import with_token_texts
+
     if all(round.logprobs is None for round in rounds):
         return {}
-    assert decoder.tokenizer is not None
+    reported = with_token_texts([entry for round in rounds for entry in round.logprobs or ()], decoder.tokenizer)
     for entry in reported:
-        (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (entry.token_id, *(i for i, _ in entry.top)))
+        (token, *top) = map(repr, (entry.token, *entry.top_tokens))
         likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, entry.top, strict=True))
         line = f"{entry.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
         err.print(line, soft_wrap=True)

@@ -47,6 +47,7 @@ from slipstream.models.cpu.processor import (
 )
 from slipstream.models.cpu.structs import check_layout
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.once_per_machine import announce
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DESCRIPTORS = Path("/proc/self/fd")
@@ -183,6 +184,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
         raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not is_whole(library):
+        announce(f"compiling the {recipe.name} kernels for this processor (once) ...")
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
             compile_library(compiler, recipe, linked)

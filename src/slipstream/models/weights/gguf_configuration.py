@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -29,12 +28,11 @@ import numpy
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.once_per_machine import announce
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
-
-log = logging.getLogger("slipstream")
 
 FACTORS = "rope_freqs.weight"
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -50,7 +48,7 @@ def described(header: GGUFHeader) -> Path:
     folder = cache_folder() / "gguf" / f"{header.stem}-{header.digest}"
     if is_converted(folder):
         return folder
-    log.info(f"reading the tokenizer of {header.file.name!r} (once) ...")
+    announce(f"reading the tokenizer of {header.file.name!r} (once) ...")
     with prepared(header.file.name, folder) as partial:
         if header.size < LARGE:
             describe(header, partial)
