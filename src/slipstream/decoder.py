@@ -11,7 +11,7 @@ from slipstream import drafters
 from slipstream.checks import arguments_named, explained_fields
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule
-from slipstream.core.interfaces import Drafter
+from slipstream.core.interfaces import Drafter, Learner
 from slipstream.core.rounds import Round
 from slipstream.errors import UsageError
 from slipstream.models.generation_settings import warn_of_unread_settings
@@ -352,6 +352,12 @@ class SpeculativeDecoder(EngineAccess):
         """Empty the KV caches, so that the next prompt is computed from its first token."""
         with self._use:
             self._models.forget()
+
+    def forget_learned(self) -> None:
+        """Drop what the drafter learned from earlier requests, as measurements do before each."""
+        with self._use:
+            if isinstance(self.drafter, Learner):
+                self.drafter.forget()
 
 
 explained_fields(SpeculativeDecoder, DecoderConfig)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.comparison import HF, PLAIN, SPECULATIVE, compare, compare_batch, summarise
 from slipstream.certificate.wrong_rules import load_wrong_rule
@@ -27,6 +28,17 @@ def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
     counts = summarise(done)["arms"]
     assert list(counts) == [PLAIN, SPECULATIVE, HF]
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
+
+
+def test_texts_are_prompts_too() -> None:
+    params = SamplingParams(max_tokens=6)
+    named, texts = (list(slipstream.compare(pair(), given, params)) for given in (PROMPTS, [p.prompt for p in PROMPTS]))
+    for one, other in zip(named, texts, strict=True):
+        assert one.prompt.prompt == other.prompt.prompt
+        assert one.runs[SPECULATIVE].token_ids == other.runs[SPECULATIVE].token_ids != []
+        assert other.runs[SPECULATIVE].difference is None and other.speed_up(SPECULATIVE) > 0
+    with pytest.raises(UsageError, match=r"^prompts='the heron'; allowed: a list of prompts$"):
+        next(slipstream.compare(pair(), "the heron", params))
 
 
 @subcases(

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
+import slipstream
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -299,3 +300,11 @@ def test_a_text_is_what_transformers_decodes_whichever_way_it_is_asked() -> None
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         assert HFTokenizer(inner).decode(ids) == inner.decode(ids, **options)
     assert HFTokenizer(own).decode(ids) != HFTokenizer(plain).decode(ids)
+
+
+def test_a_pair_is_checked_by_its_names() -> None:
+    report = slipstream.check_pair("toy", "toy")
+    assert report.usable and str(report).splitlines() == report.lines() and len(report.lines()) > 3
+    assert report.lines()[0] == f"draft 'toy' for target 'toy': {report.conclusion}"
+    with pytest.raises(UsageError, match="nowhere"):
+        slipstream.check_pair("toy", "./nowhere")

@@ -50,11 +50,11 @@ CALLS: tuple[tuple[str, str], ...] = (
     # prompts
     ("decoder.generate()", "missing 1 required positional argument: 'prompt'"),
     ("decoder.generate(None)", "prompt None; allowed: a text, a list of token ids or a list of chat messages"),
-    ("decoder.generate('')", "prompt 0 is empty"),
+    ("decoder.generate('')", "is empty; allowed: at least one token"),
     ("decoder.generate(b'bytes')", "prompt b'bytes'; allowed: a text"),
     ("decoder.generate(['a', 5])", "prompt 5; allowed: a text"),
     ("decoder.generate([[]])", "prompt []; allowed: a text"),
-    ("decoder.generate([1, 999])", "prompt 0: token id 999; allowed: 0 to 256"),
+    ("decoder.generate([1, 999])", ": token id 999; allowed: 0 to 256"),
     ("decoder.generate(torch.zeros(2))", "array of float32; allowed: whole numbers"),
     ("decoder.generate([{'role': 'user', 'content': 'hi'}])", "no chat template"),
     ("decoder.generate([{'content': 'hi'}])", "message 0 has the role None"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
-from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.interfaces import Drafter
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
@@ -139,12 +139,6 @@ class EngineAccess:
             scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
             scores.advance(budget)
             return scores
-
-    def forget_learned(self) -> None:
-        """Drop what the drafter learned from earlier requests, as measurements do before each."""
-        with self._use:
-            if isinstance(self.drafter, Learner):
-                self.drafter.forget()
 
     @property
     def target(self) -> Loaded:
