@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,19 @@ class Benchmark:
         if self.at_once is not None:
             settings["at_once"] = self.at_once
         models = {"target": self.models.target, "draft": self.models.draft}
-        return make_header(models, self.arms, self.prompts, self.config, self.params, **settings)
+        return make_header(models, self.arms, self.prompts, self.config, self.params, command_line(), **settings)
+
+
+def command_line() -> str:
+    """The command as it was typed, without the folder of its results: repeated it measures anew, in another folder."""
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--out":
+            next(arguments, None)
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return shlex.join(["slipstream", *kept])
 
 
 def _announce_lossy(lineup: Lineup) -> None:

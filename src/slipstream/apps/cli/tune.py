@@ -115,6 +115,7 @@ def tune_command(
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
     named = prompt_set(choice)
+    from slipstream.apps.cli.measuring import command_line
     from slipstream.bench.plan import groups, name_prompts
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
@@ -133,7 +134,7 @@ def tune_command(
         settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
         settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
         names = {"target": models.target, "draft": models.draft}
-        header = make_header(names, arms, prompts, config, params, **settings)
+        header = make_header(names, arms, prompts, config, params, command_line(), **settings)
         start(folder, header)
         with _watched(options.budget) as show_progress:
             meter = Meter(space.lineup, folder, Budget(options.budget), show_progress)
