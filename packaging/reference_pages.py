@@ -11,7 +11,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 
 from slipstream import SamplingParams
@@ -61,21 +60,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text.replace("](docs/", "](")
 
 
-def commands() -> Iterator[tuple[str, click.Command]]:
+def commands() -> Iterator[tuple[str, Any]]:
     """Every command that does something, with its full name."""
     yield from _below("slipstream", typer.main.get_command(cli.app))
 
 
-def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    if isinstance(command, click.Group):
-        if command.invoke_without_command and name != "slipstream":
-            yield name, command
-        for part in command.list_commands(click.Context(command)):
-            child = command.get_command(click.Context(command), part)
-            if child is not None and not child.hidden:
-                yield from _below(f"{name} {part}", child)
-    else:
+def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    parts = getattr(command, "commands", None)
+    if parts is None or (command.invoke_without_command and name != "slipstream"):
         yield name, command
+    for part, child in (parts or {}).items():
+        if not child.hidden:
+            yield from _below(f"{name} {part}", child)
 
 
 def command_line() -> str:
@@ -83,9 +79,9 @@ def command_line() -> str:
     out = ["# Command line", "Every command and every option, as `--help-all` prints them."]
     for name, command in commands():
         out += [f"## {name}", _plain(command.help or "")]
-        arguments = [p for p in command.params if isinstance(p, click.Argument)]
-        options = [p for p in command.params if isinstance(p, click.Option)]
-        words = " ".join(p.make_metavar(click.Context(command)) for p in arguments)
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [p for p in command.params if p.param_type_name == "option"]
+        words = " ".join((p.metavar or p.human_readable_name.upper()) for p in arguments)
         out.append(f"```text\n{name} [OPTIONS] {words}".rstrip() + "\n```")
         rows = [
             f"| {', '.join(f'`{o}`' for o in [*p.opts, *p.secondary_opts])} | {_plain(p.help or '')}{_default(p)} |"
@@ -95,7 +91,7 @@ def command_line() -> str:
     return "\n\n".join(out) + "\n"
 
 
-def _default(option: click.Option) -> str:
+def _default(option: Any) -> str:
     if option.is_flag or option.default in (None, "", (), []) or callable(option.default):
         return ""
     if str(option.default).startswith("Sentinel"):
