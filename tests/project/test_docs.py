@@ -49,9 +49,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 @pytest.mark.smollm2
 @subcases("page", WITH_PYTHON, ids=lambda page: page.stem)
-def test_python_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.models.cache_folder import cache_folder
 
     monkeypatch.chdir(tmp_path)
@@ -94,13 +92,25 @@ def problem_of(line: str) -> str | None:
         return next((f"no target {word}" for word in words[1:] if "=" not in word and word not in targets), None)
     if words[0] == "python" and words[1].startswith("benchmarks/"):
         source = (ROOT / words[1]).read_text(encoding="utf-8")
-        return next((f"no option {w}" for w in words if w.startswith("--") and not re.search(rf"[\"']{w}[\"']|\b{w[2:]}\b", source)), None)
+        return next(
+            (
+                f"no option {w}"
+                for w in words
+                if w.startswith("--") and not re.search(rf"[\"']{w}[\"']|\b{w[2:]}\b", source)
+            ),
+            None,
+        )
     return None if words[0] in OTHER_PROGRAMS else f"unknown program {words[0]}"
 
 
 @subcases("page", [page for page in PAGES if blocks(page, "sh")], ids=lambda page: page.stem)
 def test_options_of_shell_lines_exist(page: Path) -> None:
-    lines = [part for code in blocks(page, "sh") for line in code.replace("\\\n", "").splitlines() for part in line.split(" && ")]
+    lines = [
+        part
+        for code in blocks(page, "sh")
+        for line in code.replace("\\\n", "").splitlines()
+        for part in line.split(" && ")
+    ]
     assert {line: problem for line in lines if (problem := problem_of(line)) is not None} == {}
 
 
@@ -188,7 +198,9 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     for page in (tmp_path / "site").rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]*src="?(https?:[^"\s>]+)', page.read_text(encoding="utf-8"))
-        fetched += re.findall(r'<link[^>]*rel="?(?:stylesheet|preload)"?[^>]*href="?(https?:[^"\s>]+)', page.read_text())
+        fetched += re.findall(
+            r'<link[^>]*rel="?(?:stylesheet|preload)"?[^>]*href="?(https?:[^"\s>]+)', page.read_text()
+        )
         assert fetched == [], page.name
     commands = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
     assert "--max-tokens" in commands and "slipstream models check" in commands
