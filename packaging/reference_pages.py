@@ -81,7 +81,7 @@ def command_line() -> str:
         out += [f"## {name}", _plain(command.help or "")]
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         options = [p for p in command.params if p.param_type_name == "option"]
-        words = " ".join((p.metavar or p.human_readable_name.upper()) for p in arguments)
+        words = " ".join((p.metavar or str(p.name).upper()) for p in arguments)
         out.append(f"```text\n{name} [OPTIONS] {words}".rstrip() + "\n```")
         rows = [
             f"| {', '.join(f'`{o}`' for o in [*p.opts, *p.secondary_opts])} | {_plain(p.help or '')}{_default(p)} |"
