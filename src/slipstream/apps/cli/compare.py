@@ -6,15 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import (
-    command,
-    config_from,
-    err,
-    gather_prompts,
-    load_decoder,
-    out,
-    write_json,
-)
+from slipstream.apps.cli.application import command, config_from, gather_prompts, load_decoder, write_json
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Repeats, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
@@ -37,7 +30,12 @@ class Arms:
     repeats: Repeats = 1
 
 
-@command("compare")
+@command(
+    "compare",
+    'slipstream compare "Why is the sky blue?"',
+    'slipstream compare --drafter ngram --repeats 5 "List ten birds."',
+    "slipstream compare --hf --prompt-file prompts.jsonl",
+)
 @flags(Models, PromptSource, Arms, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=64)
 def compare_command(
     models: Models,
@@ -49,7 +47,7 @@ def compare_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Plain against speculative decoding: same text? how much faster?
+    """Is the text the same, and how much faster is it?
 
     Exit code 1 if a text is wrong.
     """
@@ -96,7 +94,7 @@ def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number:
     assert result is not None
     err.print(f"{number} {comparison.prompt.category} {comparison.speed_up(SPECULATIVE):.2f}x", style="bold")
     if debug:
-        err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
+        err.sentence(round_lines(result.rounds, decoder.tokenizer))
     elif decoder.tokenizer is not None:
         err.print(tables.coloured(result, decoder.tokenizer, limit=400))
 

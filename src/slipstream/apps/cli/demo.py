@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import command, demo_data, err, load_decoder, out, write_json
+from slipstream.apps.cli.application import command, demo_data, load_decoder, write_json
 from slipstream.apps.cli.compare import comparison_dict, fail_on_difference
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
 from slipstream.config import DecoderConfig
 from slipstream.models.weights.model_files import EMBEDDED
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 NOTICEABLE = 0.05  # a speed-up nearer to 1 than this is called the same speed
 
 
-@command("demo")
+@command("demo", "slipstream demo", "slipstream demo --max-tokens 40 --repeats 1", "slipstream demo --debug")
 def demo_command(
     max_tokens: Annotated[int, option(MEASURING, "--max-tokens", text="tokens per text", metavar="N", min=1)] = 96,
     repeats: Repeats = 3,
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Plain against speculative decoding side by side, on a model of 135M parameters."""
+    """Plain and speculative decoding side by side, on a small model."""
     data = demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
     err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
@@ -42,12 +43,12 @@ def demo_command(
         comparisons.append(comparison)
         out.print(tables.side_by_side(comparison, decoder.tokenizer))
         if debug and (result := comparison.runs[SPECULATIVE].result):
-            out.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
+            out.sentence(round_lines(result.rounds, decoder.tokenizer))
     out.print(tables.legend(comparisons))
     summary = summarise(comparisons)
     out.print(tables.comparison_table(comparisons))
     for item, comparison in zip(data, comparisons, strict=True):
-        out.print(caption(comparison, item["why"]), style="dim", soft_wrap=True)
+        out.sentence(caption(comparison, item["why"]), style="dim")
     print(json.dumps(_line(comparisons, summary)))
     write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
     fail_on_difference(decoder, summary)

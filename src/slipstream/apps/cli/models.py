@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.application import SETTINGS, Command, app, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
+from slipstream.apps.cli.command_classes import Command, Group
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError
 
-models_app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
+models_app = typer.Typer(cls=Group, rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
 app.add_typer(models_app, name="models", help="List the models in the local cache; check that two fit together.")
 
 

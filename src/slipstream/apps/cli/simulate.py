@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import command, err, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import command, quiet_libraries, write_json
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
 from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, why_unreadable
 
 if TYPE_CHECKING:
     from slipstream.bench.arms import Arm
@@ -109,7 +110,12 @@ EXAMPLE_ALPHA = 0.7
 TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 
 
-@command("simulate")
+@command(
+    "simulate",
+    "slipstream simulate --target-params 8b --draft-params 0.6b --bandwidth 1e12 --flops 1e14",
+    "slipstream simulate --target smollm2 --alpha 0.8",
+    "slipstream simulate --target smollm2 --stats runs/today",
+)
 @flags(Measured, OnPaper, Grid, DecoderConfig)
 def simulate_command(
     config: DecoderConfig,
@@ -128,7 +134,7 @@ def simulate_command(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Predict the speed-up over draft length and batch, before anything is built.
+    """Predict the speed-up of a pair of models before trying it.
 
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
@@ -227,7 +233,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"--stats {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"--stats {str(path)!r} cannot be read: {why_unreadable(error)}") from error
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None
     if not isinstance(stats, dict):
@@ -277,12 +283,11 @@ def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, 
         try:
             prediction = predict_from_stats(stats, costs, plain=recorded.plain[batch])
         except UsageError as error:
-            err.print(f"batch {batch}: nothing is predicted of this run: {error}", soft_wrap=True)
+            err.sentence(f"batch {batch}: nothing is predicted of this run: {error}")
             continue
-        out.print(
+        out.sentence(
             f"batch {batch}: this run was {prediction.observed:.2f}x plain decoding, "
-            f"{prediction.predicted:.2f}x is predicted of its rounds",
-            soft_wrap=True,
+            f"{prediction.predicted:.2f}x is predicted of its rounds"
         )
         observed[batch] = prediction.to_dict()
     return observed

@@ -48,7 +48,12 @@ class SweepOptions:
     out_folder: OutFolder = None
 
 
-@command("sweep")
+@command(
+    "sweep",
+    "slipstream sweep --limit 1",
+    "slipstream sweep --drafters ngram,suffix --lengths 0-4,8",
+    "slipstream sweep --temperatures 0,0.8 --out runs/sweep --report",
+)
 @flags(Models, PromptChoice, SweepOptions, DecoderConfig, SamplingParams, max_tokens=64)
 def sweep_command(
     models: Models,
@@ -58,7 +63,7 @@ def sweep_command(
     params: SamplingParams,
     json_file: Json = None,
 ) -> None:
-    """Measure draft length x drafter x temperature: the best setting of each.
+    """Find the best draft length of each drafter and temperature.
 
     Says also where speculation does not pay. Plain decoding is length 0 and always measured. Exit code 1 if a lossless
     setting's text differs by more than a tie.

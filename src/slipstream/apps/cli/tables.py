@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.application import out
+from slipstream.apps.cli.consoles import out
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
     Cell,
@@ -128,7 +128,7 @@ def print_simulation(
     """Print the table and what follows from it; returns costs and table for JSON."""
     console.print(simulation_table(simulation))
     for line in conclusions(costs, simulation):
-        console.print(line, soft_wrap=True)
+        console.sentence(line)
     shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
     return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
 
@@ -164,7 +164,7 @@ def print_series(series: Sequence[Series]) -> None:
         out.print(series_table(entry), positions_table(entry))
     for entry in series:
         best = best_of(entry)
-        out.print(best.sentence if best else f"{entry.name}: no advice, since runs of it failed", soft_wrap=True)
+        out.sentence(best.sentence if best else f"{entry.name}: no advice, since runs of it failed")
 
 
 def series_table(series: Series) -> Table:
