@@ -29,9 +29,9 @@ def is_text(value: object) -> TypeGuard[str]:
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
     """Refuse what is no whole number within the bounds; `words` are allowed besides."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:
-        bounds = f">= {low}" if high is None else f"from {low} to {high}"
+        bounds = f", {low} or more" if high is None else f" from {low} to {high}"
         others = ", ".join(map(repr, words)) + " or " if words else ""
-        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number {bounds}")
+        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number{bounds}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

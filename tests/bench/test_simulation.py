@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream import UsageError
-from slipstream.apps.cli.application import app, out
+from slipstream.apps.cli.application import app
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (

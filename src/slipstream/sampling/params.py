@@ -149,9 +149,7 @@ class SamplingParams:
         value = getattr(self, name)
         is_inside = is_number(value, max(low, -LARGEST), min(high, LARGEST)) and not (open_below and value == low)
         if not is_inside:
-            above = ">" if open_below else ">="
-            bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
-            raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
+            raise UsageError(f"{name}={value!r}; allowed: {_range(low, high, open_below)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -177,6 +175,15 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
+
+
+def _range(low: float, high: float, open_below: bool) -> str:
+    """The numbers between two bounds, in words."""
+    if not math.isfinite(low):
+        return "a finite number"
+    if not math.isfinite(high):
+        return f"a number, {low:g} or more" if low == 0 else "a number above 0"
+    return f"a number above {low:g}, up to {high:g}" if open_below else f"a number from {low:g} to {high:g}"
 
 
 def _as_python(value: Any) -> Any:

@@ -208,11 +208,11 @@ class RequestReader:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
         return [
-            self._row(i, f"prompt {i}" if len(prompts) > 1 else "prompt", _single(prompt), row_params, chat)
+            self._row(i, _single(prompt), row_params, chat, f"prompt {i}" if len(prompts) > 1 else "prompt")
             for i, (prompt, row_params) in pairs
         ]
 
-    def _row(self, index: int, name: str, prompt: Any, params: SamplingParams, chat: bool) -> Row:
+    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
         if params.n > 1:

@@ -148,7 +148,7 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
     code, out, err = piped(monkeypatch, capsys, text, "--max-tokens", "12", "--system", "A :fish: [b]story[/b].")
     decoder = SpeculativeDecoder("toy")
     answer = decoder.generate("A :fish: [b]story[/b].\nThe heron", SamplingParams(max_tokens=12), chat=False).text
-    assert code == 0 and out == f"/quit                 leave\n{answer}\n"
+    assert code == 0 and out == f"/quit  leave\n{answer}\n"
     assert "12 tokens, " in err and "did you mean /gamma" in err
 
 

@@ -39,7 +39,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--temperature=abc",), "--temperature 'abc'; allowed: a number"),
         (("--max-tokens", "1.5"), "--max-tokens '1.5'; allowed: a whole number"),
         (("--stop-token-ids", "x"), "--stop-token-ids 'x'; allowed: a whole number"),
-        (("--limit", "0"), "--limit '0'; allowed: greater than or equal to 1"),
+        (("--limit", "0"), "--limit '0'; allowed: 1 or more"),
         (("--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
         (("-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
         (("--system", BYTES), "--system has '\\udcff' at character 0; allowed: valid Unicode"),
@@ -47,7 +47,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
         (("--system", "Be brief."), "'toy' lacks"),
         (("--system", "Be brief.", "--raw"), "--system beside --raw"),
-        (("-p", "-", "-p", "-"), "--prompt - is given twice"),
+        (("-p", "-", "-p", "-"), "prompt - is given twice"),
         (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("The heron\n"))
     assert run(capsys, monkeypatch, "generate", *TOY, "-p", "-", *flags)[:2] == (0, expected)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert "--prompt - is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+    assert "standard input is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
     assert "standard input is not valid UTF-8 at byte 0" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
 

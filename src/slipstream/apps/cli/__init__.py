@@ -61,7 +61,7 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
     logging.getLogger("slipstream").setLevel(logging.INFO)
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="slipstream", standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except TyperException as error:

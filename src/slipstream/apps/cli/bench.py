@@ -91,7 +91,8 @@ def bench_command(
     An arm is a drafter with its settings, or another engine. Prints speeds, whether the texts are the same, and where
     the time went. Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold
     for arms that say nothing else. A run that was killed continues where it stopped; a finished folder prints its
-    tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm failed.
+    tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm
+    failed.
     """
     config = config_from(config, models.config_file)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)

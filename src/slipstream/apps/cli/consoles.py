@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
@@ -97,3 +98,40 @@ def print_text(text: str) -> None:
 def print_error(message: str) -> None:
     """Print an error: one line, which terminals break at words."""
     err.sentence(Text.assemble(("error:", "red"), " ", message))
+
+
+class RunBar:
+    """A progress bar over runs that says which one is under way; only on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._started = -1
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=err,
+            disable=not err.is_terminal,
+            transient=True,
+            redirect_stdout=False,  # standard output may be a pipe
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task("", total=total)
+
+    def show(self, doing: str) -> None:
+        """Say what is begun now; what was begun before is finished."""
+        self._started += 1
+        self._progress.update(self._task, description=doing, completed=self._started)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The bar gone, so that something can be printed."""
+        self._progress.stop()
+        yield
+        self._progress.start()
+
+    def __enter__(self) -> RunBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()

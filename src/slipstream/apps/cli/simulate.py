@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from slipstream.apps.cli.application import command, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out
@@ -36,21 +39,28 @@ class Measured:
     ] = None
 
 
+def read_size(text: str | float) -> float:
+    """A number that may end in k, m, b or g (1e9), or t, as in 8b."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbgt]?)", str(text).strip().lower())
+    if match is None:
+        raise typer.BadParameter("a number, which may end in k, m, b, g or t")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2]]
+
+
+def _size(name: str, text: str) -> Any:
+    return option(PAPER, name, text=text, metavar="NUMBER", parser=read_size)
+
+
 @dataclass(frozen=True)
 class OnPaper:
     """A pair of models and a machine, by their numbers."""
 
-    target_params: Annotated[
-        float, option(PAPER, "--target-params", text="parameters of the target, as 8e9", metavar="NUMBER")
-    ] = 0.0
-    draft_params: Annotated[
-        float,
-        option(PAPER, "--draft-params", text="parameters of the draft model; 0: drafts cost nothing", metavar="NUMBER"),
-    ] = 0.0
-    bandwidth: Annotated[
-        float, option(PAPER, "--bandwidth", text="memory bandwidth of the machine, bytes/s", metavar="NUMBER")
-    ] = 0.0
-    flops: Annotated[float, option(PAPER, "--flops", text="its FLOP/s", metavar="NUMBER")] = 0.0
+    target_params: Annotated[float, _size("--target-params", "parameters of the target, as 8b or 8e9")] = 0.0
+    draft_params: Annotated[float, _size("--draft-params", "parameters of the draft model; 0: drafts cost nothing")] = (
+        0.0
+    )
+    bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, as 100g")] = 0.0
+    flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
 
     @property
     def given(self) -> bool:
@@ -143,7 +153,10 @@ def simulate_command(
     acceptance = _assumed(grid) if recorded is None else recorded.acceptance
     if not paper.given and measured == Measured():
         paper = EXAMPLE
-        err.print("costs: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; others: --target T")
+        err.sentence(
+            "EXAMPLE, nothing is measured: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; your "
+            "own: --model MODEL, or --target-params and the like"
+        )
     _refuse_two_sources(config, measured, paper)
     costs = _costs(config, measured, paper, grid, recorded)
     if save_costs is not None:
@@ -219,7 +232,9 @@ def _assumed(grid: Grid) -> Acceptance:
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if grid.alpha is None:
-        err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats, of a run")
+        err.sentence(
+            f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; --stats RUN takes what a run accepted"
+        )
     alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
     return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
 

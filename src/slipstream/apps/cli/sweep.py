@@ -133,5 +133,5 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _temperatures(text: str) -> tuple[float, ...]:
     if not re.fullmatch(r"\d+(\.\d{1,6})?(,\d+(\.\d{1,6})?)*", text):
-        raise UsageError(f"--temperatures {text!r}; allowed: numbers >= 0 with commas between, e.g. 0,0.8")
+        raise UsageError(f"--temperatures {text!r}; allowed: numbers, 0 or more, with commas between, e.g. 0,0.8")
     return tuple(float(part) for part in text.split(","))

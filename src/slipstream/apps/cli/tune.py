@@ -142,7 +142,7 @@ def tune_command(
 def _refuse(config: DecoderConfig, budget: float) -> None:
     """Refuse settings that would answer what is asked here, and rules that change the text."""
     if not 0 < budget < float("inf"):
-        raise UsageError(f"--budget {budget:g}; allowed: a number of seconds > 0")
+        raise UsageError(f"--budget {budget:g}; allowed: a number of seconds above 0")
     if config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} is what tune is to find; allowed: auto")
     if config.num_draft_tokens != "auto":

@@ -87,7 +87,7 @@ def _prompts(choice: PromptChoice) -> list[NamedPrompt]:
 
 
 def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent) -> list[Check]:
-    """The checks, with a progress bar on a terminal and a line each elsewhere."""
+    """The checks, with a progress bar on a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from slipstream.certificate.checks import Verifier
@@ -100,6 +100,4 @@ def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent
         for check in verifier.run():
             checks.append(check)
             progress.update(task, advance=1, description=check.name)
-            if not err.is_terminal:
-                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {check.outcome}")
     return checks
