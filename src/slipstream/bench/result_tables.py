@@ -98,7 +98,6 @@ class TerminalTable:
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield ""
         if self.table.title:
             yield Text(self.table.title, "italic")
         yield self._fitted(options.max_width)
@@ -123,9 +122,8 @@ def terminal_table(table: Table) -> TerminalTable:
 
 def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
     """The columns' widths, None where they do not fit; columns of words share what the others leave."""
-    columns = list(
-        zip(table.columns, *([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells), strict=True)
-    )
+    rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
+    columns = list(zip(table.columns, *rows, strict=True))
     widest, least = [], []
     for number, (name, *texts) in enumerate(columns):
         lines = [line for text in (name, *map(str, texts)) for line in text.split("\n")]

@@ -164,14 +164,17 @@ def test_a_sweep_without_drafters_takes_the_decoders_own(draft: tuple[str, ...])
     assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.5, "faster than plain (2.00x)"), (2.0, "slower than plain (0.50x)")])
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
 def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: str) -> None:
     result = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3).generate(
         "The heron, the heron, the heron", SamplingParams(max_tokens=20)
     )
-    runs = {PLAIN: Run([1] * 20, 1.0), SPECULATIVE: Run([1] * 20, seconds, result=result)}
+    runs = {
+        PLAIN: Run([1] * 20, 1.0, repeats=(1.0, 1.0)),
+        SPECULATIVE: Run([1] * 20, seconds, None, result, (seconds,) * 2),
+    }
     line = caption(Comparison(NamedPrompt("A", "story"), runs), "new text")
-    assert line.startswith(f"story: {said}, ") and line.endswith("; new text")
+    assert line.startswith(f"{said}: ") and line.endswith("; new text")
     assert f"of {result.stats.num_draft_tokens} drafted tokens accepted" in line
 
 

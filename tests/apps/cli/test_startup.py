@@ -21,14 +21,15 @@ def run():
         heavy = [name for name in ("torch", "transformers", "numpy", "prompt_toolkit") if name in sys.modules]
         print("imported:", heavy, file=sys.stderr)
 
+null = open(os.devnull)
 for line in sys.stdin:
     pipes = [os.pipe(), os.pipe()]
     child = os.fork()
     if child == 0:
         for to, (_, end) in enumerate(pipes, 1):
             os.dup2(end, to)
-        sys.stdin = open(os.devnull)
-        os.closerange(3, 256)
+        sys.stdin = null
+        os.closerange(null.fileno() + 1, 256)
         sys.argv = ["slipstream", *json.loads(line)]
         run()
         sys.exit()

@@ -45,7 +45,7 @@ class MarkdownStream:
         began = perf_counter()
         if began >= self._next_picture:
             self._shown.start()
-            self._shown.update(_Tail(self._text), refresh=True)
+            self._shown.update(_Lines(self._text, is_tail=True), refresh=True)
             now = perf_counter()
             self._next_picture = now + max(MIN_SECONDS, (now - began) / RENDERING_SHARE)
 
@@ -60,22 +60,23 @@ class MarkdownStream:
         if text.strip():
             if not self._is_first:
                 self._console.print()
-            self._console.print(_markdown(text))
+            self._console.print(_Lines(text))
             self._is_first = False
 
 
-class _Tail:
-    """The end of a text, as many lines as the screen has."""
+class _Lines:
+    """A text's lines without blanks at their ends. is_tail: only the last ones, as many as the screen has."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, *, is_tail: bool = False) -> None:
+        self._text, self._is_tail = text, is_tail
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
-        lines = console.render_lines(_markdown(self._text), options, pad=False)
-        for line in lines[-max(1, options.size.height - 2) :]:
+        markdown = Markdown(self._text, code_theme="ansi_dark", hyperlinks=False)
+        lines = console.render_lines(markdown, options, pad=False)
+        for line in lines[-max(1, options.size.height - 2) :] if self._is_tail else lines:
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
             yield from line
             yield Segment.line()
-
-
-def _markdown(text: str) -> Markdown:
-    return Markdown(text, code_theme="ansi_dark", hyperlinks=False)

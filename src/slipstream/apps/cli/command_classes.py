@@ -160,10 +160,16 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
 
 def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str:
     """Of a value that an option cannot have, or of an argument that is missing."""
-    values = [] if error.param is None else _values(words, error.param.opts)
-    if not values or error.param is None:
+    if error.param is None:
         return _reworded(error.format_message(), ctx)
-    allowed = error.message.removeprefix("Input should be ").partition(",")[0]
+    values = _values(words, error.param.opts)
+    if not values and error.param.name in (ctx.default_map or {}):
+        values = [str(ctx.default_map[error.param.name])]  # of a plan
+    if not values:
+        return _reworded(error.format_message(), ctx)
+    allowed = error.message
+    if allowed.startswith("Input should be "):
+        allowed = allowed.removeprefix("Input should be ").partition(",")[0]
     for pattern, plain in BOUNDS.items():
         allowed = re.sub(pattern, plain, allowed)
     return f"{max(error.param.opts, key=len)} {' '.join(values)!r}; allowed: {NUMBERS.get(allowed, allowed)}"

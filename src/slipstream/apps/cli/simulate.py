@@ -232,9 +232,7 @@ def _assumed(grid: Grid) -> Acceptance:
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if grid.alpha is None:
-        err.sentence(
-            f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; --stats RUN takes what a run accepted"
-        )
+        err.sentence(f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; measured: --stats RUN")
     alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
     return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
 

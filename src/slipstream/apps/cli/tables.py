@@ -79,7 +79,7 @@ def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> Re
     plain, fast = comparison.runs[PLAIN], comparison.runs[SPECULATIVE]
     assert plain.result is not None and fast.result is not None
     left = f"plain, {plain.tokens_per_second:.1f} tok/s"
-    right = f"speculative, {fast.tokens_per_second:.1f} tok/s, text {verdict(fast.difference)}"
+    right = f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}"
     texts = coloured(plain.result, tokenizer), coloured(fast.result, tokenizer)
     if width < SIDE_BY_SIDE:
         if plain.result.token_ids == fast.result.token_ids:

@@ -226,9 +226,7 @@ def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ra
 
 def advice_table(advice: Advice) -> Table:
     """A line per candidate, the advised one first: speed-ups, parity, acceptance, and why the others lost."""
-    title = (
-        f"batch size {advice.batch}: speed-up over plain decoding, with 95 % intervals; measured {advice.units} times"
-    )
+    title = f"batch size {advice.batch}: speed-up over plain decoding, 95 % intervals; measured {advice.units} times"
     columns = ("candidate", "speed-up", "predicted", "same\ntexts", "acceptance\nrate", "tokens per\nforward", "why")
     rows = [[*_cells(result, result.measured), result.lost] for result in advice.others]
     if advice.best is not None:
