@@ -191,7 +191,7 @@ def _reworded(message: str, ctx: Any) -> str:
     if match := re.match(r"Got unexpected extra argument(?:\(s\)|s)? \((.*)\)", message):
         return f"unexpected argument {match[1].split(' ')[0]!r}; allowed: {usage}"
     if match := re.match(r"Missing argument '[\[{]*(.*?)[\]}]*'", message):
-        return f"{match[1]} is missing; allowed: {usage}"
+        return f"{match[1].upper()} is missing; allowed: {usage}"
     return message[:1].lower() + message[1:]
 
 
