@@ -65,7 +65,7 @@ class MarkdownStream:
 
 
 class _Lines:
-    """A text's lines without blanks at their ends. is_tail: only the last ones, as many as the screen has."""
+    """A text's lines without blanks at their ends, and without empty ones before them. is_tail: only the last ones, as many as the screen has."""
 
     def __init__(self, text: str, *, is_tail: bool = False) -> None:
         self._text, self._is_tail = text, is_tail
@@ -73,6 +73,8 @@ class _Lines:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
         markdown = Markdown(self._text, code_theme="ansi_dark", hyperlinks=False)
         lines = console.render_lines(markdown, options, pad=False)
+        while lines and not "".join(segment.text for segment in lines[0]).strip():
+            del lines[0]
         for line in lines[-max(1, options.size.height - 2) :] if self._is_tail else lines:
             while line and not line[-1].text.strip():
                 line.pop()
