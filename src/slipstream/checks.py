@@ -1,4 +1,4 @@
-"""Checks of values that callers give: what counts as a number or a text, and one wording of refusals."""
+"""Checks of values and files that callers give: what counts as a number or a text, and one wording of refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeGuard
 
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError, did_you_mean, first_line
 
 
 def is_whole(value: object, low: float = 0, high: float = inf) -> TypeGuard[int]:
@@ -39,3 +39,11 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         near = did_you_mean(str(value), *allowed)
         raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a file cannot be read, without its name, which the message has already."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not valid UTF-8 at byte {error.start}"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return reason[:1].lower() + reason[1:]

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import check_choice, check_whole
+from slipstream.checks import check_choice, check_whole, why_unreadable
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
-from slipstream.errors import UsageError, did_you_mean, setting, why_unreadable
+from slipstream.errors import UsageError, did_you_mean, setting
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}

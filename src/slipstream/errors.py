@@ -18,14 +18,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def why_unreadable(error: Exception) -> str:
-    """Why a file cannot be read, without its name, which the message has already."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not valid UTF-8 at byte {error.start}"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-    return reason[:1].lower() + reason[1:]
-
-
 def did_you_mean(name: str, *allowed: str) -> str:
     """The end of a message: the allowed name that a wrong one is nearest to; nothing if none is near."""
     return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, allowed, 1, 0.7) if near != name)

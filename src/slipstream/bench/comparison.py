@@ -78,11 +78,12 @@ def within_noise(estimate: Estimate) -> bool:
     return estimate.low is not None and estimate.high is not None and estimate.low <= 1 <= estimate.high
 
 
-_SMALL = (12.706, 4.303, 3.182, 2.776)  # 97.5 % quantiles of Student's t with 1 to 4 degrees of freedom
+# 97.5 % quantiles of Student's t with 1 to 10 degrees of freedom
+_SMALL = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def student_quantile(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t (above 4, Abramowitz and Stegun 26.7.5, to 0.01)."""
+    """The two-sided 95 % quantile of Student's t (above 10 by Abramowitz and Stegun 26.7.5)."""
     if freedom <= len(_SMALL):
         return _SMALL[freedom - 1]
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)

@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import UsageError, did_you_mean, why_unreadable
+from slipstream.checks import why_unreadable
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.tokenization.tokenizer import check_text
 
 

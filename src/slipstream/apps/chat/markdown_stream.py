@@ -65,7 +65,10 @@ class MarkdownStream:
 
 
 class _Lines:
-    """A text's lines without blanks at their ends, and without empty ones before them. is_tail: only the last ones, as many as the screen has."""
+    """A text's lines without blanks at their ends and empty lines before them.
+
+    is_tail: only the last ones, as many as the screen has.
+    """
 
     def __init__(self, text: str, *, is_tail: bool = False) -> None:
         self._text, self._is_tail = text, is_tail

@@ -20,10 +20,11 @@ import typer
 from slipstream import drafters
 from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.checks import why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.rule_names import RULE_NAMES
-from slipstream.errors import UsageError, did_you_mean, why_unreadable
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -307,16 +308,18 @@ PromptFile = Annotated[
 
 def _category(**more: Any) -> Any:
     text = "only this category of a .jsonl file; may be given several times"
-    return Annotated[list[str], option(PROMPTS, "--category", text=text, metavar="NAME", **more)]
+    return option(PROMPTS, "--category", text=text, metavar="NAME", **more)
 
 
 def _limit(**more: Any) -> Any:
-    text = "at most this many prompts of each category"
-    return Annotated[int | None, option(PROMPTS, "--limit", text=text, metavar="N", min=1, **more)]
+    return option(PROMPTS, "--limit", text="at most this many prompts of each category", metavar="N", min=1, **more)
 
 
-Category, Limit = _category(), _limit()
-FileCategory, FileLimit = _category(hidden=True), _limit(hidden=True)  # where a --prompt-file is one way of several
+Category = Annotated[list[str], _category()]
+Limit = Annotated[int | None, _limit()]
+# where a --prompt-file is one way of several
+FileCategory = Annotated[list[str], _category(hidden=True)]
+FileLimit = Annotated[int | None, _limit(hidden=True)]
 Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompt")]
 System = Annotated[str, option(PROMPTS, "--system", text="system message before the prompt", metavar="TEXT")]
 Repeats = Annotated[

@@ -14,8 +14,9 @@ from slipstream.apps.cli.application import command, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
+from slipstream.checks import why_unreadable
 from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError, why_unreadable
+from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
     from slipstream.bench.arms import Arm

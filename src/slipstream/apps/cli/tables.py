@@ -7,11 +7,11 @@ from textwrap import shorten
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.consoles import out
+from slipstream.apps.cli.consoles import Stream, out
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
     FIGURES,
@@ -155,7 +155,7 @@ def certificate(checks: Sequence[Check]) -> TerminalTable:
 
 
 def print_simulation(
-    console: Console, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
+    console: Stream, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
 ) -> dict[str, Any]:
     """Print the table and what follows from it; returns costs and table for JSON."""
     console.print(simulation_table(simulation))

@@ -18,7 +18,8 @@ from starlette.exceptions import HTTPException
 
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.server_settings import ServerSettings, is_address
-from slipstream.errors import UsageError, why_unreadable
+from slipstream.checks import why_unreadable
+from slipstream.errors import UsageError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

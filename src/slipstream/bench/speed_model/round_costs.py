@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.checks import why_unreadable
 from slipstream.core.kv_slots import Shapes
-from slipstream.errors import UsageError, why_unreadable
+from slipstream.errors import UsageError
 
 WIDTHS = ("padded", "alone", "totals")
 
