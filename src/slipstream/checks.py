@@ -1,4 +1,4 @@
-"""Checks of values that callers give: what counts as a number or a text, one wording of refusals, and help texts."""
+"""Checks of values and files that callers give: what counts as a number or a text, wording of refusals, help texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import inf
 from textwrap import wrap
 from typing import Any, ParamSpec, TypeGuard
 
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError, did_you_mean, first_line
 
 P = ParamSpec("P")
 
@@ -39,9 +39,9 @@ def is_text(value: object) -> TypeGuard[str]:
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
     """Refuse what is no whole number within the bounds; `words` are allowed besides."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:
-        bounds = f">= {low}" if high is None else f"from {low} to {high}"
+        bounds = f", {low} or more" if high is None else f" from {low} to {high}"
         others = ", ".join(map(repr, words)) + " or " if words else ""
-        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number {bounds}")
+        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number{bounds}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -99,3 +99,11 @@ def explained_fields(cls: Any, settings: Any = None) -> Any:
     if cls.__doc__ is not None:  # as it is where Python runs with -OO
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", *lines])
     return cls
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a file cannot be read, without its name, which the message has already."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not valid UTF-8 at byte {error.start}"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return reason[:1].lower() + reason[1:]

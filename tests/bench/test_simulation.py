@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream import UsageError
-from slipstream.apps.cli.application import app, out
+from slipstream.apps.cli.application import app
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (
@@ -81,7 +82,7 @@ def test_the_best_is_marked_and_what_is_slower_too() -> None:
     slower = sum(value < 1 for column in simulation["speed_ups"].values() for value in column.values())
     assert text.count("x*") == len(simulation["batches"]) and text.count("x-") == slower > 0
     assert f"batch 1: best draft length {simulation['best'][1]}" in text
-    assert simulation_table(simulate(linear_costs(), 0.75)).row_count == 16
+    assert len(simulation_table(simulate(linear_costs(), 0.75)).table.rows) == 16
 
 
 def run(arguments: list[str]) -> str:
@@ -162,4 +163,4 @@ def test_without_options_the_command_shows_an_example_and_says_what_it_assumes()
         text=True,
     )
     assert done.returncode == 0 and "best draft length" in done.stdout
-    assert "0.7 per token is assumed" in done.stderr and "--target T" in done.stderr
+    assert "assumed: 70% of tested tokens are accepted" in done.stderr and "--model MODEL" in done.stderr

@@ -79,7 +79,7 @@ def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path,
         assert all(standing["lost"] for standing in one["others"])
         measured = [standing for standing in one["others"] if standing["measured"] is not None]
         assert all(standing["texts"]["different"] == 0 and standing["units"] > 0 for standing in measured)
-    assert "batch size 1; speed-up over plain decoding" in out and "use it: slipstream generate --target toy" in out
+    assert "batch size 1: speed-up over plain decoding" in out and "use it: slipstream generate --target toy" in out
     assert DecoderConfig.from_json(folder / "slipstream.json").drafter in (
         "none",
         "auto",
@@ -232,8 +232,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "0"), "--budget 0; allowed: a number of seconds > 0"),
-        (("--budget", "nan"), "--budget nan; allowed: a number of seconds > 0"),
+        (("--budget", "0"), "--budget 0; allowed: a number of seconds above 0"),
+        (("--budget", "nan"), "--budget nan; allowed: a number of seconds above 0"),
         (("--drafter", "ngram"), "--drafter ngram is what tune is to find"),
         (("--num-draft-tokens", "3"), "--num-draft-tokens 3 is what tune is to find; allowed: --longest"),
         (("--acceptance", "topk:2"), "--acceptance topk:2 changes the text; allowed: lossless rules"),

@@ -168,7 +168,7 @@ def test_auto_restricts_large_vocabularies_whose_weights_are_at_hand(monkeypatch
 
 @subcases("value", [0, -1, True, 1.5, "some", None])
 def test_a_wrong_draft_vocabulary_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"draft_vocabulary=.*; allowed: 'auto', 'full' or a whole number >= 1$"):
+    with pytest.raises(UsageError, match=r"draft_vocabulary=.*; allowed: 'auto', 'full' or a whole number, 1 or more$"):
         SpeculativeDecoder("toy", draft_vocabulary=value)
 
 

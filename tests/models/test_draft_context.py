@@ -104,7 +104,7 @@ def test_auto_reads_what_the_context_holds() -> None:
 
 @subcases("value", [0, 127, True, 1.5, "some", None])
 def test_a_wrong_draft_context_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number >= 128$"):
+    with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number, 128 or more$"):
         SpeculativeDecoder("toy", draft_context=value)
 
 

@@ -269,7 +269,7 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
         ("/no/such/folder", "is not a folder"),
         ("no/such.gguf", "does not exist; allowed"),
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
-        ("nobody/nothing", "the hub did not give it"),
+        ("nobody/nothing", "could not be downloaded from the Hugging Face Hub"),
     ],
 )
 def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:

@@ -145,7 +145,7 @@ def test_the_runner_fails_where_a_script_fails_and_passes_settings_on(tmp_path: 
     [
         (["nothing"], "example 'nothing'; allowed: batches,"),
         (["--draft", "d"], "--draft needs --target"),
-        (["--max-tokens", "0"], "'0'; allowed: a whole number >= 1"),
+        (["--max-tokens", "0"], "'0'; allowed: a whole number, 1 or more"),
     ],
 )
 def test_wrong_use_of_the_runner_is_one_clear_line(

@@ -196,6 +196,8 @@ def reason(message: str) -> str:
         return f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile"
     if "NoExtension" in message:
         return "no text satisfies it"
+    if diagram := re.search(REGEX_ERROR, message):
+        return f"{diagram[1]!r}: {diagram[3]} at character {len(diagram[2]) + 1}"
     return one_line(message)
 
 
@@ -203,6 +205,8 @@ def allowed(message: str, kind: str | None = None) -> str:
     """What is allowed in place of a constraint that llguidance refused with this message."""
     if "NoExtension" in message:
         return "one that some text satisfies"
+    if re.search(REGEX_ERROR, message):
+        return ALLOWED["regex"]
     return SIMPLER if kind is None or reason(message) != one_line(message) else ALLOWED[kind]
 
 
@@ -214,6 +218,8 @@ def one_line(message: str) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
 
 
+# the expression, a line that points at the place, and what is wrong there
+REGEX_ERROR = r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.+)"
 SIMPLER = "a smaller or simpler one"
 _AT_MOST = f"allowed: at most {DEEPEST}"
 ALLOWED = {

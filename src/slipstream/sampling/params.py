@@ -147,9 +147,7 @@ class SamplingParams:
         value = getattr(self, name)
         is_inside = is_number(value, max(low, -LARGEST), min(high, LARGEST)) and not (open_below and value == low)
         if not is_inside:
-            above = ">" if open_below else ">="
-            bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
-            raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
+            raise UsageError(f"{name}={value!r}; allowed: {_range(low, high, open_below)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -222,6 +220,15 @@ def params_from(params: Any, options: SamplingOptions) -> Any:
     if params is not None:
         raise UsageError(f"params and {next(iter(options))}= are both given; allowed: one of them")
     return SamplingParams(**options)
+
+
+def _range(low: float, high: float, open_below: bool) -> str:
+    """The numbers between two bounds, in words."""
+    if not math.isfinite(low):
+        return "a finite number"
+    if not math.isfinite(high):
+        return f"a number, {low:g} or more" if low == 0 else "a number above 0"
+    return f"a number above {low:g}, up to {high:g}" if open_below else f"a number from {low:g} to {high:g}"
 
 
 def _as_python(value: Any) -> Any:

@@ -261,21 +261,24 @@ class RequestReader:
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
-        return [self._row(i, _single(prompt), row_params, chat) for i, (prompt, row_params) in pairs]
+        return [
+            self._row(i, _single(prompt), row_params, chat, f"prompt {i}" if len(prompts) > 1 else "prompt")
+            for i, (prompt, row_params) in pairs
+        ]
 
-    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
+    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
         if params.n > 1:
             raise UsageError(f"n={params.n}; allowed: 1, except in generate")
         backend, tokens = self.target.backend, self._encode(prompt, chat)
         if not tokens:
-            raise UsageError(f"prompt {index} is empty; allowed: at least one token")
+            raise UsageError(f"{name} is empty; allowed: at least one token")
         if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
-            raise UsageError(f"prompt {index}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
+            raise UsageError(f"{name}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
         room = backend.max_length - len(tokens)
         if room < 1:
-            raise UsageError(f"prompt {index} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
+            raise UsageError(f"{name} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
         if params.max_tokens > room:
             raise UsageError(
                 f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "

@@ -336,10 +336,10 @@ def _tokens(ids: Sequence[int]) -> str:
 
 def statistics_line(stats: Stats, drafter: str) -> str:
     """Tokens, speed and acceptance in one line."""
-    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f} tokens per forward"
     speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
     forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
-    line = f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}{forced}"
+    line = f"{speed}, {drafter}: acceptance rate {rate}, {efficiency}{forced}"
     if stats.accepted_prediction_tokens is None:
         return line
     counts = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"

@@ -29,7 +29,7 @@ class Terminal:
         program = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
         chat = [*program, "chat", "--target", "toy", "--history", str(self.history), *flags]
         start = ("new-session", "-d", "-x", "110", "-y", "40", "-c", str(folder))
-        where = ("-e", f"SLIPSTREAM_MODELS={folder}", "-e", "HF_HUB_OFFLINE=1")
+        where = ("-e", f"SLIPSTREAM_MODELS={folder}", "-e", "HF_HUB_OFFLINE=1", "-e", "COLUMNS=110")
         self._tmux("-f", os.devnull, *start, *where, f"{shlex.join(chat)}; echo ended with $?; exec sleep 600")
 
     def _tmux(self, *arguments: str) -> str:

@@ -131,7 +131,7 @@ def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkey
 
 
 WRONG_USE = [
-    (("generate", *TOY), "exactly one of them"),
+    (("generate", *TOY, *PROMPT, "--prompt-file", "x.txt"), "allowed: one of the two"),
     (("generate", *TOY, *PROMPT, "--temperature", "-1"), "temperature=-1.0; allowed"),
     (("generate", *TOY, *PROMPT, "--temperature", "warm"), "--temperature"),
     (("generate", *TOY, *PROMPT, "--max-tokens", "0"), "max_tokens=0; allowed"),
@@ -218,7 +218,7 @@ NAMES = [command.name or command.callback.__name__ for command in cli.app.regist
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
-    assert ("--json FILE" in out) == (command not in ("chat", "report", "serve"))
+    assert ("--json FILE" in out) == (command not in ("chat", "help", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])

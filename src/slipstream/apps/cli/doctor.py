@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.application import command, err, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import command, quiet_libraries, write_json
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import Json
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.version import __version__

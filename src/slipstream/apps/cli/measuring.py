@@ -15,7 +15,8 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.application import err, load_decoder, print_error, warn_lossy
+from slipstream.apps.cli.application import load_decoder, warn_lossy
+from slipstream.apps.cli.consoles import err, print_error
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.report import target_tokenizer
 from slipstream.bench.arms import Arm
@@ -132,7 +133,7 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequen
             progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
             line = groups.add(run)
             if line is not None and not err.is_terminal:
-                err.print(line, soft_wrap=True)
+                err.sentence(line)
             yield run
 
 

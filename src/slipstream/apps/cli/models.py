@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.application import SETTINGS, Command, app, err, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
+from slipstream.apps.cli.command_classes import Command, Group
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError
 from slipstream.models.weights.model_files import EMBEDDED
 
-models_app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
+models_app = typer.Typer(cls=Group, rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
 app.add_typer(models_app, name="models", help="List, download and remove models; check that two fit together.")
 
 # a target, and a draft model of its family: the same vocabulary, a tenth of its size or less

@@ -64,7 +64,8 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     nearest = get_close_matches(source, known_names(), 1)
     hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
-        f"model {source!r} is no local folder, and the hub did not give it.{hints} The hub: {reason}"
+        f"model {source!r} was not found locally, and could not be downloaded from the Hugging Face Hub.{hints} "
+        f"The hub: {reason.partition('. ')[0]}"
     )
 
 
