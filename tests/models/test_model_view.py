@@ -322,6 +322,7 @@ def test_layers_with_adapters_run_and_switch(options: dict[str, Any]) -> None:
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected == reference(fresh("llama"), PROMPT, COUNT)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's compiler, when it is imported
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
 def test_wrappers_run_by_their_inner_model(wrap: Callable[[Any], Any]) -> None:

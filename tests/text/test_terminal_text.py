@@ -114,6 +114,7 @@ def test_rounds_that_callers_print_are_harmless() -> None:
     assert not controls(screen.getvalue()) and "␛" in screen.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_characters_that_the_encoding_lacks_are_written_as_escapes(encoding: str) -> None:
     code = "from slipstream.apps.cli import main; main()"

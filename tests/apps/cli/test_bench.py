@@ -16,7 +16,7 @@ from tests.support.command_line import run
 
 pytestmark = pytest.mark.slow
 
-PLANS = Path(__file__).parents[2] / "benchmarks"
+PLANS = Path(__file__).parents[3] / "benchmarks"
 PROMPTS = ({"prompt": "The heron looked", "category": "birds"}, {"prompt": "a fish, a fish", "category": "fish"})
 
 
