@@ -288,7 +288,7 @@ class Costs:
         return all(batch + n <= self.trees.max_tokens(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All costs as JSON has them; `from_dict` reads them back."""
         return asdict(self)
 
     @classmethod

@@ -138,7 +138,7 @@ class Advice:
         return f"batch {self.batch}: {setting}{draft}, {self.expected.value:.2f}x plain decoding{interval}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The advice as JSON has it, with its sentence and whether to speculate at all."""
         return asdict(self) | {"sentence": self.sentence, "speculate": self.best is not None}
 
 
@@ -275,7 +275,7 @@ class Tuned:
         return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Everything that was screened and advised, as JSON has it."""
         return {
             "screened": [screened.to_dict() for screened in self.screened],
             "advice": [advice.to_dict() for advice in self.advice],

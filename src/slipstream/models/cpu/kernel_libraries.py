@@ -299,7 +299,7 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
 
 
 def best_bfloat16_recipe(forced_isa: str | None) -> Recipe:
-    """Of the best variant that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best variant that processor and compiler have, or of `forced_isa` alone."""
     recipes = [bfloat16_recipe(variant) for variant in variants_of(processor(), forced_isa)]
     return first_that_loads(recipes[:1] if forced_isa else recipes)
 
@@ -323,7 +323,7 @@ def block_kernels() -> ctypes.CDLL:
 
 
 def best_block_recipe(forced_isa: str | None) -> Recipe:
-    """Of the best instructions that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best instructions that processor and compiler have, or of `forced_isa` alone."""
     return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
 
 
