@@ -21,10 +21,11 @@ from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
-from slipstream.models.heads.head_files import head_files, load_head
+from slipstream.models.heads.head_files import embedded_head, head_files, load_head
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
@@ -57,7 +58,7 @@ class ModelPair:
     def load(
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
-        """Load both and choose the target's forward shapes."""
+        """Load both and choose the target's forward shapes. The embedded model has a head of its own, for "auto"."""
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
@@ -69,6 +70,8 @@ class ModelPair:
                 raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
+            if draft is None and _has_embedded_head(target, loaded, config):
+                draft = str(embedded_head())
             loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
 
@@ -272,6 +275,12 @@ def _bridged(
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))
 
 
+def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bool:
+    """Whether the head that comes with the package drafts: for the embedded model on a processor, if nothing is chosen."""
+    chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
+    return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
+
+
 def _draft_session(draft: Loaded | None) -> Session | None:
     if draft is None:
         return None
@@ -299,9 +308,7 @@ def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) 
     return options
 
 
-def load_draft(
-    draft: Any, config: DecoderConfig, tokenizer: Any = None, target: Loaded | None = None
-) -> Loaded | None:
+def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target: Loaded | None = None) -> Loaded | None:
     """The draft model in its own precision, or the draft head; None if there is none.
 
     tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None

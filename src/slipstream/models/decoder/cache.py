@@ -248,8 +248,8 @@ class SlotCache(Cache):
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         """[stop - start, layers * size]: what entered these layers at positions of a slot; None before any forward."""
-        kept = [self.hidden[i].keys for i in layers]
-        return None if any(keys is None for keys in kept) else torch.cat([k[slot, 0, start:stop] for k in kept], -1)
+        kept = [keys for i in layers if (keys := self.hidden[i].keys) is not None]
+        return torch.cat([keys[slot, 0, start:stop] for keys in kept], -1) if len(kept) == len(layers) else None
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """Move the keys and values at these places of a slot to `start` and the positions behind it."""
@@ -270,7 +270,11 @@ class SlotCache(Cache):
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
         self._put(cached, states)
-        return cached[self._slots, :, : self._attended] if self.tree is None else self.tree.gathered(cached, self._attended)
+        return (
+            cached[self._slots, :, : self._attended]
+            if self.tree is None
+            else self.tree.gathered(cached, self._attended)
+        )
 
     def _put(self, cached: Tensor, states: Tensor) -> None:
         """Write states [rows, heads, width, size] where `place` said."""

@@ -8,6 +8,7 @@ features once these are known: `HeadSession` counts them as not cached. Leaving 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,11 +61,23 @@ class HeadBackend:
         width = tokens.shape[1]
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
         entered = torch.stack([self._entered(first_slot + i, start, width) for i, start in enumerate(starts)])
-        places = self._Places(self, starts, positions, first_slot)
+        place = _Place(first_slot, starts, positions)
         turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
-        outputs = self.network.layer(tokens, entered, turned, places.attend)
-        places.write(self._outputs, self.network.returned(outputs)[:, None])
+        outputs = self.network.layer(tokens, entered, turned, partial(self._attend, place))
+        place.write(self._outputs, self.network.returned(outputs)[:, None])
         return self._logits(outputs) if logits else outputs.new_empty(0)
+
+    def _attend(self, place: _Place, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write keys and values, and attend to those of positions 1 to each token's own."""
+        place.write(self._keys, key)
+        place.write(self._values, value)
+        end = place.end
+        first = min(1, end - 1)
+        keys, values = self._keys[place.slots, :, first:end], self._values[place.slots, :, first:end]
+        if query.shape[2] == 1 and place.starts_alike:
+            return grouped_attention(query, keys, values, None)
+        seen = torch.arange(first, end, device=query.device) <= place.positions[..., None].clamp(min=first)
+        return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
@@ -97,34 +110,22 @@ class HeadBackend:
     def _empty(self, heads: int, size: int) -> Tensor:
         return torch.zeros(0, heads, 0, size, dtype=self.network.dtype, device=self.device)
 
-    class _Places:
-        """Where a forward writes, and what it attends to."""
 
-        def __init__(self, head: HeadBackend, starts: list[int], positions: Tensor, first_slot: int) -> None:
-            self._head, self._starts, self._positions = head, starts, positions
-            self._slots = slice(first_slot, first_slot + len(starts))
+class _Place:
+    """Where a forward writes: rows of a width in slots first_slot, first_slot + 1, ... at positions [B, W]."""
 
-        def write(self, cached: Tensor, states: Tensor) -> None:
-            """States [B, heads, W, size] to their slots and positions."""
-            starts, width = self._starts, states.shape[2]
-            if len(set(starts)) == 1:
-                cached[self._slots, :, starts[0] : starts[0] + width] = states
-            else:
-                slots = torch.arange(self._slots.start, self._slots.stop, device=cached.device)[:, None]
-                cached[slots, :, self._positions] = states.transpose(1, 2)
+    def __init__(self, first_slot: int, starts: list[int], positions: Tensor) -> None:
+        self.slots, self.positions = slice(first_slot, first_slot + len(starts)), positions
+        self.starts_alike = len(set(starts)) == 1
+        self.end = max(starts) + positions.shape[1]
 
-        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            """Write keys and values, and attend to those of positions 1 to each row's own."""
-            head, width = self._head, query.shape[2]
-            self.write(head._keys, key)
-            self.write(head._values, value)
-            end = max(self._starts) + width
-            first = min(1, end - 1)
-            keys, values = head._keys[self._slots, :, first:end], head._values[self._slots, :, first:end]
-            if width == 1 and len(set(self._starts)) == 1:
-                return grouped_attention(query, keys, values, None)
-            seen = torch.arange(first, end, device=query.device) <= self._positions[..., None].clamp(min=first)
-            return grouped_attention(query, keys, values, seen)
+    def write(self, cached: Tensor, states: Tensor) -> None:
+        """States [B, heads, W, size] into cached [slots, heads, positions, size]."""
+        if self.starts_alike:
+            cached[self.slots, :, self.end - states.shape[2] : self.end] = states
+        else:
+            slots = torch.arange(self.slots.start, self.slots.stop, device=cached.device)[:, None]
+            cached[slots, :, self.positions] = states.transpose(1, 2)
 
 
 class HeadSession(Session):

@@ -1,16 +1,18 @@
 """Reads draft heads of the EAGLE-3 type from the files that their trainers write.
 
-Two layouts: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and NVIDIA's ModelOpt share.
-They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently. Nothing
-in the files is trusted: every flag is known or refused, every tensor has the size that the configuration says.
+Two layouts: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and NVIDIA's ModelOpt
+share. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently.
+Nothing in the files is trusted: every flag is known or refused, every tensor has the size that the configuration says.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,28 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights
+from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 KINDS = ("Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated")
-LAYERS = ("eagle_aux_hidden_state_layer_ids",)
+EMBEDDED_NAME = "smollm2_head"
+SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
     "sliding_window": None,
     "num_hidden_layers": 1,
 }
+
+
+def embedded_head() -> Path:
+    """The folder of the head that comes with the package, trained for the embedded model."""
+    return Path(str(resources.files("slipstream").joinpath("data/smollm2_head")))
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None  # what is wrong with it, the reader of models says
     kinds = settings.get("architectures") or [] if isinstance(settings, dict) else []
     is_head = isinstance(settings, dict) and ("speculators_model_type" in settings or set(kinds) & set(KINDS))
-    return HeadFiles(name, folder, settings) if is_head else None
+    shown = EMBEDDED_NAME if Path(folder) == embedded_head() else name
+    return HeadFiles(shown, folder, settings) if is_head else None
 
 
 def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
@@ -190,27 +200,38 @@ def _tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             raise SlipstreamError(
                 f"draft head {files.source!r}: {name} could not be read: {one_line(error)}"
             ) from error
-        return {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
+        named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
+        return {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
     raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+
+
+def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor, or what its 8-bit integers [outputs, inputs] and their scales [outputs, 1] stand for, in bfloat16."""
+    scale = tensors.get(name + SCALE)
+    return tensors[name] if scale is None else (tensors[name].float() * scale.float()).to(torch.bfloat16)
 
 
 def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, device: torch.device) -> HeadWeights:
     size, heads = config.hidden_size, (config.num_heads, config.num_key_heads, config.num_key_heads)
-    target, drafted = config.target_hidden_size, config.vocab_size if config.token_ids is None else len(config.token_ids)
+    target, drafted = (
+        config.target_hidden_size,
+        config.vocab_size if config.token_ids is None else len(config.token_ids),
+    )
     layer, middle = "layers.0.", config.intermediate_size
     read = _Reader(files.source, tensors, device)
+    product = partial(_convert, num_weights=sum(tensor.numel() for tensor in tensors.values()))
     projections = [
         read(f"{layer}self_attn.{name}_proj.weight", count * config.head_dim, 2 * size)
         for name, count in zip("qkv", heads, strict=True)
     ]
     gates = [read(f"{layer}mlp.{name}_proj.weight", middle, size) for name in ("gate", "up")]
     return HeadWeights(
-        fc=_linear(read("fc.weight", size, len(config.layers) * target)),
-        qkv=_linear(torch.cat(projections)),
-        out=_linear(read(f"{layer}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
-        gate_up=_linear(torch.cat(gates)),
-        down=_linear(read(f"{layer}mlp.down_proj.weight", size, middle)),
-        lm_head=_linear(read("lm_head.weight", drafted, size)),
+        fc=product(read("fc.weight", size, len(config.layers) * target)),
+        qkv=product(torch.cat(projections)),
+        out=product(read(f"{layer}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
+        gate_up=product(torch.cat(gates)),
+        down=product(read(f"{layer}mlp.down_proj.weight", size, middle)),
+        lm_head=product(read("lm_head.weight", drafted, size)),
         token_norm=read(f"{layer}input_layernorm.weight", size),
         hidden_norm=read(f"{layer}hidden_norm.weight", size),
         middle_norm=read(f"{layer}post_attention_layernorm.weight", size),
@@ -243,10 +264,18 @@ class _Reader:
         return tensor.to(self.device)
 
 
-def _linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def _convert(weight: Tensor, num_weights: int) -> Linear:
+    """The product with a weight [outputs, inputs]; on a processor in 4 bits, if the head is large and that is faster.
+
+    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
+    """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return compressed_or_packed(linear) if weight.device.type == "cpu" else linear
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return linear
+    if num_weights >= SMALLEST and is_faster(weight.dtype):
+        return rounded(linear, "int4")
+    return compressed_or_packed(linear)
 
 
 def _embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
