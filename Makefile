@@ -16,18 +16,18 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist 
 # Other projects that tests and benchmarks run, each in an environment of its own.
 CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
 
-.PHONY: demo test test-exhaustive test-fast check check-architectures lines examples bench bench-quick clients wheels clean
+.PHONY: demo test test-exhaustive test-fast check check-architectures lines examples bench bench-quick clients docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
 
 test: $(STAMP)
-	@$(BIN)/slipstream models --fetch
+	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --durations=10
 
 # Whole products of parameters, which `make test` covers pair by pair.
 test-exhaustive: $(STAMP)
-	@$(BIN)/slipstream models --fetch
+	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --exhaustive --durations=10
 
 test-fast: $(STAMP)
@@ -67,6 +67,10 @@ clients: $(CLIENTS:%=.clients/%/.installed)
 	@.clients/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	@touch $@
 
+# Into site/: the documentation; a broken link or an unknown page is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "open site/index.html"
+
 # Into dist/: wheels with the kernels compiled for four platforms, one without, and the source distribution.
 wheels: $(STAMP) .wheels/.installed
 	@$(BIN)/python packaging/build_wheels.py --tools .wheels/bin/python
@@ -83,4 +87,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf .venv .clients .wheels build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients .wheels build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

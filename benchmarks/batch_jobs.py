@@ -48,7 +48,7 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 def answers(path: Path) -> dict[str, str]:
     """The lines of an output by id; SystemExit if an id is there twice."""
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     found = {json.loads(line)["id"]: line for line in lines}
     if len(found) != len(lines):
         raise SystemExit(f"{len(lines) - len(found)} ids are there twice")
@@ -59,7 +59,7 @@ def survive(args: argparse.Namespace) -> dict[str, Any]:
     """Kill a job at random moments, let it end, and compare with one that was not killed."""
     rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp())
     lines = requests(args.count)
-    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = ["--target", args.target, "--max-batch-size", str(args.batch)]
     out, kept = folder / "out.jsonl", []
     for _ in range(args.kills):
@@ -142,7 +142,7 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
     for at in range(0, len(prompts), args.batch):
         own = params[at : at + args.batch]
         longest = max(one.max_tokens for one in own)
-        ids = [decoder.encode(prompt) for prompt in prompts[at : at + args.batch]]
+        ids = [decoder.encode(prompt, chat=True) for prompt in prompts[at : at + args.batch]]
         texts, _ = hf.generate(ids, [replace(one, max_tokens=longest) for one in own])
         total += sum(min(len(text), one.max_tokens) for text, one in zip(texts, own, strict=True))
     return total
@@ -153,7 +153,9 @@ def two_nodes() -> Iterator[subprocess.Popen[str]]:
     """A cluster, whose address is its first line; a line to it kills the second node."""
     env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(CLUSTER)]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as nodes:
         assert nodes.stdin is not None
         try:
             yield nodes
@@ -170,7 +172,7 @@ def over_ray(args: argparse.Namespace) -> dict[str, Any]:
     """The job in one process, then over actors; a node may be killed once a fifth of the lines is answered."""
     folder = Path(tempfile.mkdtemp())
     source, out, alone = folder / "in.jsonl", folder / "ray.jsonl", folder / "alone.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in requests(args.count)))
+    source.write_text("".join(json.dumps(line) + "\n" for line in requests(args.count)), encoding="utf-8")
     options = ["--target", args.target, "--max-batch-size", str(args.batch)]
     begun, first, killed = time.perf_counter(), 0.0, 0
     subprocess.run([*COMMAND, str(source), str(alone), *options], check=True, stderr=subprocess.DEVNULL)

@@ -51,7 +51,9 @@ class Engine:
     def cold_start(self) -> float:
         """Seconds from the start of a process to the first token."""
         started, pipe = perf_counter(), subprocess.PIPE
-        with subprocess.Popen(self.command(f"first {MESSAGE}"), stdout=pipe, stderr=pipe, text=True) as process:
+        with subprocess.Popen(
+            self.command(f"first {MESSAGE}"), stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
+        ) as process:
             assert process.stdout is not None and process.stderr is not None
             told = process.stdout.readline()
             seconds = perf_counter() - started
@@ -67,7 +69,7 @@ class Worker:
     def __init__(self, engine: Engine, context: int) -> None:
         self.engine = engine
         self._process = subprocess.Popen(
-            engine.command(str(context)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            engine.command(str(context)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
         self._line()
 
@@ -129,7 +131,7 @@ def main(
     if json_file is not None:
         found = {f"{name}, {line}": values for (name, line), values in times.items()}
         result = {"target": target, "bandwidth": bandwidth, "milliseconds": found, "memory": memory, "starts": starts}
-        json_file.write_text(json.dumps(result) + "\n")
+        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def _bandwidth(large: torch.Tensor) -> float:

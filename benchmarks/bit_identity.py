@@ -148,7 +148,7 @@ def main(
     base = SpeculativeDecoder(
         target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=max(batches)
     )
-    ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
+    ids = [base.encode(p.prompt, chat=True) for p in spread(read_prompts(prompts), num_prompts)]
     number, _, parts = part.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
         raise typer.BadParameter(f"--part {part!r}; allowed: NUMBER/PARTS, for example 1/3")
@@ -193,7 +193,7 @@ def main(
             "texts": total,
             "lines": lines,
         }
-        json_file.write_text(json.dumps(report, indent=1))
+        json_file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     sys.exit(1 if wrong else 0)
 
 

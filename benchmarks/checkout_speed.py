@@ -43,18 +43,18 @@ class Measured:
 
 def bench(checkout: Path, plan: Path, folder: Path) -> dict[Key, Measured]:
     """Run the benchmark of a checkout and read what it recorded."""
-    scripts = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, function = scripts["slipstream"].partition(":")
     code = f"import slipstream; print(slipstream.__file__, flush=True); from {module} import {function} as main; main()"
     command = [sys.executable, "-c", code, "bench", "--plan", str(plan), "--out", str(folder)]
     own = {"PYTHONPATH": str(checkout / "src")}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | own)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | own, encoding="utf-8")
     home = Path(done.stdout.partition("\n")[0]).resolve()
     if not home.is_relative_to(checkout / "src"):
         raise SystemExit(f"slipstream was imported from {home}, not from {checkout / 'src'}")
     if done.returncode:
         raise SystemExit(f"{checkout}: the benchmark failed with exit code {done.returncode}:\n{done.stdout}")
-    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
     return {_key(line): Measured(line["seconds"], line["texts"]) for line in lines if line["kind"] == "run"}
 
 
@@ -94,11 +94,11 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write all ratios here")] = None,
 ) -> None:
     """Compare the speeds of two checkouts."""
-    settings = json.loads(plan.read_text()) | NOT_NEEDED
+    settings = json.loads(plan.read_text(encoding="utf-8")) | NOT_NEEDED
     found, changed = list[dict[str, list[float]]](), dict[str, int]()
     with TemporaryDirectory() as folder:
         own_plan = Path(folder) / "plan.json"
-        own_plan.write_text(json.dumps(settings))
+        own_plan.write_text(json.dumps(settings), encoding="utf-8")
         for turn in range(turns):
             old, new = (
                 bench(checkout.resolve(), own_plan, Path(folder) / f"{name}-{turn}")
@@ -109,7 +109,9 @@ def main(
                 changed[key[0]] = changed.get(key[0], 0) + (measured.texts != new[key].texts)
     medians = show(found, changed)
     if json_file is not None:
-        json_file.write_text(json.dumps({"ratios": found, "medians": medians, "texts that differ": changed}, indent=1))
+        json_file.write_text(
+            json.dumps({"ratios": found, "medians": medians, "texts that differ": changed}, indent=1), encoding="utf-8"
+        )
     ours = [ratio for arm, ratio in medians.items() if not arm.startswith("hf")]
     sys.exit(min(ours) < least)
 

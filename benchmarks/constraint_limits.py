@@ -240,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "reasons": found.reasons,
             "differing": found.differing,
         }
-        options.json.write_text(json.dumps(figures | {"control": len(control.differing)}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps(figures | {"control": len(control.differing)}, indent=2) + "\n", encoding="utf-8"
+        )
     return 1 if found.differing or not control.differing else 0
 
 

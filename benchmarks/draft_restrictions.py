@@ -70,7 +70,7 @@ def main(
         print(_line(prompt.category, {name: results[name][-1] for name in arms}), flush=True)
     report = {name: figures(results[name], results["full"]) for name in arms}
     if not context:
-        ids = decoder.encode(prompts[0].prompt)
+        ids = decoder.encode(prompts[0].prompt, chat=True)
         times = interleaved_steps(list(drafters.values()), ids, decoder.target.backend.vocab_size)
         for name, milliseconds in zip(drafters, times, strict=True):
             report[name]["interleaved_step_ms"] = round(milliseconds, 2)

@@ -9,7 +9,7 @@ row's own text; the tokens of a draft count up to the first that differs from th
 for the length of its context plus one for how far its occurrences agree: logistic regression, with a small ridge for
 kinds that hardly occur. Printed are the fitted numbers beside those in use, and the log-loss per token of both on texts
 that were not fitted (two halves, each judged by the fit of the other), learning from each row as the drafter does.
-Then the same fit of runners-up: at each token of the outputs, those proposed beside a first choice that was wrong.
+Then the share of runners-up that came true: at each token of the outputs, those beside a first choice that was wrong.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix.automaton import SuffixAutomaton
 from slipstream.drafters.suffix.suffix_drafter import (
     AGREED,
-    BESIDE_BY_AGREEMENT,
-    BESIDE_BY_LENGTH,
-    BRANCHES,
     BY_AGREEMENT,
     BY_LENGTH,
     candidates,
@@ -49,6 +46,7 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
+BRANCHES = 2  # runners-up that are looked at beside each first choice
 RIDGE = 1.0  # a kind without tokens stays at 0
 STEPS = 50  # of Newton's method, which needs fewer than ten
 Seen = list[tuple[int, bool]]  # kind and whether it was accepted, in the order of the text
@@ -171,12 +169,9 @@ def main(
     halves = seen[::2], seen[1::2]
     whole = fit(seen)
     beside = [observe_beside(text) for text in texts]
-    others = fit(beside)
     for title, fitted, used in (
         ("BY_LENGTH", whole.by_length, BY_LENGTH),
         ("BY_AGREEMENT", whole.by_agreement, BY_AGREEMENT),
-        ("BESIDE_BY_LENGTH", others.by_length, BESIDE_BY_LENGTH),
-        ("BESIDE_BY_AGREEMENT", others.by_agreement, BESIDE_BY_AGREEMENT),
     ):
         table = Table("", *map(str, range(len(used))), title=title)
         table.add_row("fitted", *(f"{value:.2f}" for value in fitted))

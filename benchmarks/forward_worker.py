@@ -83,7 +83,7 @@ def first_of_llama_cpp(target: str, message: str) -> None:
 
 def memory() -> dict[str, int]:
     """Bytes of this process that are resident, and of them those that the system cannot take back."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     found = {name: int(size) * 1024 for name, size in re.findall(r"^(VmRSS|RssAnon):\s+(\d+) kB", status, re.M)}
     return {"resident": found["VmRSS"], "anonymous": found["RssAnon"]}
 

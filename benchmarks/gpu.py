@@ -96,7 +96,7 @@ def main(
     print(f"widths that give the same bits: {result['agreeing_widths']}")
     line = json.dumps(result)
     if json_file is not None:
-        json_file.write_text(line + "\n")
+        json_file.write_text(line + "\n", encoding="utf-8")
     print(line)
     if any(arm["error"] for batch in result["batches"].values() for arm in batch):
         raise typer.Exit(1)

@@ -171,7 +171,10 @@ def main(
     count = num_layers(backend)
     if count < 2:
         raise UsageError(f"model {target!r} has {count} layer; allowed: at least 2, so that one can be left out")
-    ids = [decoder.encode(p.prompt)[-(backend.max_length - max_tokens - depth) :] for p in _read(prompts, num_prompts)]
+    ids = [
+        decoder.encode(p.prompt, chat=True)[-(backend.max_length - max_tokens - depth) :]
+        for p in _read(prompts, num_prompts)
+    ]
     costs = measure_costs(decoder, (1,), range(1, depth + 2), seconds=seconds)
     truth = Truth(decoder, ids, max_tokens, depth)
     prices = Prices(costs, truth.share_of_one(count), count)

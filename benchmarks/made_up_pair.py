@@ -25,12 +25,12 @@ PER_TOKEN = 6.6  # milliseconds of forwards with more tokens
 def main(recording: Path, out: Path, seed: int = 1) -> None:
     """Write the recording of the pair."""
     rng = random.Random(seed)
-    header, *texts = map(json.loads, recording.read_text().splitlines())
+    header, *texts = map(json.loads, recording.read_text(encoding="utf-8").splitlines())
     lines = [{"target": "p", "draft": "d", "costs": header["costs"] | pair_costs(), "reading": 4.0}]
     for text in texts:
         model, chances = drafts(text["output"], rng)
         lines.append(text | {"model": model, "chances": chances})
-    out.write_text("\n".join(map(json.dumps, lines)))
+    out.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
 
 def pair_costs() -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from slipstream.draft_length import acceptance_model, costs, planner
 from slipstream.drafters.model import model_drafter
-from slipstream.drafters.suffix import suffix_drafter
 
 
 class Mechanism(NamedTuple):
@@ -44,7 +43,6 @@ MECHANISMS = (
     Mechanism("what drafted tokens cost, learned", ((costs, "COST_DRIFT", 0.0), (costs, "UNSURE", 1e-6))),
     Mechanism("a row's own weight", ((acceptance_model.AcceptanceModel.__init__, "__kwdefaults__", NO_ROWS),)),
     Mechanism("retrieval behind the draft model's draft", ((model_drafter, "extended", unextended),)),
-    Mechanism("runner-up tokens beside matches", ((suffix_drafter, "BRANCHES", 0),)),
     Mechanism(
         "runner-up tokens of the draft model", ((acceptance_model.ModelDrafts, "runner_up_probs", lambda *_: []),)
     ),

@@ -48,10 +48,10 @@ def main(
     chosen = [prompt for group in _by_family(known).values() for prompt in group[:per_family]]
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
-    with out.open("w") as file:
+    with out.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, batches, bool(draft))) + "\n")
         for prompt in chosen:
-            ids = decoder.encode(prompt.prompt)
+            ids = decoder.encode(prompt.prompt, chat=True)
             result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens))
             output = result.token_ids
             line = {"family": prompt.category, "prompt": ids, "output": output, "max_tokens": max_tokens}

@@ -84,7 +84,7 @@ class Recording:
     def read(cls, file: Path) -> Recording:
         """What `policy_record.py` has written, but for texts of a few tokens, and random texts beside it."""
         try:
-            header, *records = [json.loads(line) for line in file.read_text().splitlines()]
+            header, *records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             costs, reading = Costs.from_dict(header["costs"]), float(header["reading"])
             records = [record for record in records if len(record["output"]) > 8]
             records += random_texts(records[:8]) if records else []

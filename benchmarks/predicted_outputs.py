@@ -113,7 +113,7 @@ def _prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> 
     if category != "changed request":
         return read_prompts(PROMPTS, categories=[category])
     found = []
-    for line in CHANGED.read_text().splitlines():
+    for line in CHANGED.read_text(encoding="utf-8").splitlines():
         earlier, now = json.loads(line)["turns"]
         before = decoder.generate(earlier, SamplingParams(max_tokens=max_tokens)).text
         found.append(NamedPrompt(now, category, before))

@@ -61,7 +61,7 @@ class Watch(Thread):
 
 
 def _anonymous() -> int:
-    found = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(), re.M)
+    found = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(encoding="utf-8"), re.M)
     if found is None:
         raise SlipstreamError(f"{ROLLUP} does not say how much is anonymous; this needs a newer Linux")
     return int(found[1]) * 1024
@@ -121,7 +121,7 @@ def main(
             found.setdefault(name, {}).update(kl=distance[0], same_choice=distance[1])
             console.print(f"{name}: KL {distance[0]:.2g}, the likeliest token is the same at {distance[1]:.1%}")
     if json_file is not None:
-        json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n")
+        json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n", encoding="utf-8")
 
 
 def _size(target: Path) -> int:

@@ -42,7 +42,7 @@ def main(
     quiet()
     prompts = _of_all_families(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))[:num_prompts]
     with SpeculativeDecoder(target, drafter="none", activations=activations) as decoder:
-        encoded = [decoder.encode(prompt.prompt) for prompt in prompts]
+        encoded = [decoder.encode(prompt.prompt, chat=True) for prompt in prompts]
         texts = [decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids for ids in encoded]
     reference = load_unpacked(target, LoadOptions("float32", "cpu"))
     gaps = list[float]()
@@ -61,7 +61,9 @@ def main(
         f"{differing} different"
     )
     if json_file is not None:
-        json_file.write_text(json.dumps({"target": target, "activations": activations, "gaps": gaps}) + "\n")
+        json_file.write_text(
+            json.dumps({"target": target, "activations": activations, "gaps": gaps}) + "\n", encoding="utf-8"
+        )
     if differing and activations == "int15":
         sys.exit(1)
 

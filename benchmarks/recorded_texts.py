@@ -86,7 +86,7 @@ def _of_runs(path: Path, tokenizer: Tokenizer, prompt_file: Path | None) -> Iter
 
 def _of_ids(path: Path) -> Iterator[Recorded]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
     for number, line in enumerate(filter(str.strip, lines), 1):

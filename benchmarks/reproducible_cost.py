@@ -96,7 +96,7 @@ def main(
     """Print the calibrations' line, a table of the texts, and a line of costs per drafter."""
     quiet()
     base = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=True)
-    ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
+    ids = [base.encode(p.prompt, chat=True) for p in spread(read_prompts(prompts), num_prompts)]
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
     if any(len(tokens) < 2 for tokens in ids):
         raise UsageError("a prompt of one token has nothing to read; allowed: prompts of two tokens or more")
@@ -117,7 +117,9 @@ def main(
             "torch": torch.__version__,
             "calibrations": [asdict(c) | {"cost": c.cost} for c in found],
         }
-        json_file.write_text(json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:

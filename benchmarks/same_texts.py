@@ -99,24 +99,28 @@ def texts_of(checkout: Path, job: Job, keep: Path | None) -> Texts:
     commit = _commit(checkout)
     kept = None if keep is None or commit is None else keep / f"{commit[:12]}-{_digest(commit, job)}.json"
     if kept is not None and kept.exists():
-        return dict(json.loads(kept.read_text()))
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
     command, own = [sys.executable, __file__, WORKER, str(checkout)], {"PYTHONPATH": str(checkout / "src")}
     order = json.dumps(asdict(job))
-    done = subprocess.run(command, input=order, stdout=subprocess.PIPE, text=True, env=os.environ | own)
+    done = subprocess.run(
+        command, input=order, stdout=subprocess.PIPE, text=True, env=os.environ | own, encoding="utf-8"
+    )
     if done.returncode:
         raise SystemExit(f"{checkout}: the worker failed with exit code {done.returncode}")
     texts = done.stdout.splitlines()[-1]
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(texts)
+        kept.write_text(texts, encoding="utf-8")
     return dict(json.loads(texts))
 
 
 def _commit(checkout: Path) -> str | None:
     """The commit of its sources, or None if they are changed or not under git."""
     git = ["git", "-C", str(checkout)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, encoding="utf-8")
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True, encoding="utf-8"
+    )
     clean = head.returncode == changed.returncode == 0 and not changed.stdout.strip()
     return head.stdout.strip() if clean else None
 
@@ -186,7 +190,7 @@ def main(
     show(comparisons)
     if json_file is not None:
         found = {arm: asdict(comparison) for arm, comparison in comparisons.items()}
-        json_file.write_text(json.dumps({"job": asdict(job), "comparisons": found, "texts": texts}))
+        json_file.write_text(json.dumps({"job": asdict(job), "comparisons": found, "texts": texts}), encoding="utf-8")
     sys.exit(any(comparison.different for comparison in comparisons.values()))
 
 

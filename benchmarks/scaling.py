@@ -264,7 +264,9 @@ def main(
     if json_file is not None:
         found = [{**asdict(line), "total": line.total} for line in lines]
         summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": where}
-        json_file.write_text(json.dumps({**summary, "torch": torch.__version__, "lines": found}, indent=2) + "\n")
+        json_file.write_text(
+            json.dumps({**summary, "torch": torch.__version__, "lines": found}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

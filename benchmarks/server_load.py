@@ -49,7 +49,7 @@ def transformers_serve(program: str, folder: str, options: Sequence[str]) -> Ite
         port = listener.getsockname()[1]
     command = [program, "serve", folder, "--continuous-batching", "--host", "127.0.0.1", "--port", str(port), *options]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | offline)
         url = f"http://127.0.0.1:{port}"
         try:
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{arm}: {same} prompts have the text of plain decoding")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(vars(options) | found, indent=2, default=str) + "\n")
+        options.json.write_text(json.dumps(vars(options) | found, indent=2, default=str) + "\n", encoding="utf-8")
     exact = options.overhead or len(set(found["texts"]["slipstream"].split("/"))) == 1
     return 0 if exact else 1
 

@@ -81,7 +81,9 @@ def end_on_signals() -> None:
 def slipstream_serve(arguments: Sequence[str]) -> Iterator[str]:
     """The address of `slipstream serve` with these options."""
     command = [sys.executable, "-c", COMMAND, "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}, encoding="utf-8"
+    )
     assert process.stderr is not None
     try:
         lines = []

@@ -77,7 +77,7 @@ def main(
     sizes, rows = [int(n) for n in lengths.split(",")], [int(n) for n in batches.split(",")]
     costs = measure_costs(base, rows, range(1, max(sizes) + 2), seconds=seconds)
     chosen = spread(read_prompts(prompts), num_prompts)
-    ids = [base.encode(p.prompt)[-(base.target.backend.max_length - max_tokens) :] for p in chosen]
+    ids = [base.encode(p.prompt, chat=True)[-(base.target.backend.max_length - max_tokens) :] for p in chosen]
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("batch", "draft\nlength", "tokens\nper round", "observed", "predicted\n(own acceptance)", "off by"):
         table.add_column(name, justify="right")
@@ -102,7 +102,9 @@ def main(
     }
     print(json.dumps(summary))
     if json_file is not None:
-        json_file.write_text(json.dumps({**summary, "costs": costs.to_dict(), "lines": lines}, indent=2) + "\n")
+        json_file.write_text(
+            json.dumps({**summary, "costs": costs.to_dict(), "lines": lines}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _batch(

@@ -70,7 +70,7 @@ class Bench:
         own["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
         command = [sys.executable, "-c", code, *arguments]
         before, began = os.times(), perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, encoding="utf-8")
         wall, after = perf_counter() - began, os.times()
         if done.returncode:
             raise SystemExit(f"{self.checkout}: {done.stderr.strip() or done.stdout.strip()}")
@@ -82,7 +82,7 @@ class Bench:
 
     def help(self) -> Start:
         """The console command with --help."""
-        scripts = tomllib.loads((self.checkout / "pyproject.toml").read_text())["project"]["scripts"]
+        scripts = tomllib.loads((self.checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
         module, _, function = scripts["slipstream"].partition(":")
         return self.start(f"from {module} import {function} as main; main()", "--help", prints_home=False)
 
@@ -142,7 +142,9 @@ def main(
         rows = Bench(checkout.resolve(), Path(folder)).rows(names, json.loads(options), repeats, calibrations)
     show(rows)
     if json_file is not None:
-        json_file.write_text(json.dumps({name: [asdict(s) for s in starts] for name, starts in rows.items()}, indent=1))
+        json_file.write_text(
+            json.dumps({name: [asdict(s) for s in starts] for name, starts in rows.items()}, indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

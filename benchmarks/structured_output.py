@@ -119,7 +119,7 @@ def fields_of(schema: Schema) -> str:
 
 def suite_schemas(folder: Path, count: int) -> list[Schema]:
     """`count` schemas of a folder of JSON Schema's test suite, evenly over its files; those that are objects."""
-    groups = [group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text())]
+    groups = [group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text(encoding="utf-8"))]
     named = {"$schema": DRAFTS[folder.name]} if folder.name in DRAFTS else {}
     schemas = [named | group["schema"] for group in groups if isinstance(group["schema"], dict)]
     if not schemas:
@@ -136,7 +136,7 @@ def remote_schemas(folders: Sequence[Path]) -> Registry:
         for file in sorted({*folder.glob("*.json"), *folder.glob(f"{draft.name}/**/*.json")}):
             own = referencing.jsonschema.specification_with(DRAFTS[draft.name])
             address = f"{REMOTES}/{file.relative_to(folder).as_posix()}"
-            found = found.with_resource(address, own.create_resource(json.loads(file.read_text())))
+            found = found.with_resource(address, own.create_resource(json.loads(file.read_text(encoding="utf-8"))))
     return found
 
 
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{arm['tokens_per_second']:.1f} tok/s, {arm['speed_up']:.2f}x"
         )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     exact = options.acceptance == "match" or options.temperature == 0
     wrong = [a for a in found["arms"] if a["valid"] < a["ended"] or (exact and a["same_as_plain"] < a["texts"])]
     return 1 if wrong else 0

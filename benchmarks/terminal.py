@@ -21,7 +21,7 @@ def _writable(file: Path | None) -> Path | None:
     """The file as it was given; wrong use before a measurement is lost, not after it."""
     if file is not None:
         try:
-            file.open("a").close()
+            file.open("a", encoding="utf-8").close()
         except OSError as error:
             raise UsageError(f"--json {str(file)!r} cannot be written: {error.strerror}") from error
     return file

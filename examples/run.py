@@ -1,4 +1,4 @@
-"""Run the examples: `python examples/run.py --target smollm2`.
+"""Run the examples: `python examples/run.py`.
 
 Every notebook is executed from its first cell to its last, and the script with its defaults, in the Python that runs
 this file. Files stay as they are unless --save is given.
@@ -77,7 +77,9 @@ def run_script(path: Path, settings: Mapping[str, str]) -> Outcome:
     """Execute a script that takes its defaults from the same settings."""
     started = perf_counter()
     environment = {**os.environ, **QUIET, **settings}
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     error = last_line(done.stderr) or f"exit status {done.returncode}" if done.returncode else None
     return Outcome(path.stem, perf_counter() - started, done.stdout, error)
 

@@ -41,11 +41,11 @@ def test_what_is_refused_is_told_with_what_is_allowed() -> None:
     check_whole("n", "auto", 1, words=("auto",))
     check_choice("dtype", "auto", ("auto", "float32"))
     for refused, message in (
-        (lambda: check_whole("n", 0, 1), "n=0; allowed: a whole number >= 1"),
+        (lambda: check_whole("n", 0, 1), "n=0; allowed: a whole number, 1 or more"),
         (lambda: check_whole("n", 9, 1, 8), "n=9; allowed: a whole number from 1 to 8"),
         (
             lambda: check_whole("n", "all", words=("auto", "full")),
-            "n='all'; allowed: 'auto', 'full' or a whole number >= 0",
+            "n='all'; allowed: 'auto', 'full' or a whole number, 0 or more",
         ),
         (
             lambda: check_choice("dtype", "flaot32", ("auto", "float32")),

@@ -18,7 +18,7 @@ from tests.support.markers import subcases
 
 IMPOSSIBLE: dict[str, list[Any]] = {
     "num_draft_tokens": ["four", "", None, -1, 1.0, True, False, [4]],
-    "dtype": ["fp32", "", None, 32, "float64"],
+    "dtype": ["fp33", "", None, 32, "float64"],
     "fast": ["yes", None, 1, 0, ""],
     "reproducible": ["yes", None, 1, 0, ""],
     "max_batch_size": [0, -1, "8", None, 1.0, True],
@@ -42,7 +42,7 @@ IMPOSSIBLE_FOR_A_DECODER: dict[str, list[Any]] = {
     "drafter": ["", "ngrams", "ngram:x", "ngram:0", "ngram:3-2", "none:1", "model:1", "model", 5, None],
     "num_draft_tokens": [-1, MAX_DRAFT_TOKENS + 1, "four", True, 2.0],
     "acceptance": ["", "greedy", "topk", "topk:0", "rejection:1", 5, None, ["match"]],
-    "dtype": ["fp32", None],
+    "dtype": ["fp33", None],
     "fast": ["yes"],
     "reproducible": ["no"],
     "max_batch_size": [0],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, models
 
 import slipstream
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.config import DecoderConfig
 from slipstream.tokenization.vocabulary import differing_tokens
 from tests.support.markers import subcases
 from tests.support.tiny_models import CHAT_TEMPLATE, fresh, perturbed, prompts, reference, shared, tokenizer
@@ -67,7 +70,6 @@ def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
 @subcases(
     "prompt",
     [
-        [],
         [[]],
         ["a", []],
         None,
@@ -413,3 +415,50 @@ def test_a_drafter_object_is_used_as_it_is() -> None:
     assert made.drafter_name == "Fives" and {token for done in result.rounds for token in done.draft} == {5}
     assert result.token_ids == made.using("none").generate([3, 4], PARAMS).token_ids
     assert CHAT_TEMPLATE not in result.text
+
+
+def test_fields_of_sampling_params_are_keywords_of_every_call(decoder: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 9, "n": 2}
+    expected = decoder.generate("hello", SamplingParams(**options))
+    got = decoder.generate("hello", **options)
+    assert [r.token_ids for r in (got, *got.alternatives)] == [r.token_ids for r in (expected, *expected.alternatives)]
+    assert [len(result.token_ids) for result in decoder.generate(["a", "b"], max_tokens=3)] == [3, 3]
+    for call in (decoder.generate, decoder.stream, decoder.astream):
+        with pytest.raises(UsageError, match=r"^params and max_tokens= are both given; allowed: one of them$"):
+            call("hello", PARAMS, max_tokens=3)
+        with pytest.raises(UsageError, match=r"^unknown option 'max_token'; .*; did you mean 'max_tokens'\?$"):
+            call("hello", max_token=3)  # type: ignore[operator]
+
+
+def test_no_prompts_give_no_results(decoder: SpeculativeDecoder) -> None:
+    assert decoder.generate([]) == decoder.generate((), PARAMS) == decoder.generate([], []) == []
+    assert list(decoder.rounds([])) == []
+
+
+def test_encode_and_decode_mirror_each_other(decoder: SpeculativeDecoder) -> None:
+    assert decoder.encode("hello there") == ids("hello there")
+    for text in ("hello there", "a", ""):
+        assert decoder.decode(decoder.encode(text)) == text
+    assert decoder.decode(torch.tensor(ids("abc"))) == decoder.decode(tuple(ids("abc"))) == "abc"  # type: ignore[arg-type]
+    templated = decoder.encode("hello", chat=True)
+    assert templated == decoder.encode([{"role": "user", "content": "hello"}]) == ids("u:hello.a:")
+    assert templated == decoder.generate("hello", PARAMS).prompt_token_ids
+    result = decoder.generate("hello", PARAMS)
+    assert decoder.decode(result.token_ids) == result.text
+    with pytest.raises(UsageError, match="has no tokenizer; allowed: "):
+        SpeculativeDecoder(shared("llama")).decode([3])
+
+
+def test_help_tells_every_field() -> None:
+    for cls, settings in ((SamplingParams, SamplingParams), (SpeculativeDecoder, DecoderConfig)):
+        shown = " ".join(pydoc.plain(pydoc.render_doc(cls)).replace("|", " ").split())
+        for item in fields(settings):
+            told = " ".join(item.metadata["help"].replace("|", " ").split())
+            assert f"{item.name} = " in shown and told in shown, item.name
+
+
+def test_the_public_methods_come_first_in_help() -> None:
+    shown = pydoc.plain(pydoc.render_doc(SpeculativeDecoder))
+    engine = shown.index("Methods inherited from slipstream.wiring.engine_access.EngineAccess")
+    assert all(shown.index(f" {name}(self") < engine for name in ("generate", "chat", "stream", "encode", "decode"))
+    assert all(shown.index(f" {name}(self") > engine for name in ("rows", "run", "scheduler", "renew"))

@@ -7,6 +7,7 @@ from slipstream.models.paused_collection import paused_collection
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
+    from slipstream.bench.comparison import compare
     from slipstream.constraints.constraint import Constraint
     from slipstream.core.interfaces import Drafter, Policy
     from slipstream.core.rounds import Round
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.results import Chunk, Result, Stats
+    from slipstream.wiring.vocabulary_report import check_pair
 
 __all__ = [
     "Chunk",
@@ -34,11 +36,14 @@ __all__ = [
     "UsageError",
     "Verdict",
     "__version__",
+    "check_pair",
+    "compare",
     "custom_generate",
 ]
 
 
 _HOMES = {
+    "bench.comparison": ("compare",),
     "constraints.constraint": ("Constraint",),
     "core.interfaces": ("Drafter", "Policy"),
     "core.types": ("Draft", "Round", "Row", "Verdict"),
@@ -47,6 +52,7 @@ _HOMES = {
     "integrations.transformers.custom_generate": ("CustomGenerate", "custom_generate"),
     "sampling.params": ("SamplingParams",),
     "text.results": ("Chunk", "Result", "Stats"),
+    "wiring.vocabulary_report": ("check_pair",),
 }
 
 
@@ -56,7 +62,9 @@ def __getattr__(name: str) -> object:
         if name in names:
             with paused_collection():
                 return getattr(import_module(f"slipstream.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slipstream.errors import did_you_mean
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, *__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,22 @@
-"""Checks of values that callers give: what counts as a number or a text, and one wording of refusals."""
+"""Checks of values and files that callers give: what counts as a number or a text, wording of refusals, help texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import wraps
 from math import inf
-from typing import TypeGuard
+from textwrap import wrap
+from typing import Any, ParamSpec, TypeGuard
 
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError, did_you_mean, first_line
+
+P = ParamSpec("P")
+
+
+class UnknownArgumentError(UsageError, TypeError):
+    """An argument of a name that is not known, one too many, or one that is missing; Python's own kind of error too."""
 
 
 def is_whole(value: object, low: float = 0, high: float = inf) -> TypeGuard[int]:
@@ -29,9 +39,9 @@ def is_text(value: object) -> TypeGuard[str]:
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
     """Refuse what is no whole number within the bounds; `words` are allowed besides."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:
-        bounds = f">= {low}" if high is None else f"from {low} to {high}"
+        bounds = f", {low} or more" if high is None else f" from {low} to {high}"
         others = ", ".join(map(repr, words)) + " or " if words else ""
-        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number {bounds}")
+        raise UsageError(f"{name}={value!r}; allowed: {others}a whole number{bounds}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -39,3 +49,61 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         near = did_you_mean(str(value), *allowed)
         raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
+
+
+def arguments_named(owner: str, other_names: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorates a constructor: an argument it does not know is refused in one line that suggests the right one.
+
+    owner: of the constructor. other_names: what to write instead of names that other libraries use.
+    """
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(construct)
+        allowed = list(signature.parameters)[1:]
+
+        @wraps(construct)
+        def __init__(*values: P.args, **options: P.kwargs) -> None:
+            for name in options:
+                if name not in allowed:
+                    near = f"; did you mean {other_names[name]}?" if name in other_names else ""
+                    near = near or did_you_mean(name, *allowed)
+                    raise UnknownArgumentError(f"unknown option {name!r}; allowed: {', '.join(allowed)}{near}")
+            try:
+                signature.bind(*values, **options)
+            except TypeError as error:
+                raise UnknownArgumentError(f"{owner}: {error}; allowed: {_usage(owner, signature)}") from None
+            construct(*values, **options)
+
+        return __init__
+
+    return decorate
+
+
+def _usage(owner: str, signature: inspect.Signature) -> str:
+    """How a constructor is called, without its optional keywords."""
+    parameters = list(signature.parameters.values())[1:]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return f"{owner}({', '.join([*by_place, 'name=value', '...'])})"
+
+
+def explained_fields(cls: Any, settings: Any = None) -> Any:
+    """A class with the help texts of its fields in its docstring, where `help()` shows them.
+
+    settings: the dataclass whose fields these are; None for the class itself. It may be used as a decorator.
+    """
+    lines = []
+    for item in fields(settings or cls):
+        default = {} if item.default is MISSING else item.default
+        lines.append(f"{item.name} = {default!r}")
+        lines += wrap(item.metadata["help"], 100, initial_indent="    ", subsequent_indent="    ")
+    if cls.__doc__ is not None:  # as it is where Python runs with -OO
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", *lines])
+    return cls
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a file cannot be read, without its name, which the message has already."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not valid UTF-8 at byte {error.start}"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return reason[:1].lower() + reason[1:]

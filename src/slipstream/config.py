@@ -7,18 +7,20 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import check_choice, check_whole
+from slipstream.checks import check_choice, check_whole, explained_fields, why_unreadable
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 ACTIVATIONS = ("auto", "int8", "int15")
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
 QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
+@explained_fields
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Everything a decoder can be told besides its models."""
@@ -72,6 +74,10 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
+        for name in ("dtype", "draft_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, SHORT_DTYPES.get(value, value))
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("draft_dtype", self.draft_dtype, DRAFT_DTYPES)
         check_choice("activations", self.activations, ACTIVATIONS)
@@ -103,9 +109,9 @@ class DecoderConfig:
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UsageError(f"config file {str(path)!r} cannot be read: {error}") from error
+            raise UsageError(f"config file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         allowed = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in allowed]):
             what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"

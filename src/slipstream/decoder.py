@@ -3,77 +3,72 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
-
-from torch import Tensor
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
 from slipstream import drafters
+from slipstream.checks import arguments_named, explained_fields
 from slipstream.config import DecoderConfig
-from slipstream.core.acceptance import Rule, load_rule
+from slipstream.core.acceptance import Rule
 from slipstream.core.interfaces import Drafter, Learner
-from slipstream.core.kv_slots import Shapes
-from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
-from slipstream.core.scheduler import Scheduler
-from slipstream.core.session import Session
-from slipstream.core.types import Row, Traits
-from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
-from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.generation_settings import warn_of_unread_settings
-from slipstream.models.loaded import Loaded
-from slipstream.reproducibility.calibration import Calibration
-from slipstream.sampling.params import SamplingParams
-from slipstream.text.requests import Message, Prompt, RequestReader, read_prompts
-from slipstream.text.results import Chunk, Result, chunks_of, result_of
-from slipstream.tokenization.tokenizer import Tokenizer
-from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
-from slipstream.wiring.engine_choice import EngineChoice, check_names, choose_engine, name_of
+from slipstream.sampling.params import SamplingOptions, SamplingParams, params_from
+from slipstream.text.requests import (
+    Ids,
+    Message,
+    Prompt,
+    Prompts,
+    check_tools,
+    read_conversation,
+    read_ids,
+    read_prompts,
+)
+from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of
+from slipstream.tokenization.tokenizer import ToolCallParser
+from slipstream.wiring.engine_access import EngineAccess
+from slipstream.wiring.engine_choice import check_names, name_of
 from slipstream.wiring.model_pair import ModelPair
-from slipstream.wiring.prompt_scores import PromptScores
-from slipstream.wiring.run_order import ordered
 
 if TYPE_CHECKING:
     from slipstream.jobs.batch_job import JobReport
 
 log = logging.getLogger("slipstream")
-T = TypeVar("T")
+
+FACTS = ("config", "target", "draft", "tokenizer", "drafter", "drafter_name", "lossless", "reproducible")
+LOADED_BY = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "attn_implementation")
+OTHER_NAMES = {  # of other libraries, and what to write here
+    **{f.name: f"decoder.generate(prompt, {f.name}=...)" for f in fields(SamplingParams)},
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model", "drafter_model"), "draft=..."),
+    **dict.fromkeys(("model", "target_model", "model_name", "model_path"), "target=..."),
+    **dict.fromkeys(("assistant_tokenizer",), "draft_tokenizer=..."),
+    "torch_dtype": "dtype='bfloat16'",
+    **{name: f"load_options={{{name!r}: ...}}" for name in ("device_map", "quantization_config", *LOADED_BY)},
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), "quantize='int4' or 'int8'"),
+    **dict.fromkeys(("gamma", "num_assistant_tokens", "num_speculative_tokens", "k"), "num_draft_tokens=..."),
+    **dict.fromkeys(("max_num_seqs", "batch_size"), "max_batch_size=..."),
+    "prompt_lookup_num_tokens": "drafter='ngram'",
+}
 
 
-@dataclass(frozen=True)
-class _OpenParts:
-    """What an open decoder works with; closing drops it.
-
-    use: the lock of the models. drafter: as the caller gave it. turn: by this the lock knows who had it last.
-    """
-
-    models: ModelPair
-    use: ExclusiveUse
-    drafter: str | Drafter
-    chosen: EngineChoice
-    reader: RequestReader
-    turn: object = field(default_factory=object)
-
-
-class SpeculativeDecoder:
+class SpeculativeDecoder(EngineAccess):
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`.
     tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if another.
-    The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
+    The other arguments are settings, listed below with their defaults.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.
+    The first decoder of a model on a machine measures how it runs there, which takes seconds to minutes; it says so on
+    standard error, and `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
+    `dir()` lists the public interface; what is inherited from `EngineAccess` may change.
     """
 
     WARNS_OF_UNREAD_SETTINGS = True  # of the model's generation_config
-    config: DecoderConfig
-    rule: Rule | None  # an acceptance rule given as an object
-    _drafter_name: str
-    _parts_if_open: _OpenParts | None
 
+    @arguments_named("SpeculativeDecoder", OTHER_NAMES)
     def __init__(
         self,
         target: Any,
@@ -120,23 +115,6 @@ class SpeculativeDecoder:
         if draft is not None and isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model:
             log.warning("the draft model is loaded but not used: drafter=%r needs none", self._drafter_name)
 
-    @classmethod
-    def _over(
-        cls, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None
-    ) -> SpeculativeDecoder:
-        """A decoder over models that are loaded."""
-        decoder = cls.__new__(cls)
-        decoder._open(models, config, drafter, rule)
-        return decoder
-
-    def _open(self, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> None:
-        use = models.exclusive_use()
-        with use:
-            chosen = choose_engine(models, config, drafter, rule)
-            reader = RequestReader(models.target, chosen.no_predictions)
-        self.config, self.rule, self._drafter_name = config, rule, chosen.name
-        self._parts_if_open = _OpenParts(models, use, drafter, chosen, reader)
-
     def __repr__(self) -> str:
         if self._parts_if_open is None:
             return f"{type(self).__name__}(closed)"
@@ -153,48 +131,142 @@ class SpeculativeDecoder:
             "another one over the same models"
         )
 
+    def __dir__(self) -> list[str]:
+        """The public interface."""
+        return [*(name for name in vars(SpeculativeDecoder) if not name.startswith("_") and name.islower()), *FACTS]
+
     @overload
     def generate(
-        self, prompt: str | list[int] | list[Message], params: SamplingParams | None = None, *, chat: bool = True
+        self,
+        prompt: str | list[int] | list[Message],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Result: ...
     @overload
     def generate(
-        self, prompt: list[Any], params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+        self,
+        prompt: list[Any],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> list[Result]: ...
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Any: ...  # an array's shape decides
 
     def generate(
-        self, prompt: Any, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+        self,
+        prompt: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
     ) -> Result | list[Result]:
         """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
 
-        A row that fails (its own logits processor raises, no token is left to choose) ends alone: in a list its result
-        has finish reason "error" and says why, a single prompt raises.
         A prompt is a text, token ids or a list of chat messages. A text goes through the chat template if the tokenizer
         has one, unless chat=False. Ids are a list, an array or tensor (2-D with several rows: several prompts), or what
-        a tokenizer returns. params: one for all, or one per prompt; with n > 1 the other texts are in
-        `Result.alternatives`.
+        a tokenizer returns. An empty list of prompts gives an empty list.
+        params: one `SamplingParams` for all prompts, or one per prompt. Its fields may be given as keywords instead:
+        `generate(prompt, temperature=0.7, max_tokens=50)`. With n > 1 the other texts are in `Result.alternatives`.
+
+        Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, no token is left
+        to choose) ends alone: in a list its result has finish reason "error" and says why, a single prompt raises.
         """
         prompts = read_prompts(prompt)
-        with self._use:
-            self.renew()
-            groups = self.reader.sample_rows(prompts.items, params, chat=chat)
-            texts = iter(self.decode([row for group in groups for row in group]))
-        if prompts.single and groups[0][0].error is not None:
-            raise groups[0][0].error
-        results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
+        results = self._generated(prompts, params_from(params, options), chat)
         return results[0] if prompts.single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
-        """Generate for one prompt, a `Chunk` per round. Stopping the iteration early is allowed."""
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        **options: Unpack[SamplingOptions],
+    ) -> Result:
+        """Answer a conversation: dictionaries with role and content, the last one usually the user's.
+
+        A content is a text, or a list of text parts. tools: JSON schemas of functions that the model may call, as
+        OpenAI's interface has them; `Result.tool_calls` then holds the calls of the answer. params, options: as in
+        `generate`, which without tools gives the same text for the same messages.
+
+        Raises `UsageError` for messages that are none, and for a model without a chat template or, with tools, whose
+        template does not read them.
+        """
+        conversation, tools = read_conversation(messages), check_tools(tools)
+        (result,) = self._generated(conversation, params_from(params, options), True, tools)
+        return result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Generate for one prompt, a `Chunk` per round: `for chunk in decoder.stream(prompt): print(chunk, end="")`.
+
+        When the loop has ended, the stream's `result` is what `generate` returns. Stopping the iteration early is
+        allowed. Prompt and options are read with the first chunk.
+        """
+        return Stream(self._chunks(prompt, params_from(params, options), chat))
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncStream:
+        """`stream` for coroutines: `async for chunk in decoder.astream(prompt): ...`.
+
+        Rounds are computed in a thread of the decoder, so the event loop goes on; several streams at a time take turns,
+        round by round. For many requests at a time, a list of prompts in `asyncio.to_thread(decoder.generate, prompts)`
+        is faster, because they share forwards.
+        """
+        stream = Stream(self._chunks(prompt, params_from(params, options), chat))
+        return AsyncStream(stream, self._parts.async_rounds)
+
+    def _generated(
+        self, prompts: Prompts, params: Any, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Result]:
+        with self._use:
+            self.renew()
+            groups = self.reader.with_tools(tools).sample_rows(prompts.items, params, chat=chat)
+            texts = iter(self.decode_rows([row for group in groups for row in group]))
+            if prompts.single and groups[0][0].error is not None:
+                raise groups[0][0].error
+            results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
+            return [self._with_calls(result, tools) for result in results] if tools else results
+
+    def _with_calls(self, result: Result, tools: Sequence[Mapping[str, Any]]) -> Result:
+        """An answer, and its alternatives, with the calls of tools that they make."""
+        assert isinstance(self.tokenizer, ToolCallParser)
+        parsed = self.tokenizer.parse_answer(result.prompt_token_ids, result.token_ids, tools)
+        others = [self._with_calls(other, tools) for other in result.alternatives]
+        return replace(result, alternatives=others, tool_calls=() if parsed is None else parsed.calls)
+
+    def _chunks(self, prompt: Prompt, params: Any, chat: bool) -> Generator[Chunk, None, Result]:
         prompts = read_prompts(prompt)
         if not prompts.single:
-            raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
+            what = "a list of prompts" if prompts.items else "an empty list"
+            raise UsageError(f"prompt is {what}; allowed: stream takes one prompt, generate takes a list")
         row = self.rows(prompts.items, params, chat=chat)[0]
         yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
+        with self._use:
+            return self.result(row)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
         """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md); called again, it goes on.
@@ -261,70 +333,20 @@ class SpeculativeDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def renew(self) -> None:
-        """Follow what the models' owners have changed since; every call that reads prompts begins so."""
-        with self._use:
-            models = self._models.current(self.config)
-            if models is not self._models:
-                self._open(models, self.config, self._parts.drafter, self.rule)
+    def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
+        """The token ids of a text or of chat messages, which `decode` turns back into text.
 
-    def scheduler(self) -> Scheduler:
-        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
-
-        Several threads may use it, and the decoder beside it: each call of a scheduler has the models to itself.
+        chat=True: of a text as a user's message in the chat template, as `generate` reads it.
         """
-        return Scheduler(self._engine, self.config.max_batch_size, turn=self._turn)
-
-    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
-        """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
-        with self._use:
-            self.renew()
-            return self.reader.rows(list(prompts), params, chat=chat)
-
-    def run(self, rows: Sequence[Row]) -> Iterator[Round]:
-        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
-
-        Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.
-        """
-        models = self._models
-        num_writes = models.num_writes()
-        for round in self.scheduler().run(rows):
-            yield round
-            if models.num_writes() != num_writes:
-                raise UsageError("weights were changed while a text was being written; allowed: before or after it")
-
-    def decode(self, rows: Sequence[Row]) -> list[Result]:
-        """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""
-        with self._use, awaited_together(rows):
-            waits = len(rows) > self.config.max_batch_size
-            for _ in self.scheduler().run(ordered(rows, lambda row: row, self.shapes.reuse) if waits else rows):
-                pass
-            return [self.result(row) for row in rows]
-
-    def result(self, row: Row) -> Result:
-        """The result of a finished row."""
-        return result_of(row, self.tokenizer, lossless=self.lossless)
-
-    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
-        """The token ids a prompt stands for."""
         with self._use:  # tokenizers cannot encode in two threads at once
             return self.reader.encode(prompt, chat=chat)
 
-    def next_logits(self, token_ids: list[int]) -> Tensor:
-        """[V] logits of the target after these tokens, in the precision it works in."""
+    def decode(self, token_ids: Ids) -> str:
+        """The text of token ids, without special tokens."""
         with self._use:
-            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
-            return self._models.next_logits(row)
-
-    def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
-        """Score about `budget` more tokens of a row's text; `scores` is what the call before returned, at first None.
-
-        count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
-        """
-        with self._turn():
-            scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
-            scores.advance(budget)
-            return scores
+            if self.tokenizer is None:
+                raise UsageError(f"model {self.target.name!r} has no tokenizer; allowed: with tokenizer=...")
+            return self.tokenizer.decode(read_ids(token_ids, self.target.backend.vocab_size))
 
     def forget(self) -> None:
         """Empty the KV caches, so that the next prompt is computed from its first token."""
@@ -337,122 +359,5 @@ class SpeculativeDecoder:
             if isinstance(self.drafter, Learner):
                 self.drafter.forget()
 
-    @property
-    def target(self) -> Loaded:
-        """The model that is decoded."""
-        return self._models.target
 
-    @property
-    def draft(self) -> Loaded | None:
-        """The draft model, if one is loaded."""
-        return self._models.draft
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer, if there is one."""
-        return self.target.tokenizer
-
-    @property
-    def reader(self) -> RequestReader:
-        """Makes rows of prompts."""
-        return self._parts.reader
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter in use."""
-        return self._engine.drafter
-
-    @property
-    def drafter_name(self) -> str:
-        """The name of the drafter in use, with "auto" resolved; a closed decoder still has it."""
-        return self._drafter_name
-
-    @property
-    def traits(self) -> Traits:
-        """What the drafter in use declares about itself."""
-        return self._parts.chosen.traits
-
-    @property
-    def coupled(self) -> bool:
-        """Whether every token is the target's own draw, so that a seed has one text."""
-        return self._parts.chosen.coupled
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output keeps the target's distribution exactly."""
-        automatic = self.rule is None and self.config.acceptance == "auto"
-        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
-
-    @property
-    def reproducible(self) -> bool:
-        """Whether forwards keep to shapes that agree to the bit."""
-        return bool(self.shapes.widths)
-
-    @property
-    def shapes(self) -> Shapes:
-        """The forward shapes that the target keeps to."""
-        return self._target_session.shapes
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What was measured of the target's forward shapes."""
-        return self._models.calibration
-
-    @property
-    def bridge(self) -> VocabularyBridge | None:
-        """Translates between the target's vocabulary and the draft model's, where these differ."""
-        return None if self._models.bridged is None else self._models.bridged.bridge
-
-    @property
-    def num_prefilled_tokens(self) -> int:
-        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
-        return self._target_session.prefill_tokens
-
-    def tokens_in_memory(self) -> tuple[int, int]:
-        """How many tokens the KV caches hold in all their slots: the target's and the draft model's."""
-        return self._models.tokens_in_memory()
-
-    def num_cached_tokens(self, row: Row) -> int:
-        """How many tokens of a row that begins now the target's KV cache has already."""
-        with self._use:
-            table = self._target_session.table
-            return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)
-
-    @property
-    def _parts(self) -> _OpenParts:
-        if self._parts_if_open is None:
-            raise UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
-        return self._parts_if_open
-
-    @property
-    def _models(self) -> ModelPair:
-        return self._parts.models
-
-    @property
-    def _target_session(self) -> Session:
-        return self._models.target_session
-
-    @property
-    def _engine(self) -> Engine:
-        return self._parts.chosen.engine
-
-    @property
-    def _use(self) -> ExclusiveUse:
-        return self._parts.use
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Exclusive use of the models, with the attended lengths of this decoder."""
-        with self._use:
-            if self._use.changes_to(self._parts.turn):  # another decoder may have set its own since
-                self._models.set_attended_lengths()
-            yield
-
-    def _in_turns(self, items: Iterator[T]) -> Iterator[T]:
-        """The items; the models are in exclusive use while one is computed, and free while the caller has it."""
-        while True:
-            with self._use:
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+explained_fields(SpeculativeDecoder, DecoderConfig)

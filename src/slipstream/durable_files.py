@@ -1,4 +1,7 @@
-"""Files that a killed process or a full disk leaves whole: replaced at once, or appended line by line."""
+"""Files that a killed process or a full disk leaves whole, and locks between processes.
+
+A file is replaced at once, or appended line by line.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from filelock import BaseFileLock, FileLock, Timeout
+
+WINDOWS = os.name == "nt"
 BLOCK = 1 << 16  # bytes read at a time
 
 
@@ -55,9 +61,25 @@ def size_of_whole_lines(file: IO[bytes]) -> int:
     return 0
 
 
+def locked(path: Path, wait: bool = False) -> BaseFileLock | None:
+    """Hold this lock file until `release()` or the end of the process; None if another holder has it.
+
+    wait: for the other holder to let go, instead. Raises OSError where the file cannot be made.
+    """
+    lock = FileLock(path, timeout=-1 if wait else 0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock
+
+
 def sync(path: Path) -> None:
     """Put a file's content, or a folder's new names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    is_folder = path.is_dir()
+    if is_folder and WINDOWS:
+        return  # Windows opens no folders, and keeps their names in its journal
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows flushes only what may be written
     try:
         os.fsync(descriptor)
     finally:

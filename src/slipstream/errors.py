@@ -24,7 +24,7 @@ def did_you_mean(name: str, *allowed: str) -> str:
 
 
 def setting(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that flags and documentation show."""
+    """A dataclass field with the help text that flags, `help()` and documentation show."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": text})
     return field(default=default, metadata={"help": text})

@@ -42,7 +42,7 @@ def test_every_baseline_says_what_plain_decoding_says(tmp_path: Path) -> None:
     found = {v for run in runs for v in run.verdicts}
     assert found <= {"reference", "identical", "tie"} and "identical" in found
     alone = [run for run in runs if run.batch == 1]
-    expected = {p.id: reference(shared("llama"), decoder.encode(p.text), 16) for p in PROMPTS}
+    expected = {p.id: reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS}
     assert [run.texts[0] for run in alone if run.arm == "hf"] == list(expected.values())
     assert {run.arm for run in runs if run.batch == 2} == {"none", "ngram@3", "model@3", "hf"}
     assert all((run.stats is None) == run.arm.startswith("hf") for run in runs)
@@ -63,11 +63,11 @@ def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> Non
 
 def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
     decoder = pair()
-    texts = [reference(shared("llama"), decoder.encode(p.text), 16) for p in PROMPTS]
+    texts = [reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS]
     end = texts[0][4]
     params = replace(PARAMS, stop_token_ids=[end])
     (baseline,) = Lineup(decoder, parse_arms("hf"), params)._baselines.values()
-    got, _ = baseline.generate([decoder.encode(p.text) for p in PROMPTS], [params] * 3)
+    got, _ = baseline.generate([decoder.encode(p.text, chat=True) for p in PROMPTS], [params] * 3)
     assert got == [text[: text.index(end) + 1] if end in text else text for text in texts]
     assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
 
@@ -109,7 +109,7 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", spy)
     decoder = pair()
     lineup = Lineup(decoder, parse_arms("hf-assisted-tuned@3,hf-assisted"), PARAMS)
-    ids = decoder.encode(PROMPTS[0].text)
+    ids = decoder.encode(PROMPTS[0].text, chat=True)
     lineup.generate(lineup.arms[0], [ids], [PARAMS])
     # at the end fewer tokens are left to generate
     assert max(drafted) == 3 and drafted == sorted(drafted, reverse=True) and drafted.count(3) > len(drafted) / 2

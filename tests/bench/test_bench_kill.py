@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from slipstream.bench.arms import Arm, parse_arms
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import Measurement, plan
 from slipstream.bench.records import FILE, open_folder, read_records
+from tests.support.processes import PATIENCE, started
 from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
 
 pytestmark = pytest.mark.slow
@@ -47,12 +47,10 @@ def go_on(folder: Path) -> None:
 
 def test_kill_9_loses_nothing_finished(tmp_path: Path) -> None:
     rng, kept = random.Random(7), b""
-    places = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", SERVER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": places}, **pipes) as server:
+    with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         for _ in range(8):
             kept = killed(server, tmp_path, kept, rng.uniform(0.0, 0.05))
+        assert server.stdin is not None
         server.stdin.close()
     runs, (_, planned) = read_records(tmp_path)[1], kill_plan()
     assert 8 <= len(runs) < len(planned)
@@ -68,9 +66,9 @@ def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
     server.stdin.write(f"{folder}\n")
     server.stdin.flush()
     child = int(server.stdout.readline())
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while size(folder) <= len(kept) + 2000:
-        assert time.monotonic() < end, "the process wrote nothing in 30 seconds"
+        assert time.monotonic() < end, "the process wrote nothing"
         time.sleep(0.002)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)

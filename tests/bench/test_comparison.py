@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.comparison import HF, PLAIN, SPECULATIVE, compare, compare_batch, summarise
+from slipstream.bench.comparison import (
+    HF,
+    PLAIN,
+    SPECULATIVE,
+    Comparison,
+    Run,
+    compare,
+    compare_batch,
+    num_runs,
+    speed_up,
+    student_quantile,
+    summarise,
+    within_noise,
+)
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.markers import subcases
@@ -27,6 +42,17 @@ def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
     counts = summarise(done)["arms"]
     assert list(counts) == [PLAIN, SPECULATIVE, HF]
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
+
+
+def test_texts_are_prompts_too() -> None:
+    params = SamplingParams(max_tokens=6)
+    named, texts = (list(slipstream.compare(pair(), given, params)) for given in (PROMPTS, [p.prompt for p in PROMPTS]))
+    for one, other in zip(named, texts, strict=True):
+        assert one.prompt.prompt == other.prompt.prompt
+        assert one.runs[SPECULATIVE].token_ids == other.runs[SPECULATIVE].token_ids != []
+        assert other.runs[SPECULATIVE].difference is None and other.speed_up(SPECULATIVE) > 0
+    with pytest.raises(UsageError, match=r"^prompts='the heron'; allowed: a list of prompts$"):
+        next(slipstream.compare(pair(), "the heron", params))
 
 
 @subcases(
@@ -62,3 +88,48 @@ def test_a_wrong_rule_differs_alone_and_in_a_batch() -> None:
     done = list(compare(toy, PROMPTS, params))
     assert compare_batch(toy, done, params)["identical"] == 2
     assert compare_batch(wrong, done, params)["different"] == 2
+
+
+def test_arms_are_warmed_up_and_take_turns_in_both_orders() -> None:
+    told: list[str] = []
+    params = SamplingParams(max_tokens=4)
+    done = list(compare(SpeculativeDecoder("toy"), PROMPTS, params, repeats=3, on_run=told.append))
+    assert len(told) == num_runs(len(PROMPTS), 3)
+    assert all(len(run.repeats) == 3 for comparison in done for run in comparison.runs.values())
+    assert told[:2] == ["warming up plain", "warming up speculative"]
+    order = [text.partition(": ")[2].partition(",")[0] for text in told[2:]]
+    there, back = [PLAIN, SPECULATIVE], [SPECULATIVE, PLAIN]
+    assert order == [*there, *back, *there, *back, *there, *back]
+
+
+def timed(plain: tuple[float, ...], fast: tuple[float, ...]) -> Comparison:
+    runs = {PLAIN: Run([1] * 10, plain[0], repeats=plain), SPECULATIVE: Run([1] * 10, fast[0], repeats=fast)}
+    return Comparison(NamedPrompt("A"), runs)
+
+
+def test_a_speed_up_has_the_interval_of_its_repeats() -> None:
+    measured = speed_up([timed((2.0, 2.2, 1.8), (1.0, 1.1, 0.9))], SPECULATIVE)
+    assert measured.value == pytest.approx(2.0) and measured.low == pytest.approx(2.0) == measured.high
+    measured = speed_up([timed((1.0, 1.0, 1.0), (0.9, 1.1, 1.0))], SPECULATIVE)
+    assert measured.low is not None and measured.high is not None and measured.low < measured.value < measured.high
+    assert within_noise(measured)
+    # two prompts whose speed-ups differ, each without scatter: no noise, whatever the difference between prompts
+    measured = speed_up([timed((4.0, 4.0), (1.0, 1.0)), timed((1.0, 1.0), (1.0, 1.0))], SPECULATIVE)
+    assert measured.value == pytest.approx(2.0) and not within_noise(measured)
+    alone = speed_up([timed((2.0,), (1.0,))], SPECULATIVE)
+    assert alone.value == pytest.approx(2.0) and alone.low is None and not within_noise(alone)
+
+
+def test_two_equal_arms_are_called_different_as_rarely_as_promised() -> None:
+    """5 of 100 intervals of 95 % may miss the truth; three repeats, and noise as large as half the time."""
+    rng, runs = np.random.default_rng(0), 2000
+    missed = 0
+    for _ in range(runs):
+        plain, fast = (tuple(np.exp(rng.normal(0, 0.5, 3))) for _ in range(2))
+        missed += not within_noise(speed_up([timed(plain, fast)], SPECULATIVE))
+    assert 0.03 < missed / runs < 0.07
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)])
+def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(quantile, abs=0.012)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.apps.cli.application import app, out
+from slipstream.apps.cli.application import app
+from slipstream.apps.cli.consoles import out
 from slipstream.bench.records import compact
 from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
 from slipstream.bench.speed_model.formula import (

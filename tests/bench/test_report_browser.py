@@ -70,7 +70,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def browse(page: Path, folder: Path, *more: str) -> str:
     assert BROWSER is not None
     command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", *more, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 @pytest.fixture

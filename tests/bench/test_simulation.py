@@ -1,16 +1,12 @@
-"""The formula against simulated rounds; the table and the command."""
+"""The formula against simulated rounds, and the table."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from slipstream import UsageError
-from slipstream.apps.cli.application import app, out
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (
@@ -21,11 +17,8 @@ from slipstream.bench.speed_model.formula import (
     simulate,
 )
 from slipstream.bench.speed_model.round_costs import Costs
-from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
-from tests.support.markers import subcases
 from tests.support.simulated_rounds import Load, play
-from tests.support.toy_runs import make
 
 pytestmark = pytest.mark.slow
 
@@ -81,85 +74,4 @@ def test_the_best_is_marked_and_what_is_slower_too() -> None:
     slower = sum(value < 1 for column in simulation["speed_ups"].values() for value in column.values())
     assert text.count("x*") == len(simulation["batches"]) and text.count("x-") == slower > 0
     assert f"batch 1: best draft length {simulation['best'][1]}" in text
-    assert simulation_table(simulate(linear_costs(), 0.75)).row_count == 16
-
-
-def run(arguments: list[str]) -> str:
-    with out.capture() as captured:
-        app(["simulate", *arguments], standalone_mode=False)
-    return captured.get()
-
-
-def test_the_command_goes_from_measuring_to_a_file_and_back(tmp_path: Path) -> None:
-    costs, result = tmp_path / "costs.json", tmp_path / "result.json"
-    asked = "--alpha 0.8 --length 2 --length 4"
-    probe = "--target toy --reproducible false --batch 1 --seconds 0.01"
-    measured = run(f"{probe} {asked} --save-costs {costs} --json {result}".split())
-    assert "measured" in measured and json.loads(result.read_text())["simulation"]["lengths"] == [2, 4]
-    assert Costs.read(costs).drafter == "suffix"
-    again = run(f"--costs {costs} {asked}".split())
-    assert again == measured
-
-
-def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
-    stats = Stats(num_rounds=10, accepted_per_position=[6, 3], drafted_per_position=[10, 10]).to_dict()
-    paper = ["--target-params", "8e9", "--draft-params", "6e8", "--bandwidth", "4.8e12", "--flops", "6e14"]
-    texts = []
-    for value in (stats, {"summary": {"stats": stats}}):
-        (tmp_path / "stats.json").write_text(json.dumps(value))
-        texts.append(run([*paper, "--stats", str(tmp_path / "stats.json")]))
-    assert texts[0] == texts[1] and "on paper: 4800 GB/s" in texts[0] and "1.90" in texts[0]
-
-
-def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(tmp_path: Path) -> None:
-    costs, result = tmp_path / "costs.json", tmp_path / "result.json"
-    linear_costs().save(costs)
-    folder = make(tmp_path / "runs", "none,model@3,model@2x2", batches=[1, 2], repeats=1)
-    shown = run(f"--costs {costs} --stats {folder} --arm model@3 --json {result}".split())
-    told = json.loads(result.read_text())
-    assert told["simulation"]["lengths"] == [1, 2, 3] and list(told["observed"]) == ["1", "2"]
-    for batch in (1, 2):
-        expected = told["observed"][str(batch)]
-        assert (
-            f"batch {batch}: this run was {expected['observed']:.2f}x plain decoding, {expected['predicted']:.2f}x"
-            in shown
-        )
-    with pytest.raises(UsageError, match="2 arms that draft; allowed: --arm model@3 or model@2x2"):
-        run(f"--costs {costs} --stats {folder}".split())
-    with pytest.raises(UsageError, match="--arm 'none' drafted nothing"):
-        run(f"--costs {costs} --stats {folder} --arm none".split())
-    trees = f"--target toy --draft toy:2 --reproducible false --seconds 0.01 --stats {folder}"
-    with pytest.raises(UsageError, match="acceptance of trees beside costs"):
-        run(f"--costs {costs} --stats {folder} --arm model@2x2".split())
-    measured = run(f"{trees} --arm model@2x2".split())  # the arm's own drafter
-    assert "without branches" in measured and "drafter model;" in measured
-
-
-@subcases(
-    "arguments, message",
-    [
-        (["--alpha", "0.5", "--arm", "none", "--target", "toy"], "--arm none names an arm of a benchmark"),
-        (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),
-        (["--target", "toy", "--costs", "x.json"], "exactly one of them"),
-        (["--alpha", "0.5", "--target", "toy", "--target-params", "1e9"], "costs come from"),
-        (["--alpha", "0.5", "--target-params", "1e9"], "memory_bandwidth=0"),
-        (["--alpha", "0.5", "--target", "toy", "--flops", "1e9"], "belong to --target-params"),
-        (["--alpha", "0.5", "--target-params", "1e9", "--drafter", "ngram"], "belong to --target"),
-        (["--alpha", "0.5", "--target", "toy", "--num-draft-tokens", "3"], "num_draft_tokens=3"),
-        (["--stats", "/nowhere.json", "--target", "toy"], "cannot be read"),
-    ],
-)
-def test_the_command_refuses(arguments: list[str], message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        app(["simulate", *arguments], standalone_mode=False)
-    assert message in str(error.value)
-
-
-def test_without_options_the_command_shows_an_example_and_says_what_it_assumes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "simulate"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "best draft length" in done.stdout
-    assert "0.7 per token is assumed" in done.stderr and "--target T" in done.stderr
+    assert len(simulation_table(simulate(linear_costs(), 0.75)).table.rows) == 16

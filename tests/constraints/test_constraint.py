@@ -68,7 +68,7 @@ def test_a_schema_is_the_same_as_a_dictionary_and_as_text(name: str) -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match=r"^constraint: llguidance is not installed; .*slipstream-lm\[structured\]"):
+    with pytest.raises(UsageError, match=r"^constraint: llguidance is not installed; .*pip install llguidance$"):
         Constraint(regex="a")
 
 

@@ -56,8 +56,10 @@ def test_chances_of_runners_up_are_of_what_is_left() -> None:
     found = [*Alternatives(told.__getitem__, 3, 1, ranks=3).followers(known, 0.8)]
     assert [one.token for one in found] == [7, 8, 9] and [one.kind for one in found] == [0, 1, 2]
     assert [round(one.prob, 3) for one in found] == [0.4, 0.16, 0.16]  # the last: 0.24 * 0.9, but no more than before
-    assert len([*Alternatives(told.__getitem__, 2, 1).followers(known, 0.8)]) == 2
-    assert len([*Alternatives({0: 0.95, 1: 0.5}.__getitem__, 3, 1).followers(known, 0.8)]) == 1  # too little is left
+    assert len([*Alternatives(told.__getitem__, 2, 1, ranks=2).followers(known, 0.8)]) == 2
+    assert (
+        len([*Alternatives({0: 0.95, 1: 0.5}.__getitem__, 3, 1, ranks=2).followers(known, 0.8)]) == 1
+    )  # too little is left
 
 
 def test_a_tree_teaches_up_to_the_tokens_that_came() -> None:

@@ -205,7 +205,7 @@ def test_pauses_become_longer_and_end_with_a_success() -> None:
         raise AssertionError
 
     assert [rounds(0) for _ in range(6)] == [SOONEST, 8, 16, 32, LATEST, LATEST]
-    assert [rounds(1), rounds(0)] == [LATEST, LATEST // 4]
+    assert [rounds(1), rounds(0)] == [LATEST, SOONEST]
     pause.observe(drafted=True, accepted=0)  # twice in a row: it is not passed over any more
     assert rounds(0) == SOONEST
 

@@ -77,7 +77,7 @@ def test_streams_samples_and_json_have_them_too() -> None:
     chunks = list(decoder().stream(PROMPTS[0], SAMPLED))
     assert [one for chunk in chunks for one in chunk.round.logprobs or ()] == result.logprobs
     told = result.to_dict()["logprobs"][0]
-    assert set(told) == {"token_id", "logprob", "top"} and len(told["top"]) == 3
+    assert set(told) == {"token_id", "logprob", "top", "token", "top_tokens"} and len(told["top"]) == 3
 
 
 def test_more_than_the_vocabulary_has_is_refused() -> None:

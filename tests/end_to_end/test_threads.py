@@ -274,7 +274,7 @@ def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
     # threads that are bound to cores do not hang in a fork
     environment = {name: value for name, value in os.environ.items() if name not in thread_placement.CHOSEN}
     environment["OMP_NUM_THREADS"] = "2"
-    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, env=environment, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, env=environment, timeout=300)
     unused, used, single = ran.stdout.splitlines()
     assert unused == single == repr(" and")
     assert used.startswith("UsageError: process ") and "which are gone, and would wait for them for ever" in used

@@ -85,7 +85,7 @@ def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
         assert nodes.stdout.readline() == "gone\n" and driver.poll() is None and count(out) < len(LINES) - 1
         told = driver.communicate(timeout=PATIENCE)[1]
     assert driver.returncode == 1, told  # one line is bad
-    why = f"{source}, line {len(LINES)}: top_p=7; allowed: a finite number and > 0 and <= 1"
+    why = f"{source}, line {len(LINES)}: top_p=7; allowed: a number above 0, up to 1"
     assert why in told.splitlines()  # among what Ray says itself
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert by_id(out) == alone

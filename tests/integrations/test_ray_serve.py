@@ -163,7 +163,7 @@ def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cl
         ({"target": "toy", "model": "x"}, "unknown argument 'model'; allowed: target, draft, decoder, server,"),
         ({"target": "toy", "decoder": {"temperature": 1}}, "decoder: unknown setting 'temperature'; allowed: drafter"),
         ({"target": "toy", "server": {"port": -1}}, "port=-1; allowed: a whole number from 0 to 65535"),
-        ({"target": "toy", "replicas": 0}, "replicas=0; allowed: a whole number >= 1, or"),
+        ({"target": "toy", "replicas": 0}, "replicas=0; allowed: a whole number, 1 or more, or"),
         ({"target": "toy", "replicas": 2, "server": {"batch_folder": "x"}}, "batch_folder with several replicas"),
     ],
 )

@@ -137,7 +137,7 @@ class OwnDraw(MultinomialProcessor):
         ({"gamma": -1}, "gamma=-1; allowed: a whole number from 0 to 64"),
         ({"gamma": True}, "gamma=True; allowed"),
         ({"gamma": 65}, "gamma=65; allowed"),
-        ({"max_gen_len": 0}, "max_gen_len=0; allowed: a whole number >= 1"),
+        ({"max_gen_len": 0}, "max_gen_len=0; allowed: a whole number, 1 or more"),
         ({"eos_tokens_id": LETTERS}, f"eos_tokens_id={LETTERS}; allowed: a token id from 0 to {LETTERS - 1}"),
         ({"eos_tokens_id": [1, -1]}, r"eos_tokens_id=\[1, -1\]; allowed"),
         ({"eos_tokens_id": "x"}, "eos_tokens_id='x'; allowed"),
@@ -167,7 +167,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     "make, message",
     [
         (lambda: MultinomialProcessor(0.0), "temperature=0.0; allowed: a finite number > 0"),
-        (lambda: TopKProcessor(1.0, 0), "top_k=0; allowed: a whole number >= 1"),
+        (lambda: TopKProcessor(1.0, 0), "top_k=0; allowed: a whole number, 1 or more"),
         (lambda: NucleusProcessor(1.0, 1.5), "top_p=1.5; allowed: a number from 0 to 1"),
         (lambda: TopKNucleusProcessor(1.0, 2.0, 0.5), "top_k=2.0; allowed"),
         (lambda: greedy([]), r"inputs=\[\]; allowed: a list of at least one token id"),

@@ -89,7 +89,7 @@ REFUSED = [
     ({"id": "p"}, "no prompt; allowed: a text, token ids or a list of chat messages"),
     ({"id": "e", "prompt": ""}, "prompt 0 is empty; allowed: at least one token"),
     ({"id": "i", "prompt": [999]}, "prompt 0: token id 999; allowed: 0 to 256"),
-    ({"id": "t", "prompt": "x", "temperature": -1}, "temperature=-1; allowed: a finite number"),
+    ({"id": "t", "prompt": "x", "temperature": -1}, "temperature=-1; allowed: a number, 0 or more"),
     ({"id": "u", "prompt": "x", "temprature": 1}, "unknown option 'temprature'; allowed: temperature,"),
     ({"id": "m", "prompt": "x", "model": "gpt-9"}, "model='gpt-9'; allowed: 'toy', which is loaded, or no model"),
     ({"id": "h", "prompt": "x", "chat": 1}, "chat=1; allowed: true, false"),

@@ -12,6 +12,7 @@ import pytest
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.jobs.job_output import JobOutput
 from tests.support.job_cases import by_id, counts, read, requests, toy, write
+from tests.support.processes import started
 
 LINES = requests(9)
 
@@ -102,11 +103,11 @@ def test_an_output_that_has_an_id_twice_is_refused(decoder: SpeculativeDecoder, 
 def test_two_processes_cannot_write_one_output(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     hold = (
-        f"import fcntl, sys; f = open({str(out)!r}, 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+        "import pathlib; from slipstream.jobs.job_output import JobOutput; "
+        f"held = JobOutput(pathlib.Path({str(out)!r})); print(1, flush=True); input()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as other:  # type: ignore[call-overload]
-        assert other.stdout.readline()
+    with started("-c", hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(SlipstreamError, match=r"out.jsonl' is being written by another process"):
             decoder.batch(LINES, out)
         other.kill()

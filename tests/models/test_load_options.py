@@ -80,6 +80,7 @@ def test_a_revision_is_that_of_weights_and_tokenizer(hub: Path, fast: Any) -> No
     assert texts[0] != texts[1]
 
 
+@pytest.mark.slow
 def test_a_revision_is_that_of_weights_that_are_quantised_at_load(hub: Path) -> None:
     options = {"cache_dir": str(hub), "revision": "v2"}
     by_name = load("org/name", LoadOptions(device="cpu", extra=options, rounding="int8"))

@@ -83,6 +83,7 @@ def test_packed_forwards_of_several_widths_give_the_same_bits(threads: int) -> N
     assert torch.equal(logits(8), logits(32)) and torch.equal(logits(8), logits(16))
 
 
+@pytest.mark.slow
 @over_threads
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
     if kernels() is None:

@@ -322,6 +322,7 @@ def test_layers_with_adapters_run_and_switch(options: dict[str, Any]) -> None:
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected == reference(fresh("llama"), PROMPT, COUNT)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's compiler, when it is imported
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
 def test_wrappers_run_by_their_inner_model(wrap: Callable[[Any], Any]) -> None:
@@ -339,12 +340,6 @@ def test_other_wrappers_are_told_which_model_is_inside() -> None:
         decoder_of(wrapper)
     with pytest.raises(UsageError, match="model LlamaModel is not supported: it does not generate"):
         decoder_of(fresh("llama").model)
-
-
-def test_an_adapters_folder_is_told_from_a_models(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
-    with pytest.raises(UsageError, match=r"is an adapter without its base model; allowed: the model that PEFT makes"):
-        decoder_of(str(tmp_path))
 
 
 def test_pruned_and_parametrised_layers_run_as_their_owner_has_them() -> None:

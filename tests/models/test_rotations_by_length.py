@@ -78,6 +78,7 @@ def test_a_round_that_went_on_behind_the_switch_would_be_noticed(case: Any, monk
     assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_the_same_with_drafts_and_beside_others(case: Any) -> None:
     model, texts, _ = case
     params = [SamplingParams(temperature=0.8, max_tokens=COUNT, seed=seed) for seed in range(len(texts))]

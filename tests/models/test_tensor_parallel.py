@@ -6,7 +6,6 @@ Sums of floats are made in another order over several ranks, so bits are compare
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.errors import SlipstreamError
+from tests.support.processes import PATIENCE, environment
 from tests.support.tiny_models import fresh
 
 pytestmark = pytest.mark.slow
@@ -70,14 +70,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-
-
 def torchrun(tmp_path: Path, script: str, *arguments: Any, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(script)
     command = [*TORCHRUN, str(ranks), "--log-dir", str(tmp_path), str(tmp_path / "script.py"), *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def two_ranks(tmp_path: Path, script: str, *arguments: Any) -> list[tuple[int, str]]:
@@ -93,7 +89,7 @@ def two_ranks(tmp_path: Path, script: str, *arguments: Any) -> list[tuple[int, s
         )
         for rank in ("0", "1")
     ]
-    told = [process.communicate(timeout=240)[1] for process in started]
+    told = [process.communicate(timeout=PATIENCE)[1] for process in started]
     return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
 
 
@@ -132,7 +128,7 @@ def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any,
     assert found["suffix accepted"] + found["model@4 accepted"] > 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, rank: int, tmp_path: Path) -> None:
     line = {"id": "a", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")

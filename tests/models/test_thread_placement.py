@@ -36,7 +36,7 @@ def without_choice() -> dict[str, str]:
 
 def run(code: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], env=without_choice() | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=without_choice() | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

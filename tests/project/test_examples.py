@@ -11,6 +11,8 @@ from typing import Any
 import nbformat
 import pytest
 
+import slipstream
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 NOTEBOOKS = sorted(path for path in ROOT.rglob("*.ipynb") if ".venv" not in path.parts)
@@ -22,12 +24,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 TOY = {"SLIPSTREAM_TARGET": "toy"}  # for what does not depend on the model
-DEFAULTS = {
-    "top_k_acceptance": ("Qwen/Qwen3-14B", "Qwen/Qwen3-1.7B"),
-    "longest_matching_prefix": ("gpt2", "distilgpt2"),
-    "batches": ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B"),
-    "draft_length": ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-7b-hf"),
-}
+NAMES = ("getting_started", "top_k_acceptance", "longest_matching_prefix", "batches", "draft_length")
 URL_OR_TAG = re.compile(r"https?://\S+|<[^<>]*>")
 ABSOLUTE = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?[/\\][\w.-]+[/\\][\w.-]+")
 
@@ -61,6 +58,18 @@ def leaks(text: str) -> list[str]:
     """Absolute paths in a text, and folders of this machine by name."""
     found = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
     return found + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
+
+
+@pytest.mark.smollm2
+def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
+    said = executed("getting_started")
+    race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", said, flags=re.MULTILINE)
+    assert race == ["True"] * 3
+    lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", said, flags=re.MULTILINE)
+    assert lengths == [(length, "True") for length in ("1", "2", "4", "8", "auto")]
+    assert "<details>" in said and "round accepted/drafted" in said and "Result('" in said and "Stats(12 tokens" in said
+    assert re.search(r"^ended by: (stop|length)$", said, flags=re.MULTILINE) and "Italy" in said
+    assert "draft 'smollm2' for target 'smollm2': usable as is" in said and "SpeculativeDecoder('smollm2'" in said
 
 
 @pytest.mark.smollm2
@@ -136,7 +145,7 @@ def test_the_runner_fails_where_a_script_fails_and_passes_settings_on(tmp_path: 
     [
         (["nothing"], "example 'nothing'; allowed: batches,"),
         (["--draft", "d"], "--draft needs --target"),
-        (["--max-tokens", "0"], "'0'; allowed: a whole number >= 1"),
+        (["--max-tokens", "0"], "'0'; allowed: a whole number, 1 or more"),
     ],
 )
 def test_wrong_use_of_the_runner_is_one_clear_line(
@@ -149,10 +158,11 @@ def test_wrong_use_of_the_runner_is_one_clear_line(
 
 
 def test_the_examples_are_these() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(DEFAULTS)
-    assert [path.stem for path in run.examples(FOLDER)] == sorted([*DEFAULTS, "speculative_generate"])
+    assert {path.stem for path in NOTEBOOKS} == set(NAMES)
+    assert [path.stem for path in run.examples(FOLDER)] == sorted([*NAMES, "speculative_generate"])
     said = (FOLDER / "README.md").read_text()
     assert all(path.name in said for path in run.examples(FOLDER))
+    assert min(said.index(path.name) for path in run.examples(FOLDER)) == said.index("getting_started.ipynb")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -167,12 +177,21 @@ def test_saved_outputs_are_complete_and_clean(path: Path) -> None:
     assert not leaks(run.shown(saved) + "\n".join(cell.source for cell in saved.cells))
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_the_first_code_cell_names_the_default_models(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_code_cell_names_the_small_model(name: str) -> None:
     saved = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     first = next(cell.source for cell in saved.cells if cell.cell_type == "code")
-    for variable, default in zip(("TARGET", "DRAFT"), DEFAULTS[name], strict=True):
+    for variable, default in (("TARGET", "smollm2"), ("DRAFT", "")):
         assert f'{variable} = os.environ.get("SLIPSTREAM_{variable}", "{default}")' in first
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_import_public_names_only(path: Path) -> None:
+    source = "\n".join(cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code")
+    imported = re.findall(r"^from (slipstream\S*) import (.+)$", source, flags=re.MULTILINE)
+    assert imported and all(module == "slipstream" for module, _ in imported)
+    names = {name.strip() for _, line in imported for name in line.split(",")}
+    assert names <= set(slipstream.__all__)
 
 
 @pytest.mark.parametrize("text", ["target: /srv/models/a", "C:\\models\\a", "~/models/a", str(ROOT)])

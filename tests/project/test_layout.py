@@ -13,7 +13,7 @@ PACKAGES = [
     *("core", "tokenization", "constraints", "sampling", "text"),
     *("models", "reproducibility", "draft_length", "drafters", "predicted_outputs"),
     *("config", "wiring", "jobs", "decoder"),
-    *("certificate", "bench", "integrations", "apps"),
+    *("certificate", "bench", "integrations", "apps", "__main__"),
 ]
 GRAPH = {name: {m for m in imports(name, typing=True) if m in FILES} for name in FILES}
 
@@ -21,7 +21,7 @@ GRAPH = {name: {m for m in imports(name, typing=True) if m in FILES} for name in
 def test_the_root_holds_the_public_face_only() -> None:
     root = sorted(file.stem for file in SOURCE.glob("*.py"))
     print(f"modules at the root: {', '.join(root)}")
-    assert root == ["__init__", "checks", "config", "decoder", "durable_files", "errors", "version"]
+    assert root == ["__init__", "__main__", "checks", "config", "decoder", "durable_files", "errors", "version"]
 
 
 def test_the_core_is_closed_under_imports_and_read_in_one_sitting() -> None:
@@ -52,7 +52,7 @@ def test_packages_import_one_way() -> None:
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
-    assert GRAPH["slipstream.decoder"] >= {"slipstream.core.scheduler", "slipstream.drafters"}  # it is not empty
+    assert GRAPH["slipstream.wiring.engine_access"] >= {"slipstream.core.scheduler"}  # it is not empty
     finished: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

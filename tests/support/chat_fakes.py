@@ -1,5 +1,6 @@
 """Conversations for tests: a display that remembers, a toy and a tiny model to talk to, lines typed and refused."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.text import Text
@@ -32,6 +33,9 @@ class Recorder:
 
     def show(self, line: str | Text) -> None:
         self.said.append(str(line))
+
+    def show_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self.said.append("\n".join(f"{name} {meaning}" for name, meaning in pairs))
 
     def remark(self, line: str) -> None:
         self.notes.append(line)

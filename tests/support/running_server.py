@@ -17,8 +17,7 @@ from torch import Tensor
 from slipstream import SpeculativeDecoder
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
-
-PATIENCE = 60.0  # seconds after which a test gives up; none is expected to take one
+from tests.support.processes import PATIENCE
 
 
 def toy(**settings: Any) -> SpeculativeDecoder:

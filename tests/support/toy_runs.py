@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from slipstream.bench.arms import parse_arms
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Run, append, make_header, start
+from slipstream.bench.tuning.search import Budget
 from slipstream.config import DecoderConfig
 from slipstream.text.prompt_sets import NamedPrompt
 
@@ -68,3 +70,9 @@ def timed(arm: str, seconds: Sequence[float], *, drafted: int = 10, accepted: in
         )
         for i, time in enumerate(seconds)
     ]
+
+
+def ticking(seconds: float, tick: float = 0.004) -> Budget:
+    """A budget whose clock goes on by `tick` seconds whenever somebody looks."""
+    ticks = count()
+    return Budget(seconds, lambda: tick * next(ticks))

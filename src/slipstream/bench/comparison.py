@@ -1,18 +1,25 @@
-"""Plain against speculative decoding on the same prompts in one run: speed, and the proof that the texts agree."""
+"""Plain against speculative decoding on the same prompts in one run: speed, and the proof that the texts agree.
+
+Arms are warmed up on the first prompt and take turns, in an order that is reversed from one run to the next, so that a
+machine that becomes slower or faster favours none of them. Times are geometric means of the repeats. The interval of a
+speed-up is Student's, from the scatter of the repeats: how far the same prompts would give another figure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, log
-from statistics import median
+from math import exp, log, sqrt
+from statistics import NormalDist, fmean, geometric_mean, median
 from typing import Any
 
 from slipstream.bench.arms import Arm
 from slipstream.bench.lineup import Judge, Lineup, TimedRuns
 from slipstream.bench.plan import BenchPrompt, name_prompts
+from slipstream.bench.summary import LEVEL, Estimate
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 from slipstream.text.results import Result, Stats
@@ -23,12 +30,13 @@ ARMS = {PLAIN: Arm(PLAIN, "none"), SPECULATIVE: Arm(SPECULATIVE, predicted=True)
 
 @dataclass(frozen=True)
 class Run:
-    """One arm on one prompt."""
+    """One arm on one prompt. repeats: the seconds of each run; seconds: their geometric mean."""
 
     token_ids: list[int]
     seconds: float
     difference: Difference | None = None
     result: Result | None = None
+    repeats: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -47,42 +55,95 @@ class Comparison:
         """Tokens per second of an arm relative to plain decoding."""
         return self.runs[arm].tokens_per_second / self.runs[PLAIN].tokens_per_second
 
+    def log_speed_ups(self, arm: str) -> list[float]:
+        """Of each repeat, the log of the arm's speed relative to that of plain decoding in the same repeat."""
+        run, plain = self.runs[arm], self.runs[PLAIN]
+        tokens = log(len(run.token_ids) / len(plain.token_ids))
+        return [tokens + log(base / own) for own, base in zip(run.repeats, plain.repeats, strict=True)]
+
+
+def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:
+    """The geometric mean over prompts and repeats, with its 95 % interval; without one if nothing was repeated."""
+    logs = [comparison.log_speed_ups(arm) for comparison in comparisons]
+    value, count = fmean([entry for repeats in logs for entry in repeats]), sum(map(len, logs))
+    freedom = count - len(logs)
+    if freedom == 0:
+        return Estimate(exp(value))
+    squares = sum((entry - fmean(repeats)) ** 2 for repeats in logs for entry in repeats)
+    margin = student_quantile(freedom) * sqrt(squares / freedom / count)
+    return Estimate(exp(value), exp(value - margin), exp(value + margin))
+
+
+def within_noise(estimate: Estimate) -> bool:
+    """Whether the measurement does not tell it from 1."""
+    return estimate.low is not None and estimate.high is not None and estimate.low <= 1 <= estimate.high
+
+
+# 97.5 % quantiles of Student's t with 1 to 10 degrees of freedom
+_SMALL = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def student_quantile(freedom: int) -> float:
+    """The two-sided 95 % quantile of Student's t (above 10 by Abramowitz and Stegun 26.7.5)."""
+    if freedom <= len(_SMALL):
+        return _SMALL[freedom - 1]
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return z + (z**3 + z) / (4 * freedom) + second
+
 
 def compare(
     decoder: SpeculativeDecoder,
-    prompts: Sequence[NamedPrompt],
+    prompts: Sequence[NamedPrompt | str],
     params: SamplingParams,
     *,
     chat: bool = True,
     with_hf: bool = False,
     repeats: int = 1,
+    on_run: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Comparison]:
     """Run every prompt through every arm, arms interleaved, and yield a comparison per prompt.
 
+    The arms are "plain", "speculative" and "hf generate": `Comparison.runs` has a `Run` of each by its name.
     Prompt number i is sampled with seed + i, 0 where none is given. Each run starts with an empty KV cache. With
     `repeats` > 1 an arm's time is the median of its runs. with_hf: also run transformers' own `generate`; options that
-    it would not apply as we do are refused.
+    it would not apply as we do are refused. on_run: told before each run what it is, warm-ups included: `num_runs` of
+    them in all.
     """
+    if isinstance(prompts, str):
+        raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")
+    texts = [NamedPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     arms = [arm for name, arm in ARMS.items() if name != HF or with_hf]
     lineup = Lineup(decoder, arms, params, chat=chat)
     timed, judge = TimedRuns(lineup), Judge(lineup)
-    for prompt, named in zip(prompts, name_prompts(prompts), strict=True):
+    for number, (prompt, named) in enumerate(zip(texts, name_prompts(texts), strict=True)):
         ids = lineup.encode(named)
-        runs: dict[str, list[Run]] = {}
-        for _ in range(repeats):
+        if number == 0:
             for arm in arms:
+                on_run(f"warming up {arm.name}")
+                timed.warm_up(arm, [ids], [lineup.params_of(arm, named)])
+        runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+        for repeat in range(repeats):
+            for arm in arms if (number + repeat) % 2 == 0 else reversed(arms):
+                on_run(f"{named.id}: {arm.name}, run {repeat + 1} of {repeats}")
                 output, seconds = timed.run(arm, [ids], [lineup.params_of(arm, named)])
                 result = None if output.results is None else output.results[0]
-                runs.setdefault(arm.name, []).append(Run(output.texts[0], seconds, result=result))
+                runs[arm.name].append(Run(output.texts[0], seconds, result=result))
         expected = runs[PLAIN][0].token_ids
         yield Comparison(prompt, {arm.name: _judged(judge, arm, named, expected, runs[arm.name]) for arm in arms})
 
 
+def num_runs(prompts: int, repeats: int, *, with_hf: bool = False) -> int:
+    """How often `compare` runs an arm, warm-ups included."""
+    return (1 + prompts * repeats) * (len(ARMS) if with_hf else len(ARMS) - 1)
+
+
 def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], runs: Sequence[Run]) -> Run:
-    """The first of an arm's repeats with the median of their times and the first difference found in any of them."""
+    """The first of an arm's repeats with the times of all and the first difference found in any of them."""
     differences = [judge.difference(arm, prompt, expected, run.token_ids) for run in runs]
     first = next((difference for difference in differences if difference is not None), None)
-    return Run(runs[0].token_ids, median(run.seconds for run in runs), first, runs[0].result)
+    seconds = tuple(run.seconds for run in runs)
+    return Run(runs[0].token_ids, geometric_mean(seconds), first, runs[0].result, seconds)
 
 
 def compare_batch(
@@ -119,11 +180,15 @@ def summarise(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     for arm in arms:
         runs = [c.runs[arm] for c in comparisons]
         speed_ups = [c.speed_up(arm) for c in comparisons]
+        measured = speed_up(comparisons, arm)
         summary["arms"][arm] = {
             "tokens": sum(len(r.token_ids) for r in runs),
             "seconds": sum(r.seconds for r in runs),
             "tokens_per_second": sum(len(r.token_ids) for r in runs) / sum(r.seconds for r in runs),
-            "speed_up_geometric_mean": exp(sum(map(log, speed_ups)) / len(speed_ups)),
+            "speed_up": measured.value,
+            "speed_up_low": measured.low,
+            "speed_up_high": measured.high,
+            "within_noise": within_noise(measured),
             "speed_up_median": median(speed_ups),
             **count_differences([r.difference for r in runs]),
         }

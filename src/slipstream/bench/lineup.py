@@ -183,6 +183,11 @@ class TimedRuns:
     lineup: Lineup
     _warm: set[tuple[str, int]] = field(default_factory=set)
 
+    def warm_up(self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        """Run an arm on whole texts, untimed."""
+        self.lineup.generate(arm, prompts, params)
+        self._warm.add((arm.name, len(prompts)))
+
     def run(
         self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch: int = 1
     ) -> tuple[Output, float]:

@@ -31,7 +31,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.version import __version__
 
 FILE = "runs.jsonl"
-LATER = {"num_forwards", "parts"}  # fields that folders written before may lack
+LATER = {"num_forwards", "parts", "prompts", "command"}  # fields that folders written before may lack
 
 
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
@@ -39,12 +39,18 @@ VerdictName = Literal["identical", "tie", "different", "reference", "not compare
 
 @dataclass(frozen=True)
 class Header:
-    """What all runs of a folder share. settings: everything that a resumed run must have in common."""
+    """What all runs of a folder share. settings: everything that a resumed run must have in common.
+
+    prompts: the texts of the prompts by the names that runs call them by. command: what repeats the run, "" if it was
+    not begun from the command line.
+    """
 
     settings: dict[str, Any]
     versions: dict[str, str]
     machine: dict[str, Any]
     started: str
+    prompts: dict[str, str] = field(default_factory=dict)
+    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,9 +199,10 @@ def make_header(
     prompts: Sequence[BenchPrompt],
     config: DecoderConfig,
     params: SamplingParams,
+    command: str = "",
     **settings: Any,
 ) -> Header:
-    """The header of a run. models: target and draft as the user named them; prompts go in as digests of their text."""
+    """The header of a run. models: target and draft as the user named them; command: what repeats the run."""
     llama = next((arm.name for arm in arms if arm.baseline in OF_LLAMA_CPP), None)
     return Header(
         settings={
@@ -214,6 +221,8 @@ def make_header(
         },
         machine=machine(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
+        prompts={prompt.id: prompt.text for prompt in prompts},
+        command=command,
     )
 
 

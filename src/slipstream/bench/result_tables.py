@@ -6,11 +6,13 @@ A `Table` is made once, of cells; `terminal_table` and `markdown_table` write it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -57,35 +59,116 @@ Row = Sequence[Cell | str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells below a title. words: the columns that hold words and not figures, besides the first."""
+    """Rows of cells below a title.
+
+    words: the columns that hold words and not figures, besides the first. optional: the columns that a narrow terminal
+    does without, the first one first.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Row]
     words: Sequence[str] = ()
+    optional: Sequence[str] = ()
 
     @property
     def cells(self) -> list[list[Cell]]:
         """The rows, with plain texts as cells."""
         return [[Cell(entry) if isinstance(entry, str) else entry for entry in row] for row in self.rows]
 
+    def without(self, name: str) -> Table:
+        """The table without a column."""
+        place = list(self.columns).index(name)
+        rows = [[entry for number, entry in enumerate(row) if number != place] for row in self.rows]
+        return replace(self, columns=[column for column in self.columns if column != name], rows=rows)
 
-def terminal_table(table: Table, *, narrow: bool = False, centred: bool = False) -> RichTable:
-    """For a terminal. narrow: intervals in two lines below their figures. centred: the title, over its table."""
-    written = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title or None)
-    written.title_justify = "center" if centred else "left"
-    for number, name in enumerate(table.columns):
+
+MIN_WORDS = 24  # columns of a cell of words that is broken over several lines
+GAP = 2  # blanks between columns
+
+
+@dataclass(frozen=True)
+class TerminalTable:
+    """A table as wide as the terminal allows, in which neither a word nor a figure is broken.
+
+    Where it is too wide, intervals move below their figures; then optional columns are left out; and if that is not
+    enough, each row becomes a list of its entries.
+    """
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self.table.title:
+            yield Text(self.table.title, "italic")
+        yield self._fitted(options.max_width)
+        yield ""
+
+    def _fitted(self, width: int) -> RenderableType:
+        table, left_out = self.table, list(self.table.optional)
+        while True:
+            for narrow in (False, True):
+                widths = _widths(table, width, narrow=narrow)
+                if widths is not None:
+                    return _grid(table, widths, narrow=narrow)
+            if not left_out:
+                return _lists(self.table)
+            table = table.without(left_out.pop(0))
+
+
+def terminal_table(table: Table) -> TerminalTable:
+    """For a terminal."""
+    return TerminalTable(table)
+
+
+def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
+    """The columns' widths, None where they do not fit; columns of words share what the others leave."""
+    rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
+    columns = list(zip(table.columns, *rows, strict=True))
+    widest, least = [], []
+    for number, (name, *texts) in enumerate(columns):
+        lines = [line for text in (name, *map(str, texts)) for line in text.split("\n")]
+        widest.append(max(map(cell_len, lines)))
+        longest_word = max((cell_len(word) for line in lines for word in line.split()), default=0)
+        is_words = number > 0 and name in table.words
+        least.append(min(widest[-1], max(MIN_WORDS, longest_word)) if is_words else widest[-1])
+    room = width - GAP * (len(columns) - 1)
+    if sum(least) > room:
+        return None
+    for number in range(len(columns)):
+        least[number] += min(widest[number] - least[number], room - sum(least))
+    return least
+
+
+def _grid(table: Table, widths: Sequence[int], *, narrow: bool) -> RichTable:
+    written = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
         is_words = name in table.words or (number == 0 and not all(row[0].text.isdigit() for row in table.cells))
-        written.add_column(name, justify="left" if is_words else "right", no_wrap=number == 0, overflow="fold")
+        written.add_column(name, justify="left" if is_words else "right", width=width)
     for row in table.cells:
         written.add_row(*(_terminal_text(entry, narrow=narrow) for entry in row))
     return written
 
 
+def _lists(table: Table) -> Group:
+    """Each row as its name and, below, the names of its columns beside their entries."""
+    blocks: list[RenderableType] = []
+    names = [" ".join(name.split()) for name in table.columns]
+    for row in table.cells:
+        blocks.append(Text(row[0].text, f"bold {STYLES[row[0].tone]}"))
+        entries = RichTable.grid(padding=(0, GAP))
+        entries.add_column(width=max(map(cell_len, names[1:])) + 2)
+        entries.add_column(overflow="fold")
+        for name, entry in zip(names[1:], row[1:], strict=True):
+            if entry.text:
+                entries.add_row(f"  {name}", _terminal_text(entry, narrow=False))
+        blocks.append(entries)
+    return Group(*blocks)
+
+
 def _terminal_text(entry: Cell, *, narrow: bool) -> Text:
     interval = ""
     if entry.low and entry.low != entry.high:
-        interval = f"\n{entry.low}-\n{entry.high}" if narrow else f"  {entry.low}-{entry.high}"
+        interval = f"\n{entry.low}-{entry.high}" if narrow else f"  {entry.low}-{entry.high}"
     return Text(entry.text + interval, STYLES[entry.tone])
 
 
@@ -104,27 +187,37 @@ def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
     return Cell(", ".join(words), tone="bad" if broken else "")
 
 
-def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[RichTable]:
+def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[TerminalTable | Text]:
     """Speeds beside parity, speed-ups per family, where the time went, and what failed."""
     for batch in dict.fromkeys(arm.batch for arm in summaries):
         arms = [arm for arm in summaries if arm.batch == batch]
         yield terminal_table(_overall(arms, batch, reference))
         if len({family for arm in arms for family in arm.families}) > 1:
-            yield terminal_table(_families(arms, reference), narrow=True)
+            yield terminal_table(_families(arms, reference))
         if any(arm.time_split is not None for arm in arms):
             yield terminal_table(_time(arms))
+            yield accepted_by_position([(_name(arm), arm.acceptance_by_position) for arm in arms])
     if any(arm.failed for arm in summaries):
         yield terminal_table(_failures(summaries))
 
 
+def accepted_by_position(shares: Sequence[tuple[str, Sequence[float]]]) -> Text:
+    """A line per drafter: the share of its tokens accepted at the 1st, 2nd, ... position of a draft."""
+    lines = [f"  {name}: {' '.join(map(percent, accepted))}" for name, accepted in shares if accepted]
+    return Text("\n".join(["accepted at draft position 1, 2, ...", *lines, ""]) if lines else "")
+
+
 def _overall(summaries: Sequence[ArmSummary], batch: int, reference: str) -> Table:
-    title = f"batch size {batch}; speed-up against {reference}; 95 % intervals behind the values"
-    columns = ("arm", "tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nround")
+    title = f"batch size {batch}: speed-up against {reference}, with 95 % intervals"
     rows: list[Row] = [
         [_name(arm), *speed_cells(arm), verdict_cell(arm.verdicts, promised=arm.lossless), *acceptance_cells(arm)]
         for arm in summaries
     ]
-    return Table(title, columns, rows, words=["texts"])
+    return Table(title, ("arm", *FIGURES), rows, words=["texts"], optional=["alpha", "acceptance\nrate"])
+
+
+# of an arm: see `speed_cells`, `verdict_cell` and `acceptance_cells`
+FIGURES = ("tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nforward")
 
 
 def speed_cells(arm: ArmSummary) -> list[Cell]:
@@ -135,7 +228,7 @@ def speed_cells(arm: ArmSummary) -> list[Cell]:
 
 
 def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
-    """Acceptance rate, alpha and tokens per round. missing: where nothing is known, as of baselines."""
+    """Acceptance rate, alpha and tokens per forward. missing: where nothing is known, as of baselines."""
     efficiency = missing if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
     if arm.stats is None or not arm.stats.num_rounds:
         return [Cell(missing), Cell(missing), Cell(efficiency)]
@@ -143,9 +236,11 @@ def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
 
 
 def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
+    """A line per family, so that the intervals of a few arms fit beside each other."""
     names = list(dict.fromkeys(family for arm in summaries for family in arm.families))
-    rows: list[Row] = [[_name(arm), *(_family(arm, name) for name in names)] for arm in summaries]
-    return Table(f"speed-up against {reference} per family, geometric means", ["arm", *names], rows)
+    rows: list[Row] = [[name, *(_family(arm, name) for arm in summaries)] for name in names]
+    title = f"speed-up against {reference} per family of prompts, geometric means"
+    return Table(title, ["family", *map(_name, summaries)], rows)
 
 
 def _family(arm: ArmSummary, name: str) -> Cell:
@@ -153,18 +248,17 @@ def _family(arm: ArmSummary, name: str) -> Cell:
 
 
 def _time(summaries: Sequence[ArmSummary]) -> Table:
-    columns = ["arm", *PARTS, "overhead", "overhead\nof a round", "accepted at draft position 1, 2, ..."]
+    columns = ["arm", *PARTS, "overhead", "overhead\nof a round"]
     rows: list[Row] = [
         [
             _name(arm),
             *(f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")),
             NONE if arm.round_overhead is None else f"{arm.round_overhead:.1%}",
-            " ".join(map(percent, arm.acceptance_by_position)) or NONE,
         ]
         for arm in summaries
         if arm.time_split is not None
     ]
-    return Table("where the time went", columns, rows)
+    return Table("where the time went", columns, rows, optional=["overhead\nof a round", "accept"])
 
 
 def _failures(summaries: Sequence[ArmSummary]) -> Table:

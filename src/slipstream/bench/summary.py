@@ -184,7 +184,7 @@ class ArmSummary:
         return [accepted / drafted for accepted, drafted in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields and what follows from them, as JSON has them."""
         stats = None if self.stats is None else self.stats.to_dict()
         derived = ("acceptance_by_position", "round_overhead", "block_efficiency")
         return asdict(self) | {"stats": stats} | {name: getattr(self, name) for name in derived}

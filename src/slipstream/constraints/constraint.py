@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.checks import is_text
+from slipstream.checks import arguments_named, is_text
 from slipstream.constraints.grammar_text import (
     WHITESPACE,
     choice_grammar,
@@ -19,6 +19,12 @@ from slipstream.constraints.grammar_trial import check_grammar
 from slipstream.errors import UsageError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+OTHER_NAMES = {  # of other libraries, and what to write here
+    **dict.fromkeys(("schema", "json", "guided_json"), "json_schema=..."),
+    **dict.fromkeys(("pattern", "guided_regex"), "regex=..."),
+    **dict.fromkeys(("choices", "options", "guided_choice"), "choice=[...]"),
+    **dict.fromkeys(("lark", "ebnf", "gbnf", "guided_grammar"), "grammar=..."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,9 @@ class Constraint:
         more: dict[str, Any] = {"schemas": dict(self.schemas)} if self.schemas else {}
         more |= {"whitespace": self.whitespace} if kind.startswith("json") or self.schemas else {}
         return {kind: list(value) if kind == "choice" else value} | more
+
+
+Constraint.__init__ = arguments_named("Constraint", OTHER_NAMES)(Constraint.__init__)  # type: ignore[method-assign]
 
 
 def _schema(name: str, schema: Any) -> str:

@@ -73,13 +73,12 @@ LIMITS = Limits()
 
 
 def load_llguidance() -> Any:
-    """The library; UsageError names the extra where it is not installed."""
+    """The library; UsageError where it is not installed."""
     try:
         import llguidance
     except ImportError:
         raise UsageError(
-            "constraint: llguidance is not installed; allowed: requests without a constraint, or "
-            "pip install 'slipstream-lm[structured]'"
+            "constraint: llguidance is not installed; allowed: requests without a constraint, or pip install llguidance"
         ) from None
     return llguidance
 
@@ -197,6 +196,8 @@ def reason(message: str) -> str:
         return f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile"
     if "NoExtension" in message:
         return "no text satisfies it"
+    if diagram := re.search(REGEX_ERROR, message):
+        return f"{diagram[1]!r}: {diagram[3]} at character {len(diagram[2]) + 1}"
     return one_line(message)
 
 
@@ -204,15 +205,21 @@ def allowed(message: str, kind: str | None = None) -> str:
     """What is allowed in place of a constraint that llguidance refused with this message."""
     if "NoExtension" in message:
         return "one that some text satisfies"
+    if re.search(REGEX_ERROR, message):
+        return ALLOWED["regex"]
     return SIMPLER if kind is None or reason(message) != one_line(message) else ALLOWED[kind]
 
 
 def one_line(message: str) -> str:
     """A message of llguidance without its line breaks and the state of its parser, cut where it is long."""
+    if diagram := re.search(r'invalid regex (".*?") .*^error: (.+?)$', message, re.DOTALL | re.MULTILINE):
+        return f"{diagram[1]}: {diagram[2]}"  # without the lines that point at a column
     line = " ".join(re.split(r"<(?:state|non-verbose|backtrace)", message)[0].split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
 
 
+# the expression, a line that points at the place, and what is wrong there
+REGEX_ERROR = r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.+)"
 SIMPLER = "a smaller or simpler one"
 _AT_MOST = f"allowed: at most {DEEPEST}"
 ALLOWED = {

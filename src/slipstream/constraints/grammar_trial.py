@@ -191,7 +191,7 @@ def _limits() -> Callable[[], None]:
         return lambda: None
     status = Path("/proc/self/statm")
     if status.exists():
-        size = int(status.read_text().split()[0]) * resource.getpagesize()
+        size = int(status.read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (MEGABYTES << 20), resource.RLIM_INFINITY))
 
     def limit() -> None:
@@ -205,4 +205,6 @@ def _limits() -> Callable[[], None]:
 def _megabytes() -> int:
     """The memory that this process has now, where the system tells."""
     status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if status.exists() else 0
+    return (
+        int(status.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if status.exists() else 0
+    )

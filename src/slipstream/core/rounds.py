@@ -30,11 +30,14 @@ class TokenLogprobs:
 
     logprob: of the committed token; top: ids and log-probabilities of the most likely tokens, the likeliest first.
     Sampling options (temperature, penalties, ...) do not enter.
+    token, top_tokens: the texts of these tokens, which only `Result.logprobs` knows.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    token: str | None = field(default=None, compare=False)
+    top_tokens: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -15,4 +15,4 @@ def check_rule(text: str) -> None:
         allowed = ", ".join(["auto", *(f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))])
         raise UsageError(f"acceptance={text!r}; allowed: {allowed}{did_you_mean(name, 'auto', *RULE_NAMES)}")
     if name in WITH_COUNT and (not argument.isdecimal() or int(argument) < 1):
-        raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K >= 1")
+        raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K, 1 or more")

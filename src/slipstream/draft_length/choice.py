@@ -21,7 +21,7 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class LengthChoice:
-    """A parsed `num_draft_tokens`.
+    """What `num_draft_tokens` asks for, parsed.
 
     count: the tokens of "fixed", or the upper limit of "heuristic" if the user set one. confidence: the probability
     below which a draft model stops, else 0. siblings: for a tree "DEPTHxWIDTH", the tokens beside each of its chain,

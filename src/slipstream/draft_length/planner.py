@@ -33,7 +33,6 @@ LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, 
 STEPS = 8  # most steps of a draft model in a round
 MODEL = "model"  # the source of drafts that take a forward for each token
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-NEWEST = 0.1  # weight of the newest search in the averages of searches
 # the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
 OWN_TOKENS, ALL_TOKENS = 16, 128
 PACED = 12  # rounds of one token each, added to those a row has had to estimate its pace
@@ -132,13 +131,12 @@ class Pause:
         return self.waited + 1 >= self.length
 
     def observe(self, *, drafted: bool, accepted: int) -> None:
-        """Double the pause after a failed trial, quarter it after a good one, reset it when drafting goes on."""
+        """Double the pause after a trial of which nothing was accepted; reset it when drafting brings something."""
         if not drafted:
             self.waited += 1
             return
-        was_trial, self.waited = self.waited > 0, 0
-        after_trial = max(SOONEST, self.length // 4) if accepted else min(LATEST, 2 * self.length)
-        self.length = after_trial if was_trial else SOONEST
+        has_failed = self.waited > 0 and not accepted
+        self.length, self.waited = min(LATEST, 2 * self.length) if has_failed else SOONEST, 0
 
 
 @dataclass
@@ -357,17 +355,15 @@ class Planner:
         if newest.origin.acceptance_probs is None and drafted:
             self._positions.learn(row, newest, len(newest.chain))
         searched = newest.origin.source == RETRIEVAL
-        was_trial = plan.retrieval.waited > 0
         plan.retrieval.observe(drafted=searched or drafted > 0, accepted=accepted)
         if not searched or newest.num_draft_steps:  # the seconds are those of a draft model as well
             return
-        if was_trial and accepted:  # the text has changed: what searches saved before says nothing
-            plan.saved_seconds = None
-        self._search_seconds += NEWEST * (newest.seconds.draft - self._search_seconds)
+        weight = 0.1  # of the newest search in both averages
+        self._search_seconds += weight * (newest.seconds.draft - self._search_seconds)
         token_seconds = self._token_seconds(count)
         wider = self.costs.verify(count, drafted, drafted) - self.costs.verify(count, 0) if drafted else 0.0
         before = token_seconds if plan.saved_seconds is None else plan.saved_seconds
-        plan.saved_seconds = before + NEWEST * (accepted * token_seconds - wider - before)
+        plan.saved_seconds = before + weight * (accepted * token_seconds - wider - before)
 
     def _is_of_model(self, newest: Round) -> bool:
         source = newest.origin.source

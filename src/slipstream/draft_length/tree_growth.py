@@ -61,7 +61,7 @@ class Alternatives:
     chance: Callable[[int], float]
     limit: int
     kinds: int
-    ranks: int = 2
+    ranks: int
 
     def followers(self, candidates: Iterable[tuple[int, int, Any]], prob: float) -> Iterator[Follower]:
         """What follows a path of probability `prob`. candidates: token, kind as a first choice, place; best first."""

@@ -118,6 +118,12 @@ def load(text: str, setup: Setup) -> Drafter:
     return drafter
 
 
+def summary(text: str) -> str:
+    """What a drafter does, in a line: the first of its module's docstring."""
+    check_name(text)
+    return str(_module(text).__doc__).partition("\n")[0].rstrip(".")
+
+
 def usage() -> list[str]:
     """How each drafter is spelled, with its arguments."""
     return [name + ARGUMENTS.get(name, "") for name in names()]

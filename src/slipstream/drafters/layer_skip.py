@@ -72,7 +72,7 @@ def remembered_layers(backend: Backend) -> tuple[int, ...] | None:
     if not file.exists():
         return None
     try:
-        layers = tuple(int(i) for i in json.loads(file.read_text())["layers"])
+        layers = tuple(int(i) for i in json.loads(file.read_text(encoding="utf-8"))["layers"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"layers file {str(file)!r} cannot be read: {error!r}; allowed: delete it") from error
     check_layers(layers, num_layers(backend))
@@ -110,7 +110,7 @@ def remember_layers(backend: Backend, layers: Sequence[int], note: str) -> Path:
     check_layers(layers, num_layers(backend))
     file = layers_file(backend)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"layers": list(layers), "note": note}) + "\n")
+    file.write_text(json.dumps({"layers": list(layers), "note": note}) + "\n", encoding="utf-8")
     return file
 
 

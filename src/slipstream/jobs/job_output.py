@@ -6,14 +6,13 @@ went wrong with which line is in the error file, which every run writes anew.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from slipstream.durable_files import append, cut, sync
+from slipstream.durable_files import append, cut, locked, sync
 from slipstream.errors import SlipstreamError, UsageError
 
 BEGINNINGS = (b'{"id":', b'{"line":')  # of the lines that jobs write
@@ -44,12 +43,20 @@ class JobOutput:
         except OSError as error:
             raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
         try:
-            self._lock()
+            lock = locked(path.with_name(f".{path.name}.lock"))
+        except OSError as error:
+            self._file.close()
+            raise UsageError(f"{str(path)!r} cannot be locked: {error.strerror}") from error
+        if lock is None:
+            self._file.close()
+            raise SlipstreamError(f"{str(path)!r} is being written by another process")
+        self._lock = lock
+        try:
             if new:
                 sync(path.parent)
             self._read()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -67,18 +74,13 @@ class JobOutput:
     def close(self) -> None:
         """Let other processes write the file."""
         self._file.close()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-        except BlockingIOError:
-            raise SlipstreamError(f"{str(self.path)!r} is being written by another process") from None
 
     def _read(self) -> None:
         """Read the whole lines. Cut a torn last line, if it looks like the beginning of a job's line."""

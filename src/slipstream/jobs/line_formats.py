@@ -31,7 +31,7 @@ from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
 FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
-NEEDED = "lines in OpenAI's format need {}; run: pip install 'slipstream-lm[server]'"
+NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.loaded import PLAN, LoadOptions
+from slipstream.models.loaded import PLAN, WHICH_FILES, LoadOptions
 from slipstream.models.quantised_models import load_in_blocks
+from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.transformers_reader import (
@@ -31,6 +33,8 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     if is_gguf(source) and options.dtype == "float32" and not options.extra:
         return _dequantised(source, options.device)
     folder = resolve(source, options.extra)
+    if (adapter := _adapter(source, folder, options)) is not None:
+        return _adapted(adapter, options)
     _read_ahead(Path(folder))
     from transformers import AutoConfig  # takes seconds
 
@@ -46,6 +50,28 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
         model = model.to(device_named(options.device))
     return folder, model
+
+
+def _adapter(source: str, folder: str, options: LoadOptions) -> Adapter | None:
+    try:
+        return adapter_at(source, folder, options.files)
+    except UsageError:
+        raise
+    except READER_ERRORS as error:
+        raise not_loaded(source, folder, error) from error
+
+
+def _adapted(adapter: Adapter, options: LoadOptions) -> tuple[str, Any]:
+    """The base model of an adapter with the adapter merged into its weights; see `load_model`."""
+    if "distributed_config" in options.extra:
+        raise UsageError(f"load_options {PLAN!r} with the adapter {adapter.source!r}; allowed: a merged model")
+    extra = {name: value for name, value in options.extra.items() if name not in WHICH_FILES}
+    if adapter.revision and not Path(adapter.base).expanduser().exists():
+        extra["revision"] = adapter.revision
+    base = replace(options, fast=False, extra=extra, quantise=None)
+    quantised = load_in_blocks(adapter.base, base)
+    folder, model = load_model(adapter.base, base) if quantised is None else (quantised.folder, quantised.model)
+    return adapter.place if adapter.has_tokenizer else folder, adapter.merged_into(model).eval()
 
 
 def _dequantised(source: str, device: str) -> tuple[str, Any]:

@@ -21,6 +21,7 @@ from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
@@ -177,6 +178,11 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
         if parts:  # transformers renames the weights of such models as it reads them
             return None
         return None if scheme is None else QuantisedCheckpoint(source, folder, options.files, scheme)
+    if not config and adapter_at(source, folder, options.files) is not None:
+        raise UsageError(
+            f"quantize={options.rounding!r}, but model {source!r} is an adapter, which is merged first; allowed: "
+            "'none', or the merged model's folder"
+        )
     quantisation = config.get("quantization_config")
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
@@ -204,7 +210,7 @@ def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
     """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built."""
     try:
         file = file_of(folder, CONFIG, options.files)
-        config = {} if file is None else json.loads(file.read_text())
+        config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     except READER_ERRORS:
         return {}
     return config if isinstance(config, dict) else {}

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.models.backend_capabilities import is_shape_independent
+from slipstream.models.once_per_machine import announce, is_silenced
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -56,10 +57,10 @@ def silent(share: float) -> None:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Report]:
-    """A bar on standard error that goes when the work is done; where that is no terminal, a line in the log."""
+    """A bar on standard error that goes when the work is done; where that is no terminal, one line."""
     err = Console(stderr=True)
-    if not err.is_terminal:
-        log.info("%s ...", description)
+    if is_silenced() or not err.is_terminal:
+        announce(f"{description} ...")
         yield silent
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()

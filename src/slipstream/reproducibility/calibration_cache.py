@@ -95,7 +95,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     cached = _read(identity, _calibration)
     if cached is not None:
         return cached
-    with progress_bar(f"calibrating forward shapes for {loaded.name!r} on this machine (once)") as progress:
+    with progress_bar(f"measuring how {loaded.name!r} runs on this machine (once, then remembered)") as progress:
         calibration = calibrate(loaded.backend, max_batch_size, progress)
     _save(identity, asdict(calibration))
     return calibration
@@ -197,7 +197,7 @@ def _read(identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measure
     if not file.is_file():
         return None
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
         if values["identity"] != identity:
             raise ValueError(f"it is of {values['identity']!r}")
         return parse(values)
@@ -212,7 +212,7 @@ def _save(identity: str, values: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replaced(file) as partial:
-            partial.write_text(json.dumps({**values, "identity": identity}, indent=2))
+            partial.write_text(json.dumps({**values, "identity": identity}, indent=2), encoding="utf-8")
     except OSError as error:
         log.warning(
             "the calibration is not saved and will be measured at every start: %s: %s; "

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from slipstream.checks import check_whole, is_number, is_text, is_whole
+from slipstream.checks import arguments_named, check_whole, explained_fields, is_number, is_text, is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError, did_you_mean, setting
+from slipstream.errors import UsageError, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-T = TypeVar("T")
 
 
-def _refuse_unknown_fields(cls: type[T]) -> type[T]:
-    """Make the constructor answer an unknown option with one line that lists the known ones."""
-    construct = cls.__init__
+OTHER_NAMES = {  # of other libraries, and what to write here
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_completion_tokens", "max_gen_len"), "max_tokens=..."),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens=..."),
+    **dict.fromkeys(("temp",), "temperature=..."),
+    "do_sample": "temperature=1.0 (0 is greedy)",
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[...]"),
+    "eos_token_id": "stop_token_ids=[...]",
+    **dict.fromkeys(("num_return_sequences", "best_of"), "n=..."),
+    "bad_words_ids": "bad_words=[...]",
+    "random_seed": "seed=...",
+    **dict.fromkeys(("top_logprobs", "output_scores"), "logprobs=..."),
+    **dict.fromkeys(("gamma", "num_assistant_tokens", "num_speculative_tokens"), "num_draft_tokens=..."),
+    "logits_processor": "logits_processors=[...]",
+    **dict.fromkeys(("schema", "json_schema", "response_format"), "constraint=Constraint(json_schema=...)"),
+    **dict.fromkeys(("regex", "grammar", "choice"), "constraint=Constraint(...)"),
+}
 
-    def __init__(self: T, **options: Any) -> None:
-        allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        for name in options:
-            if name not in allowed:
-                raise UsageError(
-                    f"unknown option {name!r}; allowed: {', '.join(allowed)}{did_you_mean(name, *allowed)}"
-                )
-        construct(self, **options)
 
-    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # keeps the real signature visible to `help`
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
-
-
-@_refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options of one request. The defaults decode greedily.
 
     Penalties see prompt and output (repetition) or the output only (presence, frequency). Truncation and the order of
-    operations are those of Hugging Face `generate`.
+    operations are those of Hugging Face `generate`. `UsageError` names the field, its value and what is allowed.
     """
 
     temperature: float = setting(0.0, "0 is greedy; otherwise logits are divided by it")
@@ -149,9 +147,7 @@ class SamplingParams:
         value = getattr(self, name)
         is_inside = is_number(value, max(low, -LARGEST), min(high, LARGEST)) and not (open_below and value == low)
         if not is_inside:
-            above = ">" if open_below else ">="
-            bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
-            raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
+            raise UsageError(f"{name}={value!r}; allowed: {_range(low, high, open_below)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -177,6 +173,62 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
+
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
+        given = [f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+explained_fields(SamplingParams)
+SamplingParams.__init__ = arguments_named("SamplingParams", OTHER_NAMES)(  # type: ignore[method-assign]
+    SamplingParams.__init__
+)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords of `generate`, for type checkers."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str | Sequence[int]]
+    min_tokens: int
+    max_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int | None
+    n: int
+    num_draft_tokens: int | None
+    prediction: str | Sequence[int] | None
+    logits_processors: Sequence[Processor]
+    constraint: Constraint | None
+
+
+def params_from(params: Any, options: SamplingOptions) -> Any:
+    """The options of a call: `params` as it was given, or made of keywords. UsageError if both are given."""
+    if not options:
+        return params
+    if params is not None:
+        raise UsageError(f"params and {next(iter(options))}= are both given; allowed: one of them")
+    return SamplingParams(**options)
+
+
+def _range(low: float, high: float, open_below: bool) -> str:
+    """The numbers between two bounds, in words."""
+    if not math.isfinite(low):
+        return "a finite number"
+    if not math.isfinite(high):
+        return f"a number, {low:g} or more" if low == 0 else "a number above 0"
+    return f"a number above {low:g}, up to {high:g}" if open_below else f"a number from {low:g} to {high:g}"
 
 
 def _as_python(value: Any) -> Any:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
+from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -39,6 +41,35 @@ class TextStream:
         before = self._tokenizer.decode(self._ids[self._done : self._read])
         self._read = len(self._ids)
         return self._tokenizer.decode(self._ids[self._done :])[len(before) :]
+
+
+class TokenTexts:
+    """The texts of single tokens, for people who read log-probabilities.
+
+    A part of a character is shown as the replacement character, a special token by its name.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special: dict[int, str] | None = None
+
+    def of(self, token: int) -> str:
+        """The text of one token, with its spaces."""
+        text = self._own_text(token)
+        if text:
+            return text
+        if self._special is None:  # large vocabularies take some 100 ms
+            self._special = {number: name for name, number in self._tokenizer.vocabulary().items()}
+        return self._special.get(token, "")
+
+    def _own_text(self, token: int) -> str:
+        if isinstance(self._tokenizer, ReadableAsBytes):
+            try:
+                data = self._tokenizer.bytes_of(token)
+            except UsageError:  # not every tokenizer tells
+                return self._tokenizer.decode([token])
+            return "" if data is None else data.decode(errors="replace")
+        return self._tokenizer.decode([token])
 
 
 class StopStrings:

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.tokenization.tokenizer import check_text
 
@@ -40,16 +41,33 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     A .jsonl file holds one object per line, {"turns": [text, ...], "category": name} (the first turn is taken) or
     {"prompt": text}, either with "prediction": text if the answer is known, most of it. Any other file is one prompt.
     """
+    source = f"prompt file {str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"prompt file {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"{source} cannot be read: {why_unreadable(error)}") from error
     if path.suffix != ".jsonl":
-        return [named_prompt(f"prompt file {str(path)!r}", text, path.stem)]
-    prompts = [_parse(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not prompts:
-        raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
-    return chosen_prompts(prompts, repr(str(path)), categories=categories, limit=limit)
+        return [named_prompt(source, text, path.stem)]
+    return _chosen_lines(text, source, path.stem, categories, limit)
+
+
+def parse_prompts(
+    text: str, source: str, *, categories: list[str] | None = None, limit: int | None = None
+) -> list[NamedPrompt]:
+    """The prompts of a text that came without a file name: JSON lines if it begins with {, else one prompt."""
+    if not text.lstrip().startswith("{"):
+        return [named_prompt(source, text)]
+    return _chosen_lines(text, source, "prompt", categories, limit)
+
+
+def _chosen_lines(
+    text: str, source: str, category: str, categories: list[str] | None, limit: int | None
+) -> list[NamedPrompt]:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"{source} holds no prompts; allowed: at least one line")
+    prompts = [_parse(line, f"{source}, line {number}", category) for number, line in lines]
+    return chosen_prompts(prompts, source, categories=categories, limit=limit)
 
 
 def chosen_prompts(
@@ -69,8 +87,8 @@ def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = 
 
     The file has Spec-Bench's line format: {"question_id": number, "category": name, "turns": [text]}.
     """
-    with resources.as_file(resources.files("slipstream").joinpath("data/prompts.jsonl")) as path:
-        return read_prompts(path, categories=categories, limit=limit)
+    text = resources.files("slipstream").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
+    return _chosen_lines(text, "the built-in prompts", "prompt", categories, limit)
 
 
 def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
@@ -78,8 +96,7 @@ def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
     return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
 
 
-def _parse(line: str, path: Path, number: int) -> NamedPrompt:
-    where = f"prompt file {str(path)!r}, line {number}"
+def _parse(line: str, where: str, category: str) -> NamedPrompt:
     try:
         item: Any = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -91,7 +108,7 @@ def _parse(line: str, path: Path, number: int) -> NamedPrompt:
         if prediction is not None and not (isinstance(prediction, str) and prediction):
             raise UsageError(f"{where}: prediction={prediction!r:.60}; allowed: a non-empty text, or none")
         if isinstance(text, str) and text.strip():
-            return NamedPrompt(text, str(item.get("category", path.stem)), prediction)
+            return NamedPrompt(text, str(item.get("category", category)), prediction)
     raise UsageError(f'{where}: no text; allowed: {{"prompt": text}} or {{"turns": [text, ...], "category": name}}')
 
 

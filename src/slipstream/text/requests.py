@@ -24,7 +24,7 @@ from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import VisibleText
 from slipstream.tokenization.byte_vocabulary import RunningModel
-from slipstream.tokenization.tokenizer import check_text
+from slipstream.tokenization.tokenizer import ChatForm, TokenizerDetails, check_text
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return
@@ -43,7 +43,8 @@ def read_prompts(prompt: Any) -> Prompts:
     """The prompts a caller gave: one of any form, or a list of them. UsageError for arrays of other shapes.
 
     Arrays [n] and [1, n] are one prompt. Arrays [B, n] are B prompts, from which `attention_mask` (of a tokenizer's
-    mapping) drops the padding. What is none of these forms is left as it is, for its reader to refuse.
+    mapping) drops the padding. An empty list is no prompts. What is none of these forms is left as it is, for its
+    reader to refuse.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         for name in prompt:
@@ -52,13 +53,56 @@ def read_prompts(prompt: Any) -> Prompts:
         return _from_tokenizer(prompt)
     if isinstance(prompt, Tensor | np.ndarray):
         return _from_array(prompt)
-    if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
+    if isinstance(prompt, str) or not isinstance(prompt, list | tuple):
         return Prompts([prompt], True)
+    if not prompt:
+        return Prompts([], False)
     if is_chat(prompt):
         _check_messages(prompt)
     if is_ids(prompt) or is_chat(prompt) or isinstance(prompt[0], int):
         return Prompts([_plain(prompt)], True)
     return Prompts([_one(i, item) for i, item in enumerate(prompt)], False)
+
+
+def read_conversation(messages: Any) -> Prompts:
+    """One conversation, as a list of chat messages that `chat` was given. UsageError for anything else."""
+    if isinstance(messages, list | tuple) and messages:
+        if is_chat(messages):
+            _check_messages(messages)
+            return Prompts([list(messages)], True)
+        if all(map(is_chat, messages)):
+            raise UsageError("messages is a list of conversations; allowed: chat takes one, generate takes a list")
+    example = "{'role': 'user', 'content': 'Hello'}"
+    raise UsageError(f"messages={messages!r:.60}; allowed: a list of chat messages, such as [{example}]")
+
+
+def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
+    """The tools of a call of `chat`. UsageError for the first that is no JSON schema of a function."""
+    allowed = "allowed: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+    if not isinstance(tools, list | tuple):
+        if tools is None:
+            return ()
+        raise UsageError(f"tools={tools!r:.60}; allowed: a list of JSON schemas of functions")
+    for number, tool in enumerate(tools):
+        if callable(tool):
+            raise UsageError(f"tool {number} is code; {allowed}, which transformers.utils.get_json_schema makes of it")
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UsageError(f"tool {number} is {tool!r:.60}; {allowed}")
+    return tools
+
+
+def read_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """One sequence of token ids, given in any form. UsageError for what is none, and for ids that do not exist."""
+    if isinstance(token_ids, list | tuple) and not token_ids:
+        return []
+    prompts = None if isinstance(token_ids, str) else read_prompts(token_ids)
+    if prompts is None or not prompts.single or not is_ids(prompts.items[0]):
+        raise UsageError(f"token_ids={token_ids!r:.60}; allowed: a list of token ids, or an array of them")
+    ids: list[int] = prompts.items[0]
+    if bad := [token for token in ids if not 0 <= token < vocab_size]:
+        raise UsageError(f"token id {bad[0]}; allowed: 0 to {vocab_size - 1}")
+    return ids
 
 
 def is_ids(prompt: Any) -> bool:
@@ -156,20 +200,30 @@ class RequestReader:
     """Reads requests for one target: its tokenizer, vocabulary and context length.
 
     no_predictions: why requests cannot have predictions, and what is allowed; empty if they can. compiled: constraints
-    that readers share; None for this reader's own.
+    that readers share; None for this reader's own. tools: JSON schemas of functions that conversations offer.
     """
 
     target: RunningModel
     no_predictions: str = ""
     compiled: CompiledGrammars | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def grammars(self) -> CompiledGrammars:
         """Constraints, compiled for the target's vocabulary."""
         return self.compiled or CompiledGrammars(self.target, self.target.backend.vocab_size)
 
-    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
-        """The token ids a prompt stands for."""
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> RequestReader:
+        """A reader of conversations that offer these tools. UsageError if this model cannot be told of any."""
+        if not tools:
+            return self
+        tokenizer, name = self.target.tokenizer, self.target.name
+        if not isinstance(tokenizer, TokenizerDetails) or "tools" not in tokenizer.template_variables():
+            raise UsageError(f"tools, which the chat template of {name!r} does not read; allowed: no tools")
+        return replace(self, tools=tools, compiled=self.grammars)
+
+    def encode(self, prompt: Prompt, *, chat: bool) -> list[int]:
+        """The token ids a prompt stands for. chat: texts are rendered by the chat template, if there is one."""
         return self._encode(_single(prompt), chat)
 
     def _encode(self, prompt: Any, chat: bool) -> list[int]:
@@ -188,7 +242,7 @@ class RequestReader:
         for message in prompt:
             if isinstance(message.get("content"), str):
                 check_text("prompt (a chat message)", message["content"])
-        return tokenizer.chat(prompt)
+        return tokenizer.chat(prompt, ChatForm(tools=self.tools)) if self.tools else tokenizer.chat(prompt)
 
     def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
         """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
@@ -207,21 +261,24 @@ class RequestReader:
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
-        return [self._row(i, _single(prompt), row_params, chat) for i, (prompt, row_params) in pairs]
+        return [
+            self._row(i, _single(prompt), row_params, chat, f"prompt {i}" if len(prompts) > 1 else "prompt")
+            for i, (prompt, row_params) in pairs
+        ]
 
-    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
+    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
         if params.n > 1:
             raise UsageError(f"n={params.n}; allowed: 1, except in generate")
         backend, tokens = self.target.backend, self._encode(prompt, chat)
         if not tokens:
-            raise UsageError(f"prompt {index} is empty; allowed: at least one token")
+            raise UsageError(f"{name} is empty; allowed: at least one token")
         if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
-            raise UsageError(f"prompt {index}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
+            raise UsageError(f"{name}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
         room = backend.max_length - len(tokens)
         if room < 1:
-            raise UsageError(f"prompt {index} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
+            raise UsageError(f"{name} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
         if params.max_tokens > room:
             raise UsageError(
                 f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "
@@ -303,7 +360,7 @@ def _one_each(params: Any, count: int) -> list[Any]:
 def _single(prompt: Any) -> Any:
     """One prompt as a text, a list of token ids or a list of chat messages."""
     prompts = read_prompts(prompt)
-    item = prompts.items[0]
+    item = prompts.items[0] if prompts.items else prompt
     if not prompts.single or not (isinstance(item, str) or is_ids(item) or is_chat(item)):
         raise UsageError(f"prompt {prompt!r:.80}; allowed: {ALLOWED}")
     return item

@@ -1,19 +1,22 @@
-"""What a request returns: a `Result`, `Chunk`s of a stream, and `Stats`, which are computed from rounds alone."""
+"""What a request returns: a `Result`, a `Stream` of `Chunk`s, and `Stats`, which are computed from rounds alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.text import Text
-
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
+from slipstream.errors import UsageError
 from slipstream.sampling.processors import params_of
-from slipstream.text.detokenizer import VisibleText, visible_text
-from slipstream.text.round_view import percent, round_lines, to_html
-from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.text.detokenizer import TokenTexts, VisibleText, visible_text
+from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
+from slipstream.tokenization.tokenizer import Tokenizer, ToolCall
+
+SHOWN = 40  # characters of a text in a repr
 
 
 @dataclass
@@ -125,6 +128,11 @@ class Stats:
         """Output tokens per second of total time, prefill included."""
         return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    def __repr__(self) -> str:
+        """The figures that one looks for first."""
+        rounds = f"{self.block_efficiency:.1f} per forward, {percent(self.acceptance_rate)} accepted"
+        return f"Stats({self.num_output_tokens} tokens, {rounds}, {self.tokens_per_second:.1f} tokens per second)"
+
     def to_dict(self) -> dict[str, Any]:
         """All totals and ratios, for JSON."""
         ratios = ("acceptance_rate", "alpha", "block_efficiency", "overhead_seconds", "tokens_per_second")
@@ -133,9 +141,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string.
+    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string; `str` is the text.
 
     alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
+    tool_calls: the calls that an answer of `SpeculativeDecoder.chat` makes; their texts are part of `text` as well.
     """
 
     text: str
@@ -148,12 +157,27 @@ class Result:
     error: str | None = None
     alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        """The beginning of the text and how it came about."""
+        efficiency = f"{self.stats.block_efficiency:.1f} per forward"
+        end = self.finish_reason if self.error is None else f"error: {self.error}"
+        return f"Result({_shortened(self.text)!r}, {_tokens(self.token_ids)}, {efficiency}, {end})"
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """One record per output token, if the request asked for them with `SamplingParams(logprobs=K)`."""
+        """One record per output token, if the request asked for them with `SamplingParams(logprobs=K)`.
+
+        `token` and `top_tokens` of each are the texts of its tokens, None and () if there is no tokenizer.
+        """
         by_round = [round.logprobs for round in self.rounds if round.logprobs is not None]
-        return [token for tokens in by_round for token in tokens] if by_round else None
+        return (
+            with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer) if by_round else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
@@ -163,10 +187,15 @@ class Result:
             "logprobs": None if self.logprobs is None else [asdict(token) for token in self.logprobs],
             "rounds": [_round(round) for round in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
+            "tool_calls": [asdict(call) for call in self.tool_calls],
         }
 
-    def debug(self) -> Text:
-        """Every round as a line: accepted, rejected and target-chosen tokens, with a legend; print it with rich."""
+    def debug(self) -> RoundLines:
+        """Every round as a line: accepted, rejected and target-chosen tokens, with a legend.
+
+        It shows itself where it is the value of a line, in a terminal and in a notebook; `print` writes it without
+        colours.
+        """
         return round_lines(self.rounds, self.tokenizer)
 
     def _repr_html_(self) -> str:
@@ -190,6 +219,17 @@ def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Resul
     )
 
 
+def with_token_texts(reported: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> list[TokenLogprobs]:
+    """Log-probabilities with the texts of their tokens, if there is a tokenizer."""
+    if tokenizer is None:
+        return list(reported)
+    texts = TokenTexts(tokenizer)
+    return [
+        replace(entry, token=texts.of(entry.token_id), top_tokens=tuple(texts.of(token) for token, _ in entry.top))
+        for entry in reported
+    ]
+
+
 def _round(done: Round) -> dict[str, Any]:
     told = asdict(replace(done, origin=RowDraft(), logprobs=None)) | {"forced": done.forced}
     return {name: value for name, value in told.items() if name not in ("origin", "logprobs")}
@@ -197,12 +237,79 @@ def _round(done: Round) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added. text may lag behind token_ids while a character or a stop string is incomplete."""
+    """What one round added; `str` is its text.
+
+    text may lag behind token_ids while a character or a stop string is incomplete.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     round: Round
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended with this chunk; None if it did not."""
+        return self.round.finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        end = "" if self.finish_reason is None else f", {self.finish_reason}"
+        accepted = sum(origin in ("accepted", "forced") for origin in self.origins)
+        return f"Chunk({_shortened(self.text)!r}, {_tokens(self.token_ids)}, {accepted} accepted{end})"
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer as they come; when they have ended, `result` is the whole answer."""
+
+    def __init__(self, chunks: Generator[Chunk, None, Result]) -> None:
+        self._chunks = chunks
+        self._result: Result | None = None
+
+    def __next__(self) -> Chunk:
+        try:
+            return next(self._chunks)
+        except StopIteration as end:
+            self._result = end.value or self._result
+            raise
+
+    @property
+    def result(self) -> Result:
+        """What `generate` would have returned; UsageError before the last chunk was read."""
+        if self._result is None:
+            raise UsageError("stream.result is there when all chunks were read; allowed: after the loop over them")
+        return self._result
+
+    def close(self) -> None:
+        """Stop here; the rest is not generated, and there is no `result`."""
+        self._chunks.close()
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """A `Stream` for `async for`: its rounds are computed in a thread, and the event loop goes on meanwhile.
+
+    thread: where. It computes one round at a time, so that streams that share it take turns.
+    """
+
+    def __init__(self, stream: Stream, thread: Executor) -> None:
+        self._stream, self._thread = stream, thread
+
+    async def __anext__(self) -> Chunk:
+        chunk = await asyncio.get_running_loop().run_in_executor(self._thread, next, self._stream, None)
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    @property
+    def result(self) -> Result:
+        """What `generate` would have returned; UsageError before the last chunk was read."""
+        return self._stream.result
+
+    async def aclose(self) -> None:
+        """Stop here; the rest is not generated, and there is no `result`."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._stream.close)
 
 
 def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) -> Iterator[Chunk]:
@@ -218,12 +325,21 @@ def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) ->
         raise row.error
 
 
+def _shortened(text: str) -> str:
+    """The beginning of a text, as far as a line shows it."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    return f"{len(ids)} token{'s' * (len(ids) != 1)}"
+
+
 def statistics_line(stats: Stats, drafter: str) -> str:
     """Tokens, speed and acceptance in one line."""
-    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f} tokens per forward"
     speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
     forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
-    line = f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}{forced}"
+    line = f"{speed}, {drafter}: acceptance rate {rate}, {efficiency}{forced}"
     if stats.accepted_prediction_tokens is None:
         return line
     counts = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"

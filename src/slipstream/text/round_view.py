@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from rich.console import Console
 from rich.text import Text
 
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream
 from slipstream.text.terminal_text import harmless
 from slipstream.tokenization.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["accepted", "branch", "forced", "rejected", "recovered", "bonus", "plain"]
 
@@ -116,10 +114,19 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
         )
 
 
-def legend() -> Text:
-    """What colours and marks mean."""
-    text = Text("round accepted/drafted acceptance so far | ", "dim")
-    for kind, meaning in _LEGEND:
+def _kinds_of(all_views: Sequence[RoundView]) -> frozenset[Kind]:
+    return frozenset(piece.kind for view in all_views for piece in view.pieces)
+
+
+def _meanings(kinds: frozenset[Kind]) -> list[tuple[Kind, str]]:
+    """What the legend explains: the kinds that every text may have, and rare ones where they occur."""
+    return [(kind, meaning) for kind, meaning in _LEGEND if kind in kinds or kind not in ("branch", "forced")]
+
+
+def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
+    """What colours and marks mean. kinds: those that occur; rare ones are explained where they do."""
+    text = Text.assemble(("round accepted/drafted acceptance so far | ", "dim"))
+    for kind, meaning in _meanings(kinds):
         before, after = MARKS[kind]
         text.append(f"{before}{meaning}{after}", STYLES[kind])
         text.append("  ")
@@ -128,16 +135,32 @@ def legend() -> Text:
 
 def round_line(view: RoundView) -> Text:
     """One round as a line of coloured, marked text."""
-    line = Text(f"{view.caption} | ", "dim")
+    line = Text.assemble((f"{view.caption} | ", "dim"))
     for piece in view.pieces:
         before, after = MARKS[piece.kind]
         line.append(f"{before}{_visible(piece.text)}{after}", STYLES[piece.kind])
     return line
 
 
-def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Text:
+class RoundLines(Text):
+    """Rounds as lines that show themselves: coloured in a terminal and a notebook, with their marks in a file."""
+
+    def __repr__(self) -> str:
+        """The lines as the prompt of a Python session shows them, in colours where it is a terminal."""
+        console = Console(force_jupyter=False)
+        if console.legacy_windows:
+            return self.plain
+        with console.capture() as capture:
+            console.print(self, end="", soft_wrap=True)
+        return capture.get()
+
+
+def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> RoundLines:
     """All rounds of one row, a line each, with the legend."""
-    return Text("\n").join([legend(), *(round_line(view) for view in views(rounds, tokenizer))])
+    all_views = list(views(rounds, tokenizer))
+    lines = RoundLines()
+    lines.append_text(Text("\n").join([legend(_kinds_of(all_views)), *map(round_line, all_views)]))
+    return lines
 
 
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
@@ -148,7 +171,8 @@ def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
         f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
         for view in all_views
     )
-    marks = ", ".join(f'<span style="{_CSS[kind]}">{"".join(MARKS[kind])[:1]}{m}</span>' for kind, m in _LEGEND)
+    meanings = _meanings(_kinds_of(all_views))
+    marks = ", ".join(f'<span style="{_CSS[kind]}">{"".join(MARKS[kind])[:1]}{m}</span>' for kind, m in meanings)
     summary = f"{len(all_views)} rounds, acceptance {all_views[-1].acceptance}" if all_views else "no rounds"
     return (
         f'<div style="white-space:pre-wrap;font-family:monospace">{text}</div>'

@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` works."""
+        """Whether it has a chat template, so that `chat` can render messages."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens the model expects at its beginning."""

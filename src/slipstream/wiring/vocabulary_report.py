@@ -53,9 +53,25 @@ class VocabularyReport:
     findings: tuple[Finding, ...]
     bridge: BridgeEstimate | None = None
 
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two, for a pair that is usable."""
+        same = next(finding.same for finding in self.findings if finding.subject == "tokens")
+        if self.bridge is not None:
+            return (
+                f"Works, through text: the vocabularies differ, so drafts of {self.draft!r} are translated into tokens "
+                f"of {self.target!r}. Expect about {1 - self.bridge.kept:.1%} extra rejections."
+            )
+        if same is None:
+            return f"Works if both have the same tokens, which cannot be checked: {self.findings[0].found}."
+        return f"Works: {self.draft!r} and {self.target!r} have the same tokens. No extra rejections."
+
     def to_dict(self) -> dict[str, Any]:
         """The report as values that JSON knows."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """The report for people: the conclusion, then two lines per finding."""
@@ -64,6 +80,17 @@ class VocabularyReport:
             mark = {True: "same", False: "different", None: "unknown"}[finding.same]
             lines += [f"  {finding.subject:15} {mark:10} {finding.found}", f"  {'':26} {finding.follows}"]
         return lines
+
+
+def check_pair(target: str, draft: str) -> VocabularyReport:
+    """Whether `draft` can be the draft model of `target`: from their tokenizers and configurations, without weights.
+
+    target, draft: a hub id, a local folder, a .gguf file, "smollm2" or "toy"; `print` shows the report. Raises
+    `UsageError` for what is no model, `SlipstreamError` for what cannot be read.
+    """
+    from slipstream.models.weights.tokenizer_loading import inspect_vocabulary  # transformers takes seconds
+
+    return compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft))
 
 
 def compare_vocabularies(
@@ -119,7 +146,7 @@ def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Findin
     extra = draft.head_size - target.head_size
     summary = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
     if not usable:
-        follows = "beside the point, since the tokens decide"
+        follows = "of no effect, as drafts are translated through their text"
     elif extra == 0:
         follows = "usable as is"
     elif extra > 0:
@@ -141,7 +168,7 @@ def _special(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -
     same = ", ".join(f"{name} {token}" for name, token in target_special.items()) or "neither tokenizer names one"
     follows = "only the target's are used: it alone encodes prompts"
     if not same_tokens:
-        follows = "those of one name are turned into each other, never by their text"
+        follows = "each is translated into the other model's token of the same role"
     return Finding("special tokens", not differing, "; ".join(differing) or same, follows)
 
 

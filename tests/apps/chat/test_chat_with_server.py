@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,8 @@ from slipstream.apps.chat.remote_chat import RemoteChat
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.chat_fakes import Recorder
+from tests.support.command_line import run
+from tests.support.processes import started
 from tests.support.running_server import PATIENCE, RunningServer, running_server
 
 
@@ -82,27 +83,24 @@ def test_a_prediction_is_sent_and_changes_no_answer(server: RunningServer) -> No
 
 @pytest.mark.slow
 def test_the_command_serves_until_a_signal_and_says_where() -> None:
-    command = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
-    serve = [*command, "serve", "--target", "toy", "--port", "0", "--drafter", "suffix"]
-    process = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    assert process.stderr is not None
-    url = next(line.split()[-1] for line in process.stderr if " serves " in line)
-    talk = subprocess.run(
-        [*command, "chat", "--url", url], input="A heron\n", capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert talk.returncode == 0 and len(talk.stdout.strip()) > 5
-    process.send_signal(signal.SIGTERM)
-    process.stderr.read()
-    process.stderr.close()
-    assert process.wait(PATIENCE) == 0
+    command = ("-u", "-c", "from slipstream.apps.cli import main; main()")
+    serve = ("serve", "--target", "toy", "--port", "0", "--drafter", "suffix")
+    with started(*command, *serve, stderr=subprocess.PIPE) as server:
+        assert server.stderr is not None
+        url = next(line.split()[-1] for line in server.stderr if " serves " in line)
+        chat = [sys.executable, *command, "chat", "--url", url]
+        talk = subprocess.run(chat, input="A heron\n", capture_output=True, text=True, timeout=PATIENCE)
+        assert talk.returncode == 0 and len(talk.stdout.strip()) > 5
+        server.send_signal(signal.SIGTERM)
+        server.stderr.read()
+        assert server.wait(PATIENCE) == 0
 
 
 @pytest.mark.slow
-def test_models_that_cannot_be_loaded_end_the_command_with_one_line() -> None:
-    command = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "serve", "--target", "toy:99"]
-    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=PATIENCE)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in done.stderr
+def test_models_that_cannot_be_loaded_end_the_command_with_one_line(capsys, monkeypatch) -> None:
+    code, _, errors = run(capsys, monkeypatch, "serve", "--target", "toy:99", "--port", "0")
+    lines = errors.strip().splitlines()
+    assert code == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in errors
 
 
 def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: RunningServer) -> None:

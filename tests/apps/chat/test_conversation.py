@@ -23,7 +23,7 @@ def test_an_answer_streams_and_is_the_decoders_own() -> None:
     assert "".join(face(chat).pieces) == expected.text + "\n"
     assert chat.last.token_ids == expected.token_ids and len(face(chat).pieces) > 2
     assert face(chat).notes[-1].startswith("24 tokens, ") and face(chat).notes[-1].endswith("ended by length")
-    assert "acceptance rate" in face(chat).notes[-1] and "block efficiency" in face(chat).notes[-1]
+    assert "acceptance rate" in face(chat).notes[-1] and "tokens per forward" in face(chat).notes[-1]
 
 
 def test_a_model_without_a_template_continues_the_text_and_says_so_once() -> None:
@@ -148,7 +148,7 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
     code, out, err = piped(monkeypatch, capsys, text, "--max-tokens", "12", "--system", "A :fish: [b]story[/b].")
     decoder = SpeculativeDecoder("toy")
     answer = decoder.generate("A :fish: [b]story[/b].\nThe heron", SamplingParams(max_tokens=12), chat=False).text
-    assert code == 0 and out == f"/quit                 leave\n{answer}\n"
+    assert code == 0 and out == f"/quit  leave\n{answer}\n"
     assert "12 tokens, " in err and "did you mean /gamma" in err
 
 
@@ -170,7 +170,7 @@ def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, ca
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", "--history", "/dev/null/x/y"])
     for find, part, code in (
-        (lambda _: None, "run: pip install 'slipstream-lm[chat]'", 1),
+        (lambda _: None, "run: pip install prompt_toolkit", 1),
         (lambda _: True, "--history '/dev/null/x/y' cannot be written", 2),
     ):
         monkeypatch.setattr(sys, "stdin", Keyboard())

@@ -131,7 +131,7 @@ def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkey
 
 
 WRONG_USE = [
-    (("generate", *TOY), "exactly one of them"),
+    (("generate", *TOY, *PROMPT, "--prompt-file", "x.txt"), "allowed: one of the two"),
     (("generate", *TOY, *PROMPT, "--temperature", "-1"), "temperature=-1.0; allowed"),
     (("generate", *TOY, *PROMPT, "--temperature", "warm"), "--temperature"),
     (("generate", *TOY, *PROMPT, "--max-tokens", "0"), "max_tokens=0; allowed"),
@@ -218,7 +218,7 @@ NAMES = [command.name or command.callback.__name__ for command in cli.app.regist
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
-    assert ("--json FILE" in out) == (command not in ("chat", "report", "serve"))
+    assert ("--json FILE" in out) == (command not in ("chat", "help", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])
@@ -235,7 +235,7 @@ def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch
 
 def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "-v", "--json", str(file))
     assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
     code, _, err = run(capsys, monkeypatch, "models", "check", "toy", "/nowhere/at/all")
     assert code == 2 and "/nowhere/at/all" in err and len(err.strip().splitlines()) == 1

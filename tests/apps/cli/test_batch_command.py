@@ -83,7 +83,7 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
     assert code == 1 and len(by_id(out)) == 2 and len(read(errors)) == 23
     lines = told.splitlines()
-    assert lines[0] == f"{source}, line 3: top_p=9; allowed: a finite number and > 0 and <= 1" and len(lines) == 22
+    assert lines[0] == f"{source}, line 3: top_p=9; allowed: a number above 0, up to 1" and len(lines) == 22
     assert lines[20] == f"... and 3 more in {errors}" and lines[21].startswith("2 of 25 answered, 23 failed in ")
 
 
@@ -93,9 +93,9 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is the output and the input; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
-        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: No such option: --seed"),
+        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: unknown option '--seed'"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
-        (("in.jsonl",), "error: Missing argument 'OUT'."),
+        (("in.jsonl",), "error: OUT is missing; allowed: slipstream batch [OPTIONS] IN OUT"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

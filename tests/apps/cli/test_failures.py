@@ -39,7 +39,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--temperature=abc",), "--temperature 'abc'; allowed: a number"),
         (("--max-tokens", "1.5"), "--max-tokens '1.5'; allowed: a whole number"),
         (("--stop-token-ids", "x"), "--stop-token-ids 'x'; allowed: a whole number"),
-        (("--limit", "0"), "--limit '0'; allowed: greater than or equal to 1"),
+        (("--limit", "0"), "--limit '0'; allowed: 1 or more"),
         (("--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
         (("-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
         (("--system", BYTES), "--system has '\\udcff' at character 0; allowed: valid Unicode"),
@@ -47,7 +47,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
         (("--system", "Be brief."), "'toy' lacks"),
         (("--system", "Be brief.", "--raw"), "--system beside --raw"),
-        (("-p", "-", "-p", "-"), "--prompt - is given twice"),
+        (("-p", "-", "-p", "-"), "prompt - is given twice"),
         (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("The heron\n"))
     assert run(capsys, monkeypatch, "generate", *TOY, "-p", "-", *flags)[:2] == (0, expected)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert "--prompt - is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+    assert "standard input is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
     assert "standard input is not valid UTF-8 at byte 0" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
 
@@ -164,14 +164,17 @@ def test_a_sweep_without_drafters_takes_the_decoders_own(draft: tuple[str, ...])
     assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.5, "faster than plain (2.00x)"), (2.0, "slower than plain (0.50x)")])
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
 def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: str) -> None:
     result = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3).generate(
         "The heron, the heron, the heron", SamplingParams(max_tokens=20)
     )
-    runs = {PLAIN: Run([1] * 20, 1.0), SPECULATIVE: Run([1] * 20, seconds, result=result)}
+    runs = {
+        PLAIN: Run([1] * 20, 1.0, repeats=(1.0, 1.0)),
+        SPECULATIVE: Run([1] * 20, seconds, None, result, (seconds,) * 2),
+    }
     line = caption(Comparison(NamedPrompt("A", "story"), runs), "new text")
-    assert line.startswith(f"story: {said}, ") and line.endswith("; new text")
+    assert line.startswith(f"{said}: ") and line.endswith("; new text")
     assert f"of {result.stats.num_draft_tokens} drafted tokens accepted" in line
 
 

@@ -1,8 +1,10 @@
-"""`slipstream models check` for models of two vocabularies, and `--draft` with one of another."""
+"""`slipstream models` lists, downloads and removes; `check` of two vocabularies, and `--draft` with one of another."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,18 @@ def test_it_says_what_the_bridge_does_and_loses(
     file, text = tmp_path / "report.json", tmp_path / "story.txt"
     text.write_text(STORY)
     check = ("models", "check", folders["bytes"], folders["sentencepiece"])
-    code, out, _ = run(capsys, monkeypatch, *check, "--text", str(text), "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, *check, "--text", str(text), "--json", str(file), "-v")
     report = json.loads(file.read_text())
     assert code == 0 and "usable through bytes, verified by match" in out
+    assert (
+        out.startswith("Works, through text: ") and f"about {1 - report['bridge']['kept']:.1%} extra rejections." in out
+    )
     assert report["usable"] and 0.5 < report["bridge"]["kept"] <= 1 and 0 < report["bridge"]["aligned"] < 1
     assert "<|end|>, <|model|>, <|user|>" in out and "by the draft model's own template" in out
     assert f"{1 - report['bridge']['kept']:.1%} of its tokens rejected" in " ".join(out.split())
-    code, _, _ = run(capsys, monkeypatch, *check, "--json", str(file))
-    assert code == 0 and json.loads(file.read_text())["bridge"] != report["bridge"]  # another text, another estimate
+    code, out, err = run(capsys, monkeypatch, *check, "--json", str(file))
+    assert code == 0 and len(out.splitlines()) == 1 and err == "-v shows what was compared\n"
+    assert json.loads(file.read_text())["bridge"] != report["bridge"]  # another text, another estimate
 
 
 def test_what_cannot_work_is_one_line_that_names_both(
@@ -77,3 +83,75 @@ def test_a_name_that_no_model_can_have_is_wrong_use(
 ) -> None:
     code, _, err = run(capsys, monkeypatch, "models", "check", "--", folders["bytes"], name)
     assert code == 2 and len(err.strip().splitlines()) == 1 and repr(name) in err
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two caches: one model in Slipstream's, beside the file it was made of, one in Hugging Face's."""
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "own"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    made = tmp_path / "own" / "qwen"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (made / "model.safetensors").write_bytes(bytes(2_000_000))
+    (tmp_path / "own" / "qwen.gguf").write_bytes(b"GGUF")
+    for file in made.iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    repository, commit = tmp_path / "hub" / "models--org--small", "a" * 40
+    for folder in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "blobs" / "b").write_bytes(bytes(1_500_000_000 // 1000))
+    (repository / "snapshots" / commit / "model.safetensors").symlink_to(repository / "blobs" / "b")
+    return tmp_path
+
+
+def test_the_list_has_both_caches_and_the_toy_under_a_header(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
+) -> None:
+    code, out, err = run(capsys, monkeypatch, "models", "--json", str(caches / "models.json"))
+    assert code == 0 and [line.split() for line in out.splitlines()] == [
+        ["NAME", "SIZE", "MODIFIED", "CACHE"],
+        ["org/small", "2", "MB", "moments", "ago", "hugging", "face"],
+        ["qwen", "2", "MB", "2", "hours", "ago", "slipstream"],
+        ["toy", "-", "-", "built", "in"],
+    ]
+    assert "--target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B" in err
+    report = json.loads((caches / "models.json").read_text())
+    assert [model["architecture"] for model in report["models"]] == ["", "Qwen2ForCausalLM"]
+
+
+def test_removing_a_model_leaves_nothing_of_it_and_the_others(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
+) -> None:
+    code, _, err = run(capsys, monkeypatch, "models", "rm", "qwem")
+    assert code == 2 and "did you mean qwen?" in err and len(err.splitlines()) == 1
+    code, _, err = run(capsys, monkeypatch, "models", "rm", "qwen")
+    assert code == 0 and err.startswith("removed qwen (2 MB) from ")
+    assert not list((caches / "own").iterdir()) and (caches / "hub" / "models--org--small").exists()
+    assert run(capsys, monkeypatch, "models", "rm", "org/small")[0] == 0
+    assert not (caches / "hub" / "models--org--small").exists()
+    for name in ("../own", "toy", "", "."):
+        assert run(capsys, monkeypatch, "models", "rm", name)[0] == 2
+    assert (caches / "own").is_dir()
+
+
+def test_pulling_names_what_cannot_be_pulled_and_leaves_out_second_copies(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
+) -> None:
+    for name, why in (("toy", "is built in"), ("qwen", "is on this machine already"), (str(caches), "already")):
+        code, _, err = run(capsys, monkeypatch, "models", "pull", name)
+        assert code == 2 and why in err
+    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")  # tests have no network
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 1 and len(errors) == 1 and "org/absent" in errors[0] and "Traceback" not in err
+    asked = dict[str, Any]()
+
+    def download(repository: str, ignore_patterns: list[str]) -> str:
+        asked[repository] = ignore_patterns
+        return str(caches)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")
+    assert code == 0 and err.endswith(f"org/absent is in {caches}\n")
+    assert "*.gguf" in asked["org/absent"] and "*.safetensors" not in asked["org/absent"]

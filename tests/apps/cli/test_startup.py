@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.apps.cli.application import COMMANDS
+from slipstream.apps.cli.command_classes import COMMANDS
 
 # Imports the command line once, and has a fork of itself run it with each list of arguments.
 PROGRAM = """
@@ -21,13 +21,15 @@ def run():
         heavy = [name for name in ("torch", "transformers", "numpy", "prompt_toolkit") if name in sys.modules]
         print("imported:", heavy, file=sys.stderr)
 
+null = open(os.devnull)
 for line in sys.stdin:
     pipes = [os.pipe(), os.pipe()]
     child = os.fork()
     if child == 0:
         for to, (_, end) in enumerate(pipes, 1):
             os.dup2(end, to)
-        os.closerange(3, 256)
+        sys.stdin = null
+        os.closerange(null.fileno() + 1, 256)
         sys.argv = ["slipstream", *json.loads(line)]
         run()
         sys.exit()
@@ -47,7 +49,7 @@ WRONG = [
     ("serve", "--host", "0.0.0.0"),
     ("serve", "--port", "70000"),
     ("chat", "--url", "nowhere"),
-    ("chat", "--model", "x"),
+    ("chat", "--url", "http://127.0.0.1:1", "--draft", "x"),
     ("generate", *TOY, "--temperature", "abc"),
     ("generate", *TOY, "--temperature", "-1"),
     ("generate", *TOY, "--num-draft-tokens", "many"),

@@ -15,8 +15,8 @@ from slipstream.core.rounds import Round
 from tests.support.page_browser import Opened, ask, browsers, canned
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
-MOST_BYTES = 60 * 1024
-FILES = ("app.js", "index.html", "style.css")
+MOST_BYTES = 80 * 1024
+FILES = ("app.js", "elements.js", "index.html", "markdown.js", "style.css")
 VIEWS = ("chat", "race", "engine")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&lt;b&gt; "
 
@@ -52,7 +52,8 @@ def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
 
 def test_sources_have_no_way_from_text_to_markup_or_code() -> None:
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
-    assert not re.search(sinks, source("app.js"))
+    for name in ("app.js", "elements.js", "markdown.js"):
+        assert not re.search(sinks, source(name)), name
     assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style|<script(?![^>]*\ssrc=)|javascript:", source("index.html"))
 
 
@@ -81,6 +82,7 @@ def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
     ask(page, HOSTILE, prediction=HOSTILE)
     page.wait_for_selector(".diff")
     assert page.text_content(".answer") == HOSTILE and page.text_content(".said") == HOSTILE
+    assert page.text_content(".markdown") == HOSTILE.strip()
     page.goto(f"{server.url}/#race")
     page.fill("#race-ask", HOSTILE)
     page.click("#race-go")
@@ -137,6 +139,7 @@ def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Open
     ask(page, "W" * 200, max_tokens=60)
     page.wait_for_selector(".receipt")
     page.click(".receipt summary")
+    page.click("text=Tokens")
     for view in VIEWS:
         page.click(f'nav a[href="#{view}"]')
         page.wait_for_selector({"chat": ".receipt", "race": ".lane", "engine": "#engine .card"}[view])

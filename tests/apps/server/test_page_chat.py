@@ -29,6 +29,9 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     kinds = set(page.eval_on_selector_all(".answer .t", "all => all.map((one) => one.classList[1])"))
     assert kinds <= {"accepted", "recovered", "bonus", "plain"} and len(kinds) > 1
     assert page.locator(".round").count() < page.locator(".answer .t").count() == 40
+    assert not page.is_visible(".answer") and page.is_visible(".markdown")
+    page.click("text=Tokens")
+    assert page.is_visible(".answer") and not page.is_visible(".markdown")
     page.focus(".answer")
     page.keyboard.press("ArrowRight")
     assert "Round 1:" in page.text_content("#tip") and "Round 1:" in page.text_content("#live")
@@ -69,9 +72,6 @@ def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
         assert page.text_content(".said") == "a bittern" and page.locator(".message").count() == 2
         page.reload()
         assert "a bittern" in page.text_content("#chats")
-    page.fill("#ask", "is anyone there?")  # the server is gone
-    page.keyboard.press("Enter")
-    assert "fetch" in page.wait_for_selector(".message .problem").text_content()
 
 
 @browsers
@@ -117,3 +117,89 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path:
         page.wait_for_selector(".receipt")
         assert "correct-horse" in page.evaluate("JSON.stringify(sessionStorage)")
         assert "horse" not in page.evaluate("JSON.stringify(localStorage)") + page.evaluate("document.cookie")
+
+
+@browsers
+def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
+    with running_server() as server:
+        port = int(server.url.rpartition(":")[2])
+        page = opened(server.url)
+        ask(page, max_tokens=9)
+        page.wait_for_selector(".receipt")
+    page.fill("#ask", "is anyone there?")
+    page.keyboard.press("Enter")  # before the page has looked again, or after
+    page.wait_for_selector("#lost:visible")
+    page.wait_for_selector("#served.down:not([data-up])")
+    assert page.text_content("#served") == "no server" and "slipstream serve" in page.text_content("#lost")
+    if page.locator(".message .problem").count():
+        assert page.text_content(".message .problem") == "The server does not answer."
+    else:
+        assert page.input_value("#ask") == "is anyone there?"
+    page.fill("#ask", "still there?")
+    page.keyboard.press("Enter")
+    page.click("#look")
+    assert page.input_value("#ask") == "still there?" and page.is_visible("#lost")
+    with running_server(port=port):
+        page.wait_for_selector("#served[data-up]")
+        assert page.is_hidden("#lost") and page.input_value("#ask") == "still there?"
+        page.focus("#ask")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message:last-child .receipt")
+
+
+@browsers
+def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_be_asked_again(opened: Opened) -> None:
+    gate = Gate()
+    with running_server(gate.load) as server:
+        port = int(server.url.rpartition(":")[2])
+        page = opened(server.url)
+        ask(page, "a long story", max_tokens=9)
+        assert gate.reached.wait(PATIENCE)
+        gate.opened.set()
+        cut = 'data: {"choices": [{"index": 0, "delta": {"content": "Once"}, "finish_reason": null}]}\n\n'
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=cut))
+        page.wait_for_selector(".receipt")
+        page.click("text=Regenerate")
+        told = page.wait_for_selector(".message .problem").text_content()
+        assert told == "The server went away before the answer was complete."
+        assert page.text_content(".markdown") == "Once" and page.text_content(".said") == "a long story"
+        page.unroute("**/v1/chat/completions")
+        page.click("text=Try again")
+        page.wait_for_selector(".receipt")
+        assert page.locator(".message .problem").count() == 0 and port
+
+
+@browsers
+def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url)
+    page.fill("#ask", "half a thought")
+    page.reload()
+    assert page.input_value("#ask") == "half a thought"
+    ask(page, "a whole one", max_tokens=5)
+    page.wait_for_selector(".receipt")
+    page.reload()
+    assert page.input_value("#ask") == ""
+
+
+@browsers
+def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url)
+    ask(page, max_tokens=60, seed=3, temperature="1.5")
+    page.wait_for_selector(".receipt")
+    page.click("text=Tokens")
+    shown = page.eval_on_selector_all(
+        ".recovered[data-rejected]",
+        "all => all.map(e => [e.dataset.rejected, getComputedStyle(e, '::before').content, e.textContent])",
+    )
+    shown = [one for one in shown if "rejected" not in one[0]]  # the legend's
+    assert shown and all(before.strip('"') and text != rejected for rejected, before, text in shown)
+
+
+@browsers
+def test_the_shown_request_is_the_one_that_would_be_sent(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url)
+    ask(page, "a first question", max_tokens=5)
+    page.wait_for_selector(".receipt")
+    page.click("#raw")
+    told = page.text_content("#raw-body")
+    assert "a first question" in told and "Name three birds" not in told and "authorization" not in told

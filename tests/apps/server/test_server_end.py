@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 
 import httpx
 import pytest
+
+from tests.support.processes import PATIENCE, started
 
 SERVE = """
 import sys, threading, time
@@ -57,18 +57,12 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("engine", "lock"
 
 @pytest.mark.parametrize("stuck", ["texts", *SLOW])
 def test_a_signal_ends_the_process_whatever_its_threads_do(stuck: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVE, stuck], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None and server.stderr is not None
-            url = server.stdout.readline().strip()
-            for prompt in ("stuck 1", "stuck 2", "stuck 3") if stuck == "texts" else ("A heron",) * (stuck == "engine"):
-                with pytest.raises(httpx.TimeoutException):
-                    httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, trust_env=False, timeout=0.3)
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)  # far above what it takes, far below for ever
-            assert "Traceback" not in server.stderr.read()
-        finally:
-            server.kill()
+    with started("-c", SERVE, stuck, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stderr is not None
+        url = server.stdout.readline().strip()
+        for prompt in ("stuck 1", "stuck 2", "stuck 3") if stuck == "texts" else ("A heron",) * (stuck == "engine"):
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, trust_env=False, timeout=0.3)
+        server.send_signal(signal.SIGTERM)
+        server.wait(PATIENCE)
+        assert "Traceback" not in server.stderr.read()

@@ -318,7 +318,7 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
         while service is None or not box[0].started:
             service = box[0].service
         for path in ("/health", "/v1/models", "/metrics"):
-            found.append(httpx.get(box[0].url + path, trust_env=False).status_code)
+            found.append(httpx.get(box[0].url + path, trust_env=False, timeout=PATIENCE).status_code)
         go_on.set()
 
     box: list[Any] = []
@@ -357,6 +357,7 @@ def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     assert asyncio.run(orders()) == ["a0", "b5", "c6", "a2", "c7", "a3", "a4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share_learning", "salted"), [(False, False), (False, True), (True, False)])
 def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
     gate: Gate, tmp_path: Any, share_learning: bool, salted: bool
@@ -416,6 +417,7 @@ def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
     assert taken == [rows[0], rows[6], *rows[1:5], None]
 
 
+@pytest.mark.slow
 def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
     many = LONG | {"prompt": ["A heron"] * 4, "n": 4, "stream": False}
     with running_server(lambda: gate.load(max_batch_size=3)) as server:
@@ -494,6 +496,7 @@ async def opened_sockets(url: str, count: int, data: bytes) -> list[socket.socke
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [b"", b"GET /hea", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"transfer-encoding: chunked\r\n\r\n"],
@@ -506,8 +509,13 @@ def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
 
         sockets = asyncio.run(crowd())
         for _ in range(3):
-            assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False).status_code == 200
+            assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+            assert (
+                httpx.post(
+                    f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False, timeout=PATIENCE
+                ).status_code
+                == 200
+            )
         assert server.call(lambda: len(server.server.server_state.connections)) <= launch.MAX_CONNECTIONS + 1
         for one in sockets:
             one.close()

@@ -13,6 +13,7 @@ from uvicorn.lifespan.on import LifespanOn
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.command_line import run
+from tests.support.processes import PATIENCE
 from tests.support.running_server import running_server, toy
 
 
@@ -33,7 +34,7 @@ def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypa
 
     monkeypatch.setattr(LifespanOn, "startup", after_the_models)
     with running_server() as server:
-        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
 
 
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])

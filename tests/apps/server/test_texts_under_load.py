@@ -40,6 +40,7 @@ def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tupl
         return storm, server
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
     storm, _ = stormed(lambda: toy(max_batch_size=3))
     assert storm.outcomes["whole"] > 30 and storm.outcomes["stream"] > 30
@@ -62,6 +63,7 @@ def test_those_of_a_transformer_do_not_either() -> None:
     assert len(storm.texts) > 20 and wrong_texts(storm, load()) == 0
 
 
+@pytest.mark.slow
 def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, honest = count(), Race.bits
     monkeypatch.setattr(Race, "bits", lambda self, keys: honest(self, keys + np.uint64(next(calls))))
@@ -70,6 +72,7 @@ def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.Mon
     assert wrong_texts(storm, toy()) > 3
 
 
+@pytest.mark.slow
 def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_queued_requests": 9, "batch_folder": str(tmp_path)}
     with running_server(lambda: weak(toy(max_batch_size=3)), **settings) as server:

@@ -13,7 +13,7 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models import quantised_models
 from slipstream.models.cpu.processor import NEEDED, processor
-from slipstream.models.weights.resolve import embedded_model
+from slipstream.models.weights.default_model import embedded_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = [
@@ -65,6 +65,6 @@ def test_texts_are_the_same_with_speculation_and_in_batches(file: Path, monkeypa
         found[drafter, 2] = [result.token_ids for result in other.generate(PROMPTS, params)]
     assert all(texts == found["none", 1] for texts in found.values())
     assert "Monday" in decoder.generate(PROMPTS[0], params).text
-    ids = torch.tensor([decoder.encode(PROMPTS[1])])
+    ids = torch.tensor([decoder.encode(PROMPTS[1], chat=True)])
     logits = decoder.target.backend.forward(ids, [0], first_slot=0, logits=True)
     assert not torch.equal(logits, decoder.target.backend.forward(ids.flip(1), [0], first_slot=0, logits=True))

@@ -6,12 +6,14 @@ bfloat16.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -24,6 +26,7 @@ from slipstream.models.cpu.kernel_libraries import (
     bfloat16_recipe,
     block_recipe,
     built,
+    version,
 )
 from slipstream.models.cpu.processor import AMX, NEEDED, processor
 
@@ -36,7 +39,20 @@ of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
 
-def printed(kernels: Kernels, isa: str, folder: Path) -> str:
+def program(command: list[str], sources: tuple[Path, ...], *linked: str) -> Path:
+    """The compiled program, kept beside the kernels until a file of it or the way it is compiled changes."""
+    name = version(*command, *linked, recipe=Recipe("exercise", sources, ()))
+    made = cache_folder() / "kernels" / f"exercise-{name}"
+    if not made.is_file():
+        with TemporaryDirectory(dir=made.parent) as scratch:
+            compiled = [str(file) for file in sources if file.suffix == ".c"]
+            build = [*command, *compiled, *linked, "-o", f"{scratch}/exercise"]
+            subprocess.run(build, check=True, capture_output=True, text=True)
+            os.replace(f"{scratch}/exercise", made)
+    return made
+
+
+def printed(kernels: Kernels, isa: str) -> str:
     """What the driver prints: a checksum of every result."""
     recipe_of, driver, headers = kernels
     is_arm = isa == "neon"
@@ -45,17 +61,22 @@ def printed(kernels: Kernels, isa: str, folder: Path) -> str:
     if is_arm:  # not compiled for other tests too: in less time
         recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
     (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
-    library, made = built(cache_folder() / "kernels", {"CC": compiler}, recipe), folder / isa
-    command = [compiler, *recipe.flags, f"-I{headers}", str(Path(__file__).with_name(driver)), str(library), "-lm"]
-    subprocess.run([*command, "-o", str(made)], check=True)
+    library = built(cache_folder() / "kernels", {"CC": compiler}, recipe)
+    made = program([compiler, *recipe.flags, f"-I{headers}"], (Path(__file__).with_name(driver),), str(library), "-lm")
     done = subprocess.run([*(EMULATOR if is_arm else ()), str(made)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr[-500:]
     return done.stdout
 
 
+def files_of(recipe: Recipe, driver: str) -> tuple[Path, ...]:
+    """The driver and the kernels themselves."""
+    kernels = (file for file in recipe.sources if not file.stem.endswith("layout"))
+    return (Path(__file__).with_name(driver), *kernels)
+
+
 @cache
-def specification(kernels: Kernels, folder: Path) -> str:
-    return printed(kernels, "plain", folder)
+def specification(kernels: Kernels) -> str:
+    return printed(kernels, "plain")
 
 
 def others(names: tuple[str, ...]) -> list[str]:
@@ -63,58 +84,55 @@ def others(names: tuple[str, ...]) -> list[str]:
 
 
 @of_both
-def test_arm_gives_the_bits_of_plain_c(kernels: Kernels, tmp_path: Path) -> None:
+def test_arm_gives_the_bits_of_plain_c(kernels: Kernels) -> None:
     if missing := [name for name in (CROSS, EMULATOR[0]) if shutil.which(name) is None]:
         pytest.skip(f"needs {missing[0]}")
-    assert printed(kernels, "neon", tmp_path) == specification(kernels, tmp_path)
+    assert printed(kernels, "neon") == specification(kernels)
 
 
 @of_both
-def test_this_machines_instructions_do_too(kernels: Kernels, tmp_path: Path) -> None:
+def test_this_machines_instructions_do_too(kernels: Kernels) -> None:
     names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name not in OF_PAIRS)
     for isa in others(names):
-        assert printed(kernels, isa, tmp_path) == specification(kernels, tmp_path), isa
+        assert printed(kernels, isa) == specification(kernels), isa
 
 
 @pytest.mark.parametrize("variant", OF_PAIRS)
-def test_other_roundings_would_be_noticed(variant: str, tmp_path: Path) -> None:
+def test_other_roundings_would_be_noticed(variant: str) -> None:
     """Those of products of pairs."""
     if missing := set(VARIANTS[variant]) - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
-    assert printed(BFLOAT16, variant, tmp_path) != specification(BFLOAT16, tmp_path)
+    assert printed(BFLOAT16, variant) != specification(BFLOAT16)
 
 
 @of_both
-def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
+def test_tiles_give_what_they_should(kernels: Kernels) -> None:
     """The kernels for AMX over tiles in plain C, and over its own where there are any."""
     recipe_of, driver, headers = kernels
     recipe = recipe_of("avx512" if kernels is BLOCKS else "avx512bf16")
     if missing := set(NEEDED["amx"]) - {*AMX} - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
     emulated = ["-include", str(EMULATED), "-D__AMX_INT8__", "-D__AMX_BF16__", f"-I{headers}"]
-    sources, made = [str(file) for file in recipe.sources if not file.stem.endswith("layout")], tmp_path / "emulated"
     flags = ["-O2", *(flag for flag in recipe.flags if flag not in ("-O3", "-fPIC"))]
-    command = ["gcc", *flags, *emulated, str(Path(__file__).with_name(driver)), *sources, *LIBRARIES, "-o", str(made)]
-    subprocess.run(command, check=True)
+    made = program(["gcc", *flags, *emulated], (EMULATED, *files_of(recipe, driver)), *LIBRARIES)
     found = subprocess.run([str(made)], capture_output=True, text=True, check=True).stdout
-    assert kernels is not BLOCKS or found == specification(kernels, tmp_path)
-    assert not {*AMX} <= processor().flags or found == printed(kernels, "amx", tmp_path)
+    assert kernels is not BLOCKS or found == specification(kernels)
+    assert not {*AMX} <= processor().flags or found == printed(kernels, "amx")
 
 
 @of_both
-def test_sanitizers_find_nothing(kernels: Kernels, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(kernels: Kernels) -> None:
     """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
     recipe_of, driver, headers = kernels
     needed = NEEDED if kernels is BLOCKS else VARIANTS
     recipe = recipe_of(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
-    sources = [str(file) for file in recipe.sources if not file.stem.endswith("layout")]
     flags = [flag for flag in recipe.flags if flag not in ("-O3", "-fPIC")]
     checked = ["-Og", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{headers}"]
-    made = tmp_path / "exercise"
-    build = ["gcc", *flags, *checked, str(Path(__file__).with_name(driver)), *sources, *LIBRARIES, "-o", str(made)]
-    done = subprocess.run(build, capture_output=True, text=True)
-    if "cannot find -lasan" in done.stderr or "libasan" in done.stderr:
-        pytest.skip("the compiler has no sanitizers")
-    assert done.returncode == 0, done.stderr
+    try:
+        made = program(["gcc", *flags, *checked], files_of(recipe, driver), *LIBRARIES)
+    except subprocess.CalledProcessError as error:
+        if "cannot find -lasan" in error.stderr or "libasan" in error.stderr:
+            pytest.skip("the compiler has no sanitizers")
+        raise AssertionError(error.stderr) from error
     ran = subprocess.run([str(made)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-200:] + ran.stderr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,9 @@ class ChatDisplay(Protocol):
 
     def show(self, line: str | Text) -> None:
         """What the user asked to see."""
+
+    def show_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Names and what they mean, as the list of commands."""
 
     def remark(self, line: str) -> None:
         """A remark beside the answers."""
@@ -277,7 +280,7 @@ def save(chat: Chat, path: Path) -> None:
         "turns": [turn.to_dict() for turn in chat.turns],
     }
     try:
-        path.expanduser().write_text(json.dumps(value, indent=2) + "\n")
+        path.expanduser().write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
 

@@ -399,7 +399,7 @@ class RemoteChat:
         elif name in ("/quit", "/exit"):
             self.closed = True
         elif name == "/help":
-            self.display.show("\n".join(f"{command:8} {text}" for command, text in COMMANDS.items()))
+            self.display.show_pairs(list(COMMANDS.items()))
         else:
             near = did_you_mean(name, *COMMANDS)
             raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}{near}")

@@ -279,7 +279,7 @@ def _system(chat: Chat, text: str) -> None:
 @_command("/help [COMMAND]", "this list", lambda: tuple(COMMANDS))
 def _help(chat: Chat, text: str) -> None:
     chosen = [find("/" + text.removeprefix("/"))] if text else list(COMMANDS.values())
-    chat.display.show("\n".join(f"{command.usage:21} {command.help}" for command in chosen))
+    chat.display.show_pairs([(command.usage, command.help) for command in chosen])
 
 
 @_command("/quit", "leave")

@@ -20,20 +20,26 @@ from slipstream.models.cpu.thread_placement import bind_threads
 
 CORES = bind_threads(os.environ)  # before PyTorch is imported
 
-from slipstream.apps.cli.application import COMMANDS, MODULES, app, out, print_error  # noqa: E402
+from slipstream.apps.cli.application import MODULES, app  # noqa: E402
+from slipstream.apps.cli.command_classes import COMMANDS  # noqa: E402
+from slipstream.apps.cli.consoles import out, print_error  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
 from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
 
-for _name in (name for names in COMMANDS.values() for name in names):
+for _name in (*(name for names in COMMANDS.values() for name in names), "help_pages"):
     import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself
 
 
 @app.callback(invoke_without_command=True)
-def _common(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def _common(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
     if version:
         out.print(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 class _Harmless(logging.Formatter):
@@ -55,7 +61,7 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
     logging.getLogger("slipstream").setLevel(logging.INFO)
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="slipstream", standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except TyperException as error:

@@ -4,157 +4,52 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, ConsoleOptions
-from rich.segment import Segment
-from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
 
 from slipstream import drafters
+from slipstream.apps.cli.command_classes import WIDTH, Command, Group
+from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
-from slipstream.apps.cli.output_files import write_text
+from slipstream.apps.cli.output_files import STANDARD, write_text
 from slipstream.config import DecoderConfig
 from slipstream.core.rule_names import check_rule
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
-from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, read_prompts
-from slipstream.text.terminal_text import harmless
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, parse_prompts, read_prompts
 
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.requests import Prompt
 
-WIDTH = 100  # columns of help
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
-COMMANDS = {
-    "Generate text": ("generate", "chat", "serve", "batch"),
-    "Check": ("demo", "compare", "verify", "models"),
-    "Measure": ("bench", "sweep", "tune", "simulate", "report"),
-}
 MODULES = {"batch": "batch_requests"}  # of commands whose name another module has
-NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
-
-
-class Command(TyperCommand):
-    """A command whose help has the sections that its options name (`rich_help_panel`)."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; the message about a wrong value repeats the value."""
-        words = list(args)
-        try:
-            return list(super().parse_args(ctx, args))
-        except typer.BadParameter as error:
-            values = [] if error.param is None else _values(words, error.param.opts)
-            if not values or error.param is None:
-                raise
-            allowed = error.message.removeprefix("Input should be ").partition(",")[0]
-            name, value = max(error.param.opts, key=len), " ".join(values)
-            raise UsageError(f"{name} {value!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run; one line says so if the reader closes the output, as `head` does."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:
-            raise SlipstreamError("standard output was closed before everything was written") from error
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections in the order in which their first options come."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for option in self.get_params(ctx):
-            usual = "Arguments" if option.param_type_name == "argument" else "Options"
-            record = option.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append(record)
-        _write(formatter, sections)
-
-
-class Group(TyperGroup):
-    """The list of commands, in sections."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with the first sentences of their help."""
-        grouped = {name for names in COMMANDS.values() for name in names}
-        others = {"Commands": tuple(name for name in self.list_commands(ctx) if name not in grouped)}
-        for title, names in (COMMANDS | others).items():
-            commands = [(name, self.get_command(ctx, name)) for name in names]
-            lines = [(name, command.get_short_help_str(WIDTH)) for name, command in commands if command is not None]
-            if lines:
-                _write(formatter, {title: lines})
-
-
-def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
-    for title, lines in sections.items():
-        with formatter.section(title):
-            formatter.write_dl(lines)
-
-
-def _values(args: Sequence[str], names: Sequence[str]) -> list[str]:
-    """All values of an option on the command line, from `--name value` and `--name=value`."""
-    values = []
-    for i, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        if name in names and (equals or i + 1 < len(args)):
-            values.append(value if equals else args[i + 1])
-    return values
-
-
+EXAMPLES = (
+    "slipstream demo",
+    'slipstream generate "Why is the sky blue?"',
+    "slipstream chat --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+)
 app = typer.Typer(
     name="slipstream",
     cls=Group,
-    help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same.",
-    epilog="`slipstream COMMAND --help` lists the usual options, `--help-all` every one; "
-    "`slipstream demo` is a good beginning.",
+    help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same. "
+    "`slipstream COMMAND --help` explains a command.",
+    epilog="\n".join(EXAMPLES),
     context_settings=SETTINGS,
-    no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-class Stream(Console):
-    """A console that raises when its pipe is closed, as for any other failure to write.
-
-    Texts are never markup, and their control characters become pictures: see `harmless`.
-    """
-
-    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments to print, without control characters."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Raise the error that is being handled."""
-        raise
-
-
-# output that goes to a file or a pipe is not folded at 80 columns
-out = Stream(highlight=False, emoji=False, markup=False, width=None if sys.stdout.isatty() else 120)
-err = Stream(stderr=True, highlight=False, emoji=False, markup=False, width=None if sys.stderr.isatty() else 120)
-
-
-def print_text(text: str, end: str = "\n") -> None:
-    """Print a text as the model wrote it; without control characters on a terminal."""
-    out.file.write((harmless(text) if out.is_terminal else text) + end)  # rich would expand tabs and drop others
-    out.file.flush()
-
-
-def print_error(message: str) -> None:
-    """Print an error in one line."""
-    err.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
-
-
-def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the command `name`."""
-    return app.command(name, cls=Command, context_settings=SETTINGS)
+def command(name: str, *examples: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the command `name`. examples: command lines that end its help."""
+    return app.command(name, cls=Command, context_settings=SETTINGS, epilog="\n".join(examples) or None, **more)
 
 
 def quiet_libraries() -> None:
@@ -165,12 +60,14 @@ def quiet_libraries() -> None:
 
 
 def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
-    """Load a decoder; warn if its rule is lossy."""
+    """Load a decoder and say so on a terminal; warn if its rule is lossy."""
     if (useless := config.contradiction()) is not None:
         raise UsageError(useless)
     drafters.check_name(config.drafter)
     if config.acceptance != "auto":
         check_rule(config.acceptance)
+    if err.is_terminal:
+        announce_loading(models)
     quiet_libraries()
     with paused_collection():
         from slipstream.decoder import SpeculativeDecoder
@@ -180,9 +77,14 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
     return decoder
 
 
+def announce_loading(models: Models) -> None:
+    """Say what is loaded. What is done once per machine (fetching, converting, calibrating) has bars of its own."""
+    err.sentence(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
+
+
 def warn_lossy(acceptance: str) -> None:
     """Warn that an acceptance rule is lossy."""
-    err.print(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
+    err.sentence(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
@@ -199,21 +101,35 @@ def prompt_set(choice: PromptChoice) -> list[NamedPrompt]:
     categories = list(choice.category)
     if choice.prompt_file is None:
         return builtin_prompts(categories=categories, limit=choice.limit)
-    return read_prompts(choice.prompt_file, categories=categories, limit=choice.limit)
+    return prompts_of_file(choice.prompt_file, categories, choice.limit)
+
+
+def prompts_of_file(path: Path, categories: list[str], limit: int | None) -> list[NamedPrompt]:
+    """The prompts of a file; - is standard input."""
+    if path != STANDARD:
+        return read_prompts(path, categories=categories, limit=limit)
+    return parse_prompts(standard_input(), "standard input", categories=categories, limit=limit)
 
 
 def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
-    """The prompts of --prompt or of --prompt-file."""
-    if bool(source.prompt) == (source.prompt_file is not None):
-        raise UsageError("prompts come from --prompt or from --prompt-file; allowed: exactly one of them")
+    """The prompts of the command line, of --prompt-file, or standard input where it is no terminal."""
+    texts = [*source.words, *source.prompt]
+    if texts and source.prompt_file is not None:
+        raise UsageError(
+            f"prompt {texts[0]!r:.60} beside --prompt-file {str(source.prompt_file)!r}; allowed: one of the two"
+        )
     if source.prompt_file is not None:
-        return read_prompts(source.prompt_file, categories=list(source.category), limit=source.limit)
+        return prompts_of_file(source.prompt_file, list(source.category), source.limit)
     if source.category or source.limit is not None:
         raise UsageError("--category and --limit choose from a --prompt-file; allowed: together with one")
-    if source.prompt.count("-") > 1:
-        raise UsageError("--prompt - is given twice; allowed: once, as standard input can be read only once")
+    if texts.count("-") > 1:
+        raise UsageError("prompt - is given twice; allowed: once, as standard input can be read only once")
+    if not texts and sys.stdin.isatty():
+        raise UsageError("no prompt; allowed: a prompt as argument, text on standard input, or --prompt-file FILE")
+    if any(not text.strip() for text in texts):
+        raise UsageError("prompt is empty; allowed: a text")
     return [
-        named_prompt("--prompt -", standard_input()) if text == "-" else NamedPrompt(text) for text in source.prompt
+        named_prompt("standard input", standard_input()) if text == "-" else NamedPrompt(text) for text in texts or "-"
     ]
 
 
@@ -243,12 +159,16 @@ def params_for(prompt: NamedPrompt, params: SamplingParams) -> SamplingParams:
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:
-    """Write the full result where --json asks for it."""
-    if path is not None:
+    """Write the full result where --json asks for it; - is standard output."""
+    if path == STANDARD:
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    elif path is not None:
         write_text("--json", path, json.dumps(value, indent=2) + "\n")
 
 
 def demo_data() -> list[dict[str, str]]:
     """The prompts of the demonstration: category, prompt and why it is in."""
-    data: list[dict[str, str]] = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
+    data: list[dict[str, str]] = json.loads(
+        resources.files("slipstream").joinpath("data/demo.json").read_text(encoding="utf-8")
+    )
     return data

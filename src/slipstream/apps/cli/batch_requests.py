@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.application import command, config_from, err, load_decoder, write_json
+from slipstream.apps.cli.application import command, config_from, load_decoder, write_json
+from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_options import RayOptions
@@ -37,7 +38,12 @@ ModelName = Annotated[
 ]
 
 
-@command("batch")
+@command(
+    "batch",
+    "slipstream batch requests.jsonl answers.jsonl",
+    "slipstream batch in.jsonl out.jsonl --max-tokens 100 --raw",
+    "slipstream batch in.parquet out.jsonl --ray auto",
+)
 @flags(
     Models,
     DecoderConfig,
@@ -62,7 +68,10 @@ def batch_command(
     raw: Raw = False,
     json_file: Json = None,
 ) -> None:
-    """Answer every request of a file; exit 0 if all are answered, 1 if some failed, 2 for wrong use."""
+    """Answer a file of requests, line by line.
+
+    Exit code 1 if some failed. A job that was interrupted continues when the same command is run again.
+    """
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.line_formats import JobOptions
 
@@ -74,13 +83,13 @@ def batch_command(
         with _progress() as on_progress:
             report = job.run(on_progress)
     except KeyboardInterrupt:
-        err.print(f"interrupted: {_summary(job.report)}; the same command goes on", soft_wrap=True)
+        err.sentence(f"interrupted: {_summary(job.report)}; the same command goes on")
         raise
     for line in report.errors:
-        err.print(line, soft_wrap=True)
+        err.sentence(line)
     if report.failed > len(report.errors):
-        err.print(f"... and {report.failed - len(report.errors)} more in {files.errors}", soft_wrap=True)
-    err.print(_summary(report), soft_wrap=True)
+        err.sentence(f"... and {report.failed - len(report.errors)} more in {files.errors}")
+    err.sentence(_summary(report))
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)
 

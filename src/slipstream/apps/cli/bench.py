@@ -8,7 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.application import command, config_from, out, prompt_set, write_json
+from slipstream.apps.cli.application import command, config_from, prompt_set, write_json
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.flags import (
     MEASURING,
     BatchSizes,
@@ -69,7 +70,12 @@ class BenchOptions:
     report: Report = False
 
 
-@command("bench")
+@command(
+    "bench",
+    "slipstream bench --limit 1",
+    "slipstream bench --arms none,ngram,suffix,hf --repeats 5",
+    "slipstream bench --batch-sizes 1,4 --out runs/today --report",
+)
 @flags(Models, PromptChoice, BenchOptions, DecoderConfig, SamplingParams, max_tokens=64)
 def bench_command(
     models: Models,
@@ -80,11 +86,13 @@ def bench_command(
     plan_file: Plan = None,
     json_file: Json = None,
 ) -> None:
-    """Measure arms against each other: speed with intervals, parity, where the time went.
+    """Measure several drafters against each other, with intervals.
 
-    Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold for arms
-    that say nothing else. A run that was killed continues where it stopped; a finished folder prints its tables again,
-    and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm failed.
+    An arm is a drafter with its settings, or another engine. Prints speeds, whether the texts are the same, and where
+    the time went. Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold
+    for arms that say nothing else. A run that was killed continues where it stopped; a finished folder prints its
+    tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm
+    failed.
     """
     config = config_from(config, models.config_file)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)

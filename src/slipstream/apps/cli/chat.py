@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
+from slipstream.apps.chat.markdown_stream import MarkdownStream
 from slipstream.apps.chat.remote_chat import RemoteChat
-from slipstream.apps.cli.application import command, config_from, err, load_decoder, out, print_error, print_text
+from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder
+from slipstream.apps.cli.command_classes import definition_lines
+from slipstream.apps.cli.consoles import err, out, print_error, write_raw
 from slipstream.apps.cli.flags import MODELS, PROMPTS, Models, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import check_text
 
@@ -27,7 +32,12 @@ HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
 KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an answer, {HOW_TO_LEAVE}"
 
 
-@command("chat")
+@command(
+    "chat",
+    "slipstream chat",
+    "slipstream chat --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    "slipstream chat --url http://127.0.0.1:8000",
+)
 @flags(Models, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=LENGTH)
 def chat_command(
     models: Models,
@@ -43,11 +53,12 @@ def chat_command(
     ] = None,
     url: Annotated[
         str,
-        option(MODELS, "--url", text="talk to a server; key in SLIPSTREAM_API_KEY or OPENAI_API_KEY", metavar="URL"),
-    ] = "",
-    model: Annotated[
-        str,
-        option(MODELS, "--model", text="the server's name of it; default: its first", metavar="NAME"),
+        option(
+            MODELS,
+            "--url",
+            text="talk to a server, whose model --model then names; key in SLIPSTREAM_API_KEY or OPENAI_API_KEY",
+            metavar="URL",
+        ),
     ] = "",
 ) -> None:
     """Talk with a model; /help lists the commands."""
@@ -58,29 +69,45 @@ def chat_command(
     if at_terminal:
         _check_terminal(file)
     screen = Screen()
-    if url or model:
-        _check_remote(url, models, config)
-        _talk_to_server(RemoteChat(url, screen, params, system, model), file if at_terminal else None)
+    try:
+        _converse(screen, models, config, params, system, url, file if at_terminal else None)
+    finally:
+        screen.close()
+
+
+def _converse(
+    screen: Screen,
+    models: Models,
+    config: DecoderConfig,
+    params: SamplingParams,
+    system: str,
+    url: str,
+    history: Path | None,
+) -> None:
+    """history: of a terminal; None for lines from a pipe."""
+    if url:
+        _check_remote(models, config)
+        model = "" if models.target == EMBEDDED else models.target
+        _talk_to_server(RemoteChat(url, screen, params, system, model), history)
         return
-    screen.remark(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
+    if not err.is_terminal:
+        announce_loading(models)
     decoder = load_decoder(models, config)
     from slipstream.apps.chat.conversation import Chat
     from slipstream.apps.chat.slash_commands import complete, handle
 
     conversation = Chat(decoder, screen, params, system)
-    if at_terminal:
+    if history is not None:
         screen.remark(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
-    for line in _lines(_session(file, complete)) if at_terminal else _piped():
+    for line in _piped() if history is None else _lines(_session(history, complete)):
         handle(conversation, line)
         if conversation.closed:
             break
 
 
-def _check_remote(url: str, models: Models, config: DecoderConfig) -> None:
-    if not url:
-        raise UsageError("--model names a server's model; allowed: together with --url")
-    if models != Models() or config != DecoderConfig():
-        raise UsageError("--url leaves the model to the server; allowed: without --target, --draft and decoder options")
+def _check_remote(models: Models, config: DecoderConfig) -> None:
+    if replace(models, target=EMBEDDED) != Models() or config != DecoderConfig():
+        raise UsageError("--url leaves decoding to the server; allowed: without --draft and decoder options")
 
 
 def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
@@ -93,21 +120,47 @@ def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
 
 
 class Screen:
-    """Answers, and what was asked for, on standard output; everything else on standard error."""
+    """Answers, and what was asked for, on standard output; everything else on standard error.
+
+    On a terminal answers are rendered as Markdown; in a pipe they are as the model wrote them.
+    """
+
+    def __init__(self) -> None:
+        self._answer: MarkdownStream | None = None
 
     def token(self, text: str) -> None:
-        """A part of the answer, as it is."""
-        print_text(text, end="")
+        """A part of the answer."""
+        if not out.is_terminal:
+            write_raw(text)
+            return
+        if self._answer is None:
+            self._answer = MarkdownStream(out)
+        self._answer.write(text)
+
+    def close(self) -> None:
+        """The answer has ended."""
+        if self._answer is not None:
+            self._answer.end()
+            self._answer = None
 
     def show(self, line: str | Text) -> None:
         """What the user asked to see."""
-        out.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+        self.close()
+        out.sentence(line)
+
+    def show_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Names and what they mean."""
+        self.close()
+        for line in definition_lines(pairs, out.width):
+            out.print(line, soft_wrap=True)
 
     def remark(self, line: str) -> None:
         """A remark, dim."""
-        err.print(Text(line, "dim"), soft_wrap=True)
+        self.close()
+        err.sentence(line, style="dim")
 
     def error(self, line: str) -> None:
+        self.close()
         print_error(line)
 
 
@@ -122,10 +175,10 @@ def _piped() -> Iterator[str]:
 def _check_terminal(history: Path) -> None:
     """Refuse at once what would only fail later: a missing package, a history that cannot be written."""
     if find_spec("prompt_toolkit") is None:
-        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install 'slipstream-lm[chat]'")
+        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
-        history.open("a").close()
+        history.open("a", encoding="utf-8").close()
     except OSError as error:
         raise UsageError(f"--history {str(history)!r} cannot be written: {error.strerror}") from error
 

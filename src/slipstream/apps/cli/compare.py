@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import (
-    command,
-    config_from,
-    err,
-    gather_prompts,
-    load_decoder,
-    out,
-    write_json,
-)
-from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Repeats, Structure, flags, option
+from slipstream.apps.cli.application import command, config_from, gather_prompts, load_decoder, write_json
+from slipstream.apps.cli.consoles import RunBar, err, out
+from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
@@ -34,10 +27,18 @@ class Arms:
     batch: Annotated[bool, option(MEASURING, "--batch", text="also run all prompts as a batch against one by one")] = (
         False
     )
-    repeats: Repeats = 1
+    repeats: Annotated[
+        int,
+        option(MEASURING, "--repeats", text="runs of each on each prompt; an interval needs two", metavar="N", min=1),
+    ] = 3
 
 
-@command("compare")
+@command(
+    "compare",
+    'slipstream compare "Why is the sky blue?"',
+    'slipstream compare --drafter ngram --repeats 5 "List ten birds."',
+    "slipstream compare --hf --prompt-file prompts.jsonl",
+)
 @flags(Models, PromptSource, Arms, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=64)
 def compare_command(
     models: Models,
@@ -49,7 +50,7 @@ def compare_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Plain against speculative decoding: same text? how much faster?
+    """Is the text the same, and how much faster is it?
 
     Exit code 1 if a text is wrong.
     """
@@ -59,19 +60,33 @@ def compare_command(
         _check_hf(models, params)
     decoder = load_decoder(models, config)
     from slipstream.apps.cli import tables
-    from slipstream.bench.comparison import BATCH, compare, compare_batch, summarise
+    from slipstream.bench.comparison import BATCH, compare, compare_batch, num_runs, summarise
     from slipstream.text.round_view import time_split
 
-    comparisons = []
-    for comparison in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):
-        comparisons.append(comparison)
-        _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
+    comparisons: list[Comparison] = []
+    total = num_runs(len(prompts), arms.repeats, with_hf=arms.hf)
+    with RunBar(total) as bar:
+        for comparison in compare(
+            decoder,
+            prompts,
+            params,
+            chat=not source.raw,
+            with_hf=arms.hf,
+            repeats=arms.repeats,
+            on_run=bar.show,
+        ):
+            comparisons.append(comparison)
+            with bar.hidden():
+                _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
     if not debug:
-        err.print(tables.legend(comparisons))
+        err.sentence(tables.legend(comparisons))
     summary = summarise(comparisons)
     if arms.batch:
         summary[BATCH] = compare_batch(decoder, comparisons, params, chat=not source.raw)
-    out.print(tables.comparison_table(comparisons), tables.summary_table(summary), time_split(summary["stats"]))
+    if len(comparisons) > 1:
+        out.print(tables.comparison_table(comparisons))
+    for line in (*tables.summary_lines(summary), time_split(summary["stats"])):
+        out.sentence(line)
     write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
     fail_on_difference(decoder, summary)
 
@@ -94,11 +109,11 @@ def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number:
 
     result = comparison.runs[SPECULATIVE].result
     assert result is not None
-    err.print(f"{number} {comparison.prompt.category} {comparison.speed_up(SPECULATIVE):.2f}x", style="bold")
+    err.sentence(f"{number} {tables.name_of(comparison, 60)}", style="bold")
     if debug:
-        err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
+        err.sentence(round_lines(result.rounds, decoder.tokenizer))
     elif decoder.tokenizer is not None:
-        err.print(tables.coloured(result, decoder.tokenizer, limit=400))
+        err.sentence(tables.coloured(result, decoder.tokenizer, limit=400))
 
 
 def comparison_dict(

@@ -10,34 +10,49 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from slipstream import drafters
 from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.config import DecoderConfig
+from slipstream.checks import why_unreadable
+from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
+from slipstream.core.rule_names import RULE_NAMES
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.integrations.ray.ray_options import RayOptions
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
 # flags of these classes that --help shows; --help-all has the others too
 USUAL = {
-    DecoderConfig: ("drafter", "num_draft_tokens", "acceptance", "dtype", "device", "max_batch_size"),
-    SamplingParams: ("temperature", "top_p", "max_tokens", "stop", "seed", "n", "prediction"),
+    DecoderConfig: ("drafter", "num_draft_tokens", "dtype", "device"),
+    SamplingParams: ("temperature", "top_p", "max_tokens", "stop", "seed"),
     RayOptions: ("ray",),
+    ServerSettings: ("host", "port", "api_key_file", "served_model_name", "max_model_len", "batch_folder"),
+}
+# what --help says of a flag whose whole help only --help-all shows
+SHORT = {
+    "drafter": "what proposes tokens: auto, ngram, suffix, model, none, ...",
+    "num_draft_tokens": "tokens drafted per round: auto (as many as pay off) or a number",
+    "acceptance": "auto, or a rule: block, rejection, match, ...",
+    "temperature": "0 takes the likeliest token (greedy); more is more varied",
+    "top_p": "choose among the likeliest tokens that reach this probability",
+    "max_tokens": "length of the text, at most",
+    "stop": "end the text before this string",
+    "seed": "random seed; default: a fresh one, of measuring commands 0",
 }
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 SEVERAL = "may be given several times"
 MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
-NAMED = "hub id, folder, .gguf file, a name from `slipstream models`, or toy"
+NAMED = "hub id, folder, .gguf file, or a name from `slipstream models`"
 STRUCTURE = "Structured output"
 
 
@@ -74,7 +89,9 @@ def _text_of(path: str | None) -> str | None:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prediction {path!r} cannot be read: {error}; allowed: a file of UTF-8 text") from error
+        raise UsageError(
+            f"--prediction {path!r} cannot be read: {why_unreadable(error)}; allowed: a file of UTF-8 text"
+        ) from error
     if not text:
         raise UsageError(f"--prediction {path!r} is empty; allowed: a file of UTF-8 text")
     return text
@@ -89,6 +106,22 @@ class Written:
     metavar: str
     more: str = ""  # after the field's help
 
+
+def _completes(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What the shell offers for a value of these choices."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices() if choice.startswith(incomplete)]
+
+    return complete
+
+
+COMPLETIONS = {
+    "drafter": _completes(lambda: ("auto", *drafters.names())),
+    "acceptance": _completes(lambda: ("auto", *RULE_NAMES)),
+    "dtype": _completes(lambda: DTYPES),
+    "device": _completes(lambda: ("auto", "cpu", "cuda")),
+}
 
 WRITTEN = {
     "drafter": Written(str, str, "NAME"),
@@ -114,13 +147,16 @@ WRITTEN = {
 
 
 HELP_ALL = "help_all"
+FULL = {f.name: f.metadata["help"] for cls in SECTIONS for f in fields(cls) if f.name in SHORT and cls in USUAL}
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
-    """Print the help with the options that `--help` leaves out."""
+    """Print the help with the options, and the parts of their help, that `--help` leaves out."""
     if is_asked:
         for option in context.command.params:
             setattr(option, "hidden", False)  # noqa: B010  # arguments have none
+            if option.name in SHORT:
+                setattr(option, "help", FULL[option.name] + _more(option.name))  # noqa: B010
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -129,6 +165,10 @@ HelpAll = Annotated[
     bool,
     typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
 ]
+
+
+def _more(name: str) -> str:
+    return WRITTEN[name].more if name in WRITTEN else ""
 
 
 def flags(
@@ -192,10 +232,11 @@ def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> in
         default = []
     option = typer.Option(
         f"--{f.name.replace('_', '-')}",
-        help=f.metadata["help"] + written.more,
+        help=SHORT.get(f.name, f.metadata["help"]) + written.more,
         metavar=written.metavar or None,
         rich_help_panel=SECTIONS[cls],
         hidden=f.name not in USUAL.get(cls, (f.name,)),
+        autocompletion=COMPLETIONS.get(f.name),
     )
     return _parameter(f.name, Annotated[kind, option], default)
 
@@ -213,38 +254,74 @@ def option(section: str, *names: str, text: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=section, **more)
 
 
-Target = Annotated[str, option(MODELS, "--target", text=NAMED, metavar="MODEL")]
+def _complete_model(incomplete: str) -> list[str]:
+    names = ("toy", EMBEDDED, *(str(item["folder"]) for item in list_models() if item["name"] != EMBEDDED))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+Target = Annotated[
+    str,
+    option(
+        MODELS,
+        "-m",
+        "--target",
+        "--model",
+        text=NAMED,
+        metavar="MODEL",
+        autocompletion=_complete_model,
+    ),
+]
 DraftModel = Annotated[
-    str | None, option(MODELS, "--draft", text="draft model, of any vocabulary, named like the target", metavar="MODEL")
+    str | None,
+    option(
+        MODELS,
+        "--draft",
+        text="draft model, of any vocabulary, named like the target",
+        metavar="MODEL",
+        autocompletion=_complete_model,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    option(MODELS, "--config", text="decoder settings as JSON, instead of their flags", metavar="FILE"),
+    option(MODELS, "--config", text="decoder settings as JSON, instead of their flags", metavar="FILE", hidden=True),
+]
+PromptWords = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PROMPT",
+        help="the prompt, in quotes; several run as a batch; - or none reads standard input",
+        rich_help_panel=PROMPTS,
+        show_default=False,
+    ),
 ]
 PromptTexts = Annotated[
     list[str],
-    option(
-        PROMPTS, "-p", "--prompt", text="prompt; - reads standard input; may be given several times", metavar="TEXT"
-    ),
+    option(PROMPTS, "-p", "--prompt", text="the same as an option; may be given several times", metavar="TEXT"),
 ]
 PromptFile = Annotated[
     Path | None,
-    option(PROMPTS, "--prompt-file", text="a text, or .jsonl with a prompt per line", metavar="FILE"),
-]
-Category = Annotated[
-    list[str],
     option(
-        PROMPTS, "--category", text="only this category of a .jsonl file; may be given several times", metavar="NAME"
+        PROMPTS, "--prompt-file", text="a text, or .jsonl with a prompt per line; - is standard input", metavar="FILE"
     ),
 ]
-Limit = Annotated[
-    int | None,
-    option(PROMPTS, "--limit", text="at most this many prompts of each category", metavar="N", min=1),
-]
-Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompts")]
-System = Annotated[
-    str, option(PROMPTS, "--system", text="system message of the chat template, before the prompt", metavar="TEXT")
-]
+
+
+def _category(**more: Any) -> Any:
+    text = "only this category of a .jsonl file; may be given several times"
+    return option(PROMPTS, "--category", text=text, metavar="NAME", **more)
+
+
+def _limit(**more: Any) -> Any:
+    return option(PROMPTS, "--limit", text="at most this many prompts of each category", metavar="N", min=1, **more)
+
+
+Category = Annotated[list[str], _category()]
+Limit = Annotated[int | None, _limit()]
+# where a --prompt-file is one way of several
+FileCategory = Annotated[list[str], _category(hidden=True)]
+FileLimit = Annotated[int | None, _limit(hidden=True)]
+Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompt")]
+System = Annotated[str, option(PROMPTS, "--system", text="system message before the prompt", metavar="TEXT")]
 Repeats = Annotated[
     int, option(MEASURING, "--repeats", text="runs of each arm on each prompt; times are medians", metavar="N", min=1)
 ]
@@ -253,7 +330,13 @@ BatchSizes = Annotated[
 ]
 Json = Annotated[
     Path | None,
-    option(OUTPUT, "--json", text="write the full result to this file", metavar="FILE", callback=check_file("--json")),
+    option(
+        OUTPUT,
+        "--json",
+        text="write the full result to this file; - is standard output",
+        metavar="FILE",
+        callback=check_file("--json"),
+    ),
 ]
 Debug = Annotated[
     bool, option(OUTPUT, "--debug", text="show every round: accepted, rejected and the target's own tokens")
@@ -293,10 +376,11 @@ class PromptChoice:
 class PromptSource:
     """Prompts given one by one, or those of a file."""
 
+    words: PromptWords = ()  # type: ignore[assignment]
     prompt: PromptTexts = ()  # type: ignore[assignment]
     prompt_file: PromptFile = None
-    category: Category = ()  # type: ignore[assignment]
-    limit: Limit = None
+    category: FileCategory = ()  # type: ignore[assignment]
+    limit: FileLimit = None
     raw: Raw = False
 
 
@@ -381,7 +465,9 @@ def _read(flag: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {str(file)!r} cannot be read: {error}; allowed: a readable text file") from None
+        raise UsageError(
+            f"{flag} {str(file)!r} cannot be read: {why_unreadable(error)}; allowed: a readable text file"
+        ) from None
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
@@ -422,7 +508,7 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"plan {str(file)!r} cannot be read: {error}") from error
+        raise UsageError(f"plan {str(file)!r} cannot be read: {why_unreadable(error)}") from error
     if not isinstance(value, dict):
         raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")
     return value

@@ -12,14 +12,12 @@ from slipstream.apps.cli.application import (
     as_request,
     command,
     config_from,
-    err,
     gather_prompts,
     load_decoder,
-    out,
     params_for,
-    print_text,
     write_json,
 )
+from slipstream.apps.cli.consoles import TextWriter, err, out, print_text
 from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structure, System, flags
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
@@ -35,7 +33,12 @@ if TYPE_CHECKING:
     from slipstream.text.results import Stats
 
 
-@command("generate")
+@command(
+    "generate",
+    'slipstream generate "Why is the sky blue?"',
+    'cat notes.txt | slipstream generate --system "Summarize."',
+    'slipstream generate "A bird, as JSON" --json-object --json -',
+)
 @flags(Models, PromptSource, DecoderConfig, SamplingParams, Structure, also=("n", "logprobs", "prediction"))
 def generate_command(
     models: Models,
@@ -47,7 +50,7 @@ def generate_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Generate text; a single text streams, several run as a batch."""
+    """Write the answer to a prompt; several prompts run as a batch."""
     config, params = config_from(config, models.config_file), structure.of(params)
     prompts = gather_prompts(source)
     if system and source.raw:
@@ -73,14 +76,14 @@ def _stream(
     """Print as it comes; Ctrl-C ends the text, not the report."""
     from slipstream.text.results import Stats
 
-    chunks, interrupted = [], False
+    chunks, interrupted, writer = [], False, TextWriter()
     try:
         for chunk in decoder.stream(prompt, params, chat=chat):
             chunks.append(chunk)
-            print_text(chunk.text, end="")
+            writer.write(chunk.text)
     except KeyboardInterrupt:
         interrupted = True
-    out.print()
+    writer.end()
     rounds = [c.round for c in chunks]
     _show_rounds(decoder, rounds, debug)
     logprobs = _report_logprobs(decoder, rounds)
@@ -114,7 +117,7 @@ def _batch(
     for i, row in enumerate(rows):
         (number, k), seed = divmod(i, params.n), {"seed": each[i].seed} if params.n > 1 else {}
         name = f"{number + 1}.{k + 1}, seed {each[i].seed}" if seed else f"{number + 1}"
-        out.print(f"--- {name}: {prompts[number].category}", style="bold", soft_wrap=True)
+        out.sentence(f"--- {name}: {prompts[number].category}", style="bold")
         report = _report(decoder, row, params, debug) | seed
         if k:
             results[-1]["alternatives"].append(report)
@@ -138,7 +141,7 @@ def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug
     details = _report_logprobs(decoder, row.rounds)
     if row.error is not None:
         details["error"] = first_line(row.error)
-        err.print(f"error: {details['error']}", soft_wrap=True)
+        err.sentence(f"error: {details['error']}")
     stats = Stats.of(row.rounds, lossless=decoder.lossless)
     reason = row.finish_reason or "interrupted"
     return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | details
@@ -180,15 +183,16 @@ def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
 
 def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
     """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
-    reported = [entry for round in rounds for entry in round.logprobs or ()]
+    from slipstream.text.results import with_token_texts
+
     if all(round.logprobs is None for round in rounds):
         return {}
-    assert decoder.tokenizer is not None
+    reported = with_token_texts([entry for round in rounds for entry in round.logprobs or ()], decoder.tokenizer)
     for entry in reported:
-        (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (entry.token_id, *(i for i, _ in entry.top)))
+        (token, *top) = map(repr, (entry.token, *entry.top_tokens))
         likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, entry.top, strict=True))
         line = f"{entry.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
-        err.print(line, soft_wrap=True)
+        err.sentence(line)
     return {"logprobs": [asdict(entry) for entry in reported]}
 
 
@@ -196,7 +200,7 @@ def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bo
     if debug:
         from slipstream.text.round_view import round_lines
 
-        err.print(round_lines(rounds, decoder.tokenizer), soft_wrap=True)
+        err.sentence(round_lines(rounds, decoder.tokenizer))
 
 
 def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
@@ -204,4 +208,4 @@ def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
 
     arithmetic = f", {decoder.target.arithmetic}" if decoder.target.arithmetic else ""
     line = f"{statistics_line(stats, decoder.drafter_name)}{arithmetic}, {end}"
-    err.print(line, style="dim", soft_wrap=True)
+    err.sentence(line, style="dim")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.application import err, load_decoder, print_error, warn_lossy
+from slipstream.apps.cli.application import load_decoder, warn_lossy
+from slipstream.apps.cli.consoles import err, print_error
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.report import target_tokenizer
 from slipstream.bench.arms import Arm
@@ -70,7 +72,19 @@ class Benchmark:
         if self.at_once is not None:
             settings["at_once"] = self.at_once
         models = {"target": self.models.target, "draft": self.models.draft}
-        return make_header(models, self.arms, self.prompts, self.config, self.params, **settings)
+        return make_header(models, self.arms, self.prompts, self.config, self.params, command_line(), **settings)
+
+
+def command_line() -> str:
+    """The command as it was typed, without the folder of its results: repeated it measures anew, in another folder."""
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--out":
+            next(arguments, None)
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return shlex.join(["slipstream", *kept])
 
 
 def _announce_lossy(lineup: Lineup) -> None:
@@ -119,7 +133,7 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequen
             progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
             line = groups.add(run)
             if line is not None and not err.is_terminal:
-                err.print(line, soft_wrap=True)
+                err.sentence(line)
             yield run
 
 

@@ -1,41 +1,77 @@
-"""`slipstream models`: lists the local cache; checks whether one model can draft for another."""
+"""`slipstream models`: lists, downloads and removes models; checks whether one model can draft for another."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.application import SETTINGS, Command, app, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
+from slipstream.apps.cli.command_classes import Command, Group
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError
+from slipstream.models.weights.model_files import EMBEDDED
 
-models_app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
-app.add_typer(models_app, name="models", help="List the models in the local cache; check that two fit together.")
+models_app = typer.Typer(cls=Group, rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
+app.add_typer(models_app, name="models", help="List, download and remove models; check that two fit together.")
+
+# a target, and a draft model of its family: the same vocabulary, a tenth of its size or less
+PAIRS = (
+    ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+)
+UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
+Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen/Qwen3-0.6B", metavar="NAME")]
 
 
 @models_app.callback(invoke_without_command=True)
-def models(
-    context: typer.Context,
-    fetch: Annotated[bool, typer.Option("--fetch", help="fetch and convert the embedded default model")] = False,
-    json_file: Json = None,
-) -> None:
-    """List the models in the local cache; --fetch gets the embedded default."""
+def models(context: typer.Context, json_file: Json = None) -> None:
+    """List the models on this machine, in Slipstream's cache and in Hugging Face's, and pairs that fit together."""
     if context.invoked_subcommand is not None:
         return
     quiet_libraries()
-    from slipstream.models.weights.model_files import list_models
-    from slipstream.models.weights.resolve import embedded_model
+    from slipstream.models.weights.stored_models import stored_models
 
-    if fetch:
-        embedded_model()
-    cached = list_models()
-    for item in cached:
-        out.print(f"{item['name']:24} {item['architecture']:28} {item['gigabytes']:.2f} GB  {item['folder']}")
-    if not cached:
-        out.print("no models in the cache; 'slipstream models --fetch' gets the default one")
-    write_json(json_file, {"models": cached})
+    stored = stored_models()
+    lines = [(m.name, size(m.num_bytes), f"{age(time.time() - m.modified)} ago", m.place) for m in stored]
+    lines.append(("toy", "-", "-", "built in"))
+    width = max(len(name) for name, *_ in (("NAME",), *lines))
+    for name, num_bytes, modified, place in (("NAME", "SIZE", "MODIFIED", "CACHE"), *lines):
+        out.print(f"{name:{width}}  {num_bytes:>7}  {modified:15}  {place}", soft_wrap=True)
+    err.print(f"\nTargets and draft models that fit together{'' if stored else f', beside {EMBEDDED}, the default'}:")
+    for target, draft in PAIRS:
+        err.print(f"  --target {target} --draft {draft}", soft_wrap=True)
+    err.print(
+        "`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.", soft_wrap=True
+    )
+    write_json(json_file, {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]})
+
+
+@models_app.command(cls=Command, context_settings=SETTINGS)
+def pull(name: Name, json_file: Json = None) -> None:
+    """Download a model, so that it can be used without a network."""
+    from slipstream.models.weights.stored_models import pull_model
+
+    folder = pull_model(name)
+    err.print(f"{name} is in {folder}", soft_wrap=True)
+    write_json(json_file, {"name": name, "folder": str(folder)})
+
+
+@models_app.command(cls=Command, context_settings=SETTINGS)
+def rm(name: Annotated[str, typer.Argument(help="a name from `slipstream models`")], json_file: Json = None) -> None:
+    """Remove a model from the disk."""
+    quiet_libraries()
+    from slipstream.models.weights.stored_models import remove_model
+
+    model = remove_model(name)
+    err.print(f"removed {name} ({size(model.num_bytes)}) from {model.folder}", soft_wrap=True)
+    write_json(json_file, {"removed": model.to_dict()})
 
 
 @models_app.command(cls=Command, context_settings=SETTINGS)
@@ -43,12 +79,13 @@ def check(
     target: Annotated[str, typer.Argument(help=NAMED)],
     draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
     text: Annotated[Path | None, typer.Option("--text", help="try drafts through bytes on this file's text")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="all that was compared, and what follows")] = False,
     json_file: Json = None,
 ) -> None:
-    """Can DRAFT draft for TARGET? Tokens, heads, special tokens and templates; no weights are loaded.
+    """Can DRAFT draft for TARGET? The answer comes first; no weights are loaded.
 
-    A draft model of another vocabulary drafts through bytes; how much of its drafts that can lose is tried on a text.
-    Exit code 1 if it cannot draft at all.
+    Compares tokens, heads, special tokens and templates. A draft model of another vocabulary drafts through bytes; how
+    much of its drafts that can lose is tried on a text. Exit code 1 if it cannot draft at all.
     """
     quiet_libraries()
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
@@ -57,8 +94,26 @@ def check(
 
     sample = "" if text is None else "\n\n".join(prompt.prompt for prompt in read_prompts(text))
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
-    for line in report.lines():
-        out.print(line, soft_wrap=True)
     write_json(json_file, report.to_dict())
+    if report.usable:
+        out.print(report.verdict, soft_wrap=True)
+    for line in report.lines() if verbose else []:
+        out.print(line, soft_wrap=True)
     if not report.usable:
         raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")
+    if not verbose:
+        err.print("-v shows what was compared", style="dim")
+
+
+def size(num_bytes: int) -> str:
+    """A size for people: 269 MB, 1.5 GB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 999.5e6 else f"{max(1, round(num_bytes / 1e6))} MB"
+
+
+def age(seconds: float) -> str:
+    """A time for people: 3 days, 1 hour, less than a minute."""
+    for unit, length in UNITS:
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return "moments"

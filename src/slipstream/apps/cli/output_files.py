@@ -8,12 +8,14 @@ from pathlib import Path
 
 from slipstream.errors import UsageError
 
+STANDARD = Path("-")  # standard input of files that are read, standard output of those that are written
+
 
 def check_file(name: str) -> Callable[[Path | None], Path | None]:
     """A callback of the option `name` that refuses a file which cannot be written; nothing is created."""
 
     def check(path: Path | None) -> Path | None:
-        if path is not None:
+        if path not in (None, STANDARD):
             _refuse(name, path, _why_no_file(path))
         return path
 

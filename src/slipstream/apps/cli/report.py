@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.apps.cli.application import command, out, print_text, quiet_libraries
+from slipstream.apps.cli.application import command, quiet_libraries
+from slipstream.apps.cli.consoles import out
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.errors import UsageError
 
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from slipstream.tokenization.tokenizer import Tokenizer
 
 
-@command("report")
+@command(
+    "report",
+    "slipstream report runs/today",
+    "slipstream report runs/today --markdown",
+    "slipstream report runs/today --markdown --reference hf",
+)
 def report_command(
     folder: Annotated[Path, typer.Argument(help="a folder with runs.jsonl", metavar="FOLDER")],
     ids: Annotated[
@@ -29,9 +35,9 @@ def report_command(
         str | None, typer.Option("--reference", help="with --markdown: the arm that speed-ups refer to, e.g. hf")
     ] = None,
 ) -> None:
-    """Write report.html and plots/ into a folder of runs, or print a table.
+    """Write an HTML page about a benchmark, or print its table.
 
-    No weights are loaded; runs may still be going on.
+    The page is report.html in the folder, beside plots/. No weights are loaded; runs may still be going on.
     """
     if table and ids:
         raise UsageError("--ids beside --markdown, which shows no samples; allowed: one of the two")
@@ -55,7 +61,7 @@ def _print_markdown(folder: Path, reference: str | None) -> None:
     from slipstream.bench.report.report_data import against, load
 
     data = load(folder)
-    print_text(markdown(data if reference is None else against(data, reference)))
+    out.print(markdown(data if reference is None else against(data, reference)), soft_wrap=True)
 
 
 def target_tokenizer(header: Header) -> Tokenizer | None:

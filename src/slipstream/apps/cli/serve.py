@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slipstream.apps.cli.application import command, config_from, err, load_decoder
+from slipstream.apps.cli.application import command, config_from, load_decoder
+from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, flags
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import SERVED, DecoderConfig
@@ -18,13 +19,21 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
-@command("serve")
+@command(
+    "serve",
+    "slipstream serve",
+    "slipstream serve --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    "slipstream serve --host 0.0.0.0 --api-key-file keys.txt",
+)
 @flags(Models, ServerSettings, DecoderConfig, acceptance=SERVED.acceptance)
 def serve_command(models: Models, settings: ServerSettings, config: DecoderConfig) -> None:
-    """Serve a model under OpenAI's API; Ctrl-C lets running requests finish, twice ends at once."""
+    """Serve a model to OpenAI's clients and to browsers.
+
+    Ctrl-C lets running requests finish; twice ends at once.
+    """
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
+        raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
     from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
 
@@ -47,7 +56,8 @@ def _banner(server: Server) -> None:
         f"  drafter {decoder.drafter_name}, {decoder.config.max_batch_size} texts at a time, "
         f"{service.rows.max_model_len} tokens each, {keys}",
         f"  fingerprint {facts.fingerprint}: {same}",
-        f"  try: curl {server.url}/v1/completions -H 'content-type: application/json' "
-        """-d '{"prompt": "A heron", "max_tokens": 40}'""",
+        f"  open {server.url} in a browser, or:",
+        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
     ):
-        err.print(line, soft_wrap=True)
+        err.sentence(line)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import command, err, out, quiet_libraries, write_json
+import typer
+
+from slipstream.apps.cli.application import command, quiet_libraries, write_json
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
+from slipstream.checks import why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
@@ -35,21 +40,28 @@ class Measured:
     ] = None
 
 
+def read_size(text: str | float) -> float:
+    """A number that may end in k, m, b or g (1e9), or t, as in 8b."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbgt]?)", str(text).strip().lower())
+    if match is None:
+        raise typer.BadParameter("a number, which may end in k, m, b, g or t")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2]]
+
+
+def _size(name: str, text: str) -> Any:
+    return option(PAPER, name, text=text, metavar="NUMBER", parser=read_size)
+
+
 @dataclass(frozen=True)
 class OnPaper:
     """A pair of models and a machine, by their numbers."""
 
-    target_params: Annotated[
-        float, option(PAPER, "--target-params", text="parameters of the target, as 8e9", metavar="NUMBER")
-    ] = 0.0
-    draft_params: Annotated[
-        float,
-        option(PAPER, "--draft-params", text="parameters of the draft model; 0: drafts cost nothing", metavar="NUMBER"),
-    ] = 0.0
-    bandwidth: Annotated[
-        float, option(PAPER, "--bandwidth", text="memory bandwidth of the machine, bytes/s", metavar="NUMBER")
-    ] = 0.0
-    flops: Annotated[float, option(PAPER, "--flops", text="its FLOP/s", metavar="NUMBER")] = 0.0
+    target_params: Annotated[float, _size("--target-params", "parameters of the target, as 8b or 8e9")] = 0.0
+    draft_params: Annotated[float, _size("--draft-params", "parameters of the draft model; 0: drafts cost nothing")] = (
+        0.0
+    )
+    bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, as 100g")] = 0.0
+    flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
 
     @property
     def given(self) -> bool:
@@ -109,7 +121,12 @@ EXAMPLE_ALPHA = 0.7
 TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 
 
-@command("simulate")
+@command(
+    "simulate",
+    "slipstream simulate --target-params 8b --draft-params 0.6b --bandwidth 1e12 --flops 1e14",
+    "slipstream simulate --target smollm2 --alpha 0.8",
+    "slipstream simulate --target smollm2 --stats runs/today",
+)
 @flags(Measured, OnPaper, Grid, DecoderConfig)
 def simulate_command(
     config: DecoderConfig,
@@ -128,7 +145,7 @@ def simulate_command(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Predict the speed-up over draft length and batch, before anything is built.
+    """Predict the speed-up of a pair of models before trying it.
 
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
@@ -137,7 +154,10 @@ def simulate_command(
     acceptance = _assumed(grid) if recorded is None else recorded.acceptance
     if not paper.given and measured == Measured():
         paper = EXAMPLE
-        err.print("costs: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; others: --target T")
+        err.sentence(
+            "EXAMPLE, nothing is measured: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; your "
+            "own: --model MODEL, or --target-params and the like"
+        )
     _refuse_two_sources(config, measured, paper)
     costs = _costs(config, measured, paper, grid, recorded)
     if save_costs is not None:
@@ -213,7 +233,7 @@ def _assumed(grid: Grid) -> Acceptance:
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if grid.alpha is None:
-        err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats, of a run")
+        err.sentence(f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; measured: --stats RUN")
     alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
     return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
 
@@ -227,7 +247,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"--stats {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"--stats {str(path)!r} cannot be read: {why_unreadable(error)}") from error
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None
     if not isinstance(stats, dict):
@@ -277,12 +297,11 @@ def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, 
         try:
             prediction = predict_from_stats(stats, costs, plain=recorded.plain[batch])
         except UsageError as error:
-            err.print(f"batch {batch}: nothing is predicted of this run: {error}", soft_wrap=True)
+            err.sentence(f"batch {batch}: nothing is predicted of this run: {error}")
             continue
-        out.print(
+        out.sentence(
             f"batch {batch}: this run was {prediction.observed:.2f}x plain decoding, "
-            f"{prediction.predicted:.2f}x is predicted of its rounds",
-            soft_wrap=True,
+            f"{prediction.predicted:.2f}x is predicted of its rounds"
         )
         observed[batch] = prediction.to_dict()
     return observed

@@ -48,7 +48,12 @@ class SweepOptions:
     out_folder: OutFolder = None
 
 
-@command("sweep")
+@command(
+    "sweep",
+    "slipstream sweep --limit 1",
+    "slipstream sweep --drafters ngram,suffix --lengths 0-4,8",
+    "slipstream sweep --temperatures 0,0.8 --out runs/sweep --report",
+)
 @flags(Models, PromptChoice, SweepOptions, DecoderConfig, SamplingParams, max_tokens=64)
 def sweep_command(
     models: Models,
@@ -58,7 +63,7 @@ def sweep_command(
     params: SamplingParams,
     json_file: Json = None,
 ) -> None:
-    """Measure draft length x drafter x temperature: the best setting of each.
+    """Find the best draft length of each drafter and temperature.
 
     Says also where speculation does not pay. Plain decoding is length 0 and always measured. Exit code 1 if a lossless
     setting's text differs by more than a tie.
@@ -128,5 +133,5 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _temperatures(text: str) -> tuple[float, ...]:
     if not re.fullmatch(r"\d+(\.\d{1,6})?(,\d+(\.\d{1,6})?)*", text):
-        raise UsageError(f"--temperatures {text!r}; allowed: numbers >= 0 with commas between, e.g. 0,0.8")
+        raise UsageError(f"--temperatures {text!r}; allowed: numbers, 0 or more, with commas between, e.g. 0,0.8")
     return tuple(float(part) for part in text.split(","))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.application import out
+from slipstream.apps.cli.consoles import Stream, out
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
+    FIGURES,
     Cell,
     Row,
+    TerminalTable,
     acceptance_cells,
+    accepted_by_position,
     speed_cells,
     terminal_table,
     verdict_cell,
@@ -24,7 +28,7 @@ from slipstream.bench.result_tables import Table as ResultTable
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import Simulation, conclusions
 from slipstream.bench.speed_model.round_costs import Costs
-from slipstream.bench.sweep_grid import Series, best_of
+from slipstream.bench.sweep_grid import Series, best_of, label
 from slipstream.certificate.checks import Check
 from slipstream.certificate.parity import verdict
 from slipstream.text.detokenizer import TextStream
@@ -32,12 +36,13 @@ from slipstream.text.results import Result
 from slipstream.text.round_view import percent
 from slipstream.tokenization.tokenizer import Tokenizer
 
-STYLES = {"accepted": "green", "forced": "yellow", "recovered": "blue", "bonus": "cyan", "plain": ""}
+STYLES = {"accepted": "green", "forced": "yellow", "recovered": "red", "bonus": "cyan", "plain": ""}
+SIDE_BY_SIDE = 76  # columns from which two texts stand beside each other
 MEANINGS = {
     "accepted": "accepted draft token",
     "forced": "forced by the constraint",
-    "bonus": "bonus",
-    "recovered": "recovered after a rejection",
+    "bonus": "the model's own token after an accepted draft",
+    "recovered": "its own after a rejected one",
 }
 
 
@@ -59,24 +64,38 @@ def legend(comparisons: Sequence[Comparison]) -> Text:
     results = [comparison.runs[SPECULATIVE].result for comparison in comparisons]
     rounds = [decoded for result in results if result is not None for decoded in result.rounds]
     shown = {origin for decoded in rounds for origin in decoded.origins}
-    return Text("  ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown)
+    return Text(", ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown)
 
 
-def side_by_side(comparison: Comparison, tokenizer: Tokenizer) -> Table:
-    """Plain text left, speculative text right, in the colours of its tokens' origins."""
+def name_of(comparison: Comparison, columns: int = 28) -> str:
+    """The category of a prompt, or its first words where it has none."""
+    if comparison.prompt.category != "prompt":
+        return comparison.prompt.category
+    return shorten(comparison.prompt.prompt, columns, placeholder=" ...")
+
+
+def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
+    """Plain text left, speculative text right, in the colours of its tokens' origins; below each other where narrow."""
     plain, fast = comparison.runs[PLAIN], comparison.runs[SPECULATIVE]
     assert plain.result is not None and fast.result is not None
-    table = Table(box=box.SIMPLE, pad_edge=False, expand=True)
-    table.add_column(f"{comparison.prompt.category}: plain, {plain.tokens_per_second:.1f} tok/s", ratio=1)
-    table.add_column(f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}", ratio=1)
-    table.add_row(coloured(plain.result, tokenizer), coloured(fast.result, tokenizer))
+    left = f"plain, {plain.tokens_per_second:.1f} tok/s"
+    right = f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}"
+    texts = coloured(plain.result, tokenizer), coloured(fast.result, tokenizer)
+    if width < SIDE_BY_SIDE:
+        if plain.result.token_ids == fast.result.token_ids:
+            return Group(Text(f"{left}; {right}", "bold"), texts[1])
+        return Group(Text(left, "bold"), texts[0], Text(right, "bold"), texts[1])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    table.add_column(left, ratio=1)
+    table.add_column(right, ratio=1)
+    table.add_row(*texts)
     return table
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
     """One line per prompt."""
     arms = [*([HF] if HF in comparisons[0].runs else []), PLAIN, SPECULATIVE]
-    figures = ("speed-up", "acceptance\nrate", "block\nefficiency")
+    figures = ("speed-up", "acceptance\nrate", "tokens per\nforward")
     texts = ("text", "HF's text") if HF in arms else ("text",)
     columns = ("prompt", *(f"{arm}\ntok/s" for arm in arms), *figures, *texts)
     rows = []
@@ -84,60 +103,73 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         run = comparison.runs[SPECULATIVE]
         assert run.result is not None
         stats = run.result.stats
-        row = [comparison.prompt.category, *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
+        row = [name_of(comparison), *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
         row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", percent(stats.acceptance_rate)]
         row += [f"{stats.block_efficiency:.2f}", verdict(run.difference)]
         rows.append([*row, verdict(comparison.runs[HF].difference)] if HF in arms else row)
-    return terminal_table(ResultTable("", columns, rows, words=texts))
+    return terminal_table(ResultTable("", columns, rows, words=texts, optional=("acceptance\nrate",)))
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
-    """One line per arm."""
-    verdicts = ("identical", "ties", "different")
-    rows: list[Row] = [
-        [
-            arm,
-            f"{line['tokens_per_second']:.1f}",
-            f"{line['speed_up_geometric_mean']:.2f}x",
-            f"{line['speed_up_median']:.2f}x",
-            *(str(line[verdict]) for verdict in verdicts),
-        ]
-        for arm, line in summary["arms"].items()
-    ]
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """A sentence per arm: speed, how much faster it is than plain decoding, and what became of its texts."""
+    arms = summary["arms"]
+    plain = f"plain decoding {arms[PLAIN]['tokens_per_second']:.1f} tok/s"
+    lines = [f"{plain}; {_arm_sentence(name, arm)}" for name, arm in arms.items() if name == SPECULATIVE]
+    lines += [_arm_sentence(name, arm) for name, arm in arms.items() if name not in (PLAIN, SPECULATIVE)]
+    stats = summary["stats"]
+    if stats["num_draft_tokens"]:
+        accepted = f"{stats['acceptance_rate']:.0%} of {stats['num_draft_tokens']} drafted tokens accepted"
+        lines.append(f"{accepted}, {stats['block_efficiency']:.2f} tokens per forward")
     if batch := summary.get(BATCH):
-        name = f"batch of {min(batch['rows'], batch['max_batch_size'])} against one by one"
-        speeds = [f"{batch['tokens_per_second']:.1f}", f"{batch['speed_up']:.2f}x", ""]
-        rows.append([name, *speeds, *(str(batch[verdict]) for verdict in verdicts)])
-    columns = ("arm", "tok/s", "speed-up\n(geom. mean)", "speed-up\n(median)", *verdicts)
-    return terminal_table(ResultTable("", columns, rows))
+        size = min(batch["rows"], batch["max_batch_size"])
+        speed = f"{batch['tokens_per_second']:.1f} tok/s, {batch['speed_up']:.2f}x one by one"
+        lines.append(f"as a batch of {size}: {speed}; {_verdicts(batch)}")
+    return lines
 
 
-def certificate(checks: Sequence[Check]) -> Table:
+def _arm_sentence(name: str, arm: dict[str, Any]) -> str:
+    interval = "" if arm["speed_up_low"] is None else f" ({arm['speed_up_low']:.2f} to {arm['speed_up_high']:.2f})"
+    noise = ", within noise: no difference shown" if arm["within_noise"] else ""
+    speed = f"{name} {arm['tokens_per_second']:.1f} tok/s: {arm['speed_up']:.2f}x{interval}{noise}"
+    return f"{speed}; {_verdicts(arm)}"
+
+
+def _verdicts(counts: dict[str, Any]) -> str:
+    total = sum(counts[kind] for kind in ("identical", "ties", "different", "not_compared"))
+    others = {"ties": "tied", "different": "DIFFERENT", "not_compared": "not compared"}
+    more = "".join(f", {counts[kind]} {word}" for kind, word in others.items() if counts[kind])
+    if total == 1:
+        return "text identical" if counts["identical"] else f"text {more.split(' ', 2)[2]}"
+    return f"{counts['identical']} of {total} texts identical{more}"
+
+
+def certificate(checks: Sequence[Check]) -> TerminalTable:
     """One line per check."""
     tones: dict[str, Any] = {"pass": "good", "FAIL": "bad", "not applicable": "faint"}
     rows: list[Row] = [
         [check.name, Cell(check.outcome, tone=tones[check.outcome]), check.detail, f"{check.seconds:.1f}"]
         for check in checks
     ]
-    return terminal_table(ResultTable("", ("check", "", "evidence", "seconds"), rows, words=("", "evidence")))
+    columns = ("check", "result", "evidence", "seconds")
+    return terminal_table(ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",)))
 
 
 def print_simulation(
-    console: Console, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
+    console: Stream, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
 ) -> dict[str, Any]:
     """Print the table and what follows from it; returns costs and table for JSON."""
     console.print(simulation_table(simulation))
     for line in conclusions(costs, simulation):
-        console.print(line, soft_wrap=True)
+        console.sentence(line)
     shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
     return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
 
 
-def simulation_table(simulation: Simulation) -> Table:
+def simulation_table(simulation: Simulation) -> TerminalTable:
     """Speed-ups by draft length or tree depth, a column per batch."""
     trees = bool(simulation.chains)
     first = ("tree\ndepth", "draft\ntokens") if trees else ("draft\nlength",)
-    columns = (*first, "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches))
+    columns = (*first, "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.batches))
     rows: list[Row] = [
         [
             str(length),
@@ -147,8 +179,8 @@ def simulation_table(simulation: Simulation) -> Table:
         ]
         for length in simulation.lengths
     ]
-    title = "predicted speed-up (* best, - slower than plain)"
-    return terminal_table(ResultTable(title, columns, rows), centred=True)
+    title = "predicted speed-up over plain decoding (* best, - slower)"
+    return terminal_table(ResultTable(title, columns, rows))
 
 
 def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
@@ -161,16 +193,15 @@ def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
 def print_series(series: Sequence[Series]) -> None:
     """Print the tables of every series, then the best setting of each."""
     for entry in series:
-        out.print(series_table(entry), positions_table(entry))
+        out.print(series_table(entry), positions_of(entry))
     for entry in series:
         best = best_of(entry)
-        out.print(best.sentence if best else f"{entry.name}: no advice, since runs of it failed", soft_wrap=True)
+        out.sentence(best.sentence if best else f"{entry.name}: no advice, since runs of it failed")
 
 
-def series_table(series: Series) -> Table:
+def series_table(series: Series) -> TerminalTable:
     """One line per draft length: speed with its interval, parity, and how much was accepted."""
-    title = f"{series.name}, batch size {series.batch}; speed-up against length 0; 95 % intervals behind the values"
-    columns = ("length", "tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nround")
+    title = f"{label(series.name)}, batch size {series.batch}: speed-up against plain decoding, with 95 % intervals"
     rows: list[Row] = [
         [
             str(cell.length),
@@ -180,16 +211,11 @@ def series_table(series: Series) -> Table:
         ]
         for cell in series.cells
     ]
-    return terminal_table(ResultTable(title, columns, rows, words=["texts"]))
+    optional = ["alpha", "acceptance\nrate"]
+    return terminal_table(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))
 
 
-def positions_table(series: Series) -> Table:
+def positions_of(series: Series) -> Text:
     """Which share of the tokens drafted at each position was accepted, a line per draft length."""
-    title = f"{series.name}, batch size {series.batch}; accepted at each position of the draft"
-    positions = [str(position) for position in range(1, series.cells[-1].length + 1)]
-    rows = []
-    for cell in series.cells:
-        if cell.length > 0:
-            shares = [percent(share) for share in cell.summary.acceptance_by_position]
-            rows.append([str(cell.length), *shares, *[""] * (len(positions) - len(shares))])
-    return terminal_table(ResultTable(title, ["length", *positions], rows))
+    drafting = [cell for cell in series.cells if cell.length > 0]
+    return accepted_by_position([(f"length {cell.length}", cell.summary.acceptance_by_position) for cell in drafting])

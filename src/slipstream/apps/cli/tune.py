@@ -16,16 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from slipstream.apps.cli.application import (
-    command,
-    config_from,
-    err,
-    load_decoder,
-    out,
-    print_error,
-    prompt_set,
-    write_json,
-)
+from slipstream.apps.cli.application import command, config_from, load_decoder, prompt_set, write_json
+from slipstream.apps.cli.consoles import err, out, print_error
 from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
@@ -96,7 +88,12 @@ class TuneOptions:
         return list(self.draft)
 
 
-@command("tune")
+@command(
+    "tune",
+    "slipstream tune --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    "slipstream tune --prompt-file prompts.jsonl --budget 120",
+    "slipstream generate --config runs/tune-.../slipstream.json ...",
+)
 @flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
 def tune_command(
     options: TuneOptions,
@@ -105,16 +102,18 @@ def tune_command(
     params: SamplingParams,
     json_file: Json = None,
 ) -> None:
-    """Find what pays here: drafter, draft length and draft model, or not to speculate.
+    """Find the fastest settings for a model on this machine.
 
-    Measures for each batch size. Writes the answer as a configuration for --config and as settings for vLLM, SGLang and
-    llama.cpp. Exit code 1 if a candidate failed or its text differs from plain decoding's by more than a tie.
+    It finds the drafter, draft length and draft model, or that it is better not to speculate, for each batch size.
+    Writes the answer as a configuration for --config and as settings for vLLM, SGLang and llama.cpp. Exit code 1 if a
+    candidate failed or its text differs from plain decoding's by more than a tie.
     """
     config = config_from(config, options.config_file)
     _refuse(config, options.budget)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
     named = prompt_set(choice)
+    from slipstream.apps.cli.measuring import command_line
     from slipstream.bench.plan import groups, name_prompts
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
@@ -133,7 +132,7 @@ def tune_command(
         settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
         settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
         names = {"target": models.target, "draft": models.draft}
-        header = make_header(names, arms, prompts, config, params, **settings)
+        header = make_header(names, arms, prompts, config, params, command_line(), **settings)
         start(folder, header)
         with _watched(options.budget) as show_progress:
             meter = Meter(space.lineup, folder, Budget(options.budget), show_progress)
@@ -144,7 +143,7 @@ def tune_command(
 def _refuse(config: DecoderConfig, budget: float) -> None:
     """Refuse settings that would answer what is asked here, and rules that change the text."""
     if not 0 < budget < float("inf"):
-        raise UsageError(f"--budget {budget:g}; allowed: a number of seconds > 0")
+        raise UsageError(f"--budget {budget:g}; allowed: a number of seconds above 0")
     if config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} is what tune is to find; allowed: auto")
     if config.num_draft_tokens != "auto":
@@ -168,11 +167,11 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
     for advice in tuned.advice:
         out.print(terminal_table(advice_table(advice)))
     for advice in tuned.advice:
-        out.print(advice.sentence, soft_wrap=True)
+        out.sentence(advice.sentence)
         if advice.best is not None:
-            out.print(f"  {positions(advice)}", soft_wrap=True)
+            out.sentence(f"  {positions(advice)}")
     for batch in tuned.unmeasured:
-        err.print(f"batch {batch}: the budget was over before it; give more --budget", soft_wrap=True)
+        err.sentence(f"batch {batch}: the budget was over before it; give more --budget")
     result = asdict(header) | tuned.to_dict()
     early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
     paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
@@ -212,7 +211,7 @@ def _watched(budget: float) -> Iterator[ShowProgress]:
             progress.update(task, description=escape(f"{stage}: {doing}"), completed=min(passed, budget))
             if not err.is_terminal and stage not in stages:
                 stages.add(stage)
-                err.print(f"{passed:.0f} s of {budget:g}: {stage}", soft_wrap=True)
+                err.sentence(f"{passed:.0f} s of {budget:g}: {stage}")
 
         yield show_progress
 

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from slipstream.apps.cli.application import (
-    command,
-    config_from,
-    demo_data,
-    err,
-    load_decoder,
-    out,
-    prompt_set,
-    write_json,
-)
+from slipstream.apps.cli.application import command, config_from, demo_data, load_decoder, prompt_set, write_json
+from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
@@ -41,7 +33,12 @@ class Extent:
     ] = 120.0
 
 
-@command("verify")
+@command(
+    "verify",
+    "slipstream verify",
+    "slipstream verify --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    "slipstream verify --acceptance typical   # a lossy rule fails",
+)
 @flags(Models, PromptChoice, Extent, DecoderConfig)
 def verify_command(
     models: Models,
@@ -51,7 +48,7 @@ def verify_command(
     wrong_rule: Annotated[str | None, typer.Option("--wrong-rule", hidden=True)] = None,
     json_file: Json = None,
 ) -> None:
-    """The certificate: is the text exactly the target's own?
+    """Check that the text is exactly the target's own.
 
     Exit code 1 if any check fails.
     """
@@ -74,7 +71,7 @@ def verify_command(
     counts += f", {total - passed - len(failed)} not applicable" if passed + len(failed) < total else ""
     result = "FAILED" if failed else "VERIFIED"
     result_style = "bold red" if failed else "bold green"
-    out.print(Text.assemble((result, result_style), f" {settings} ({counts}; {mode})"), soft_wrap=True)
+    out.sentence(Text.assemble((result, result_style), f" {settings} ({counts}; {mode})"))
     report = {"target": models.target, "draft": models.draft, "config": vars(decoder.config), "verified": not failed}
     write_json(json_file, report | {"checks": [check.to_dict() for check in checks]})
     if failed:
@@ -90,7 +87,7 @@ def _prompts(choice: PromptChoice) -> list[NamedPrompt]:
 
 
 def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent) -> list[Check]:
-    """The checks, with a progress bar on a terminal and a line each elsewhere."""
+    """The checks, with a progress bar on a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from slipstream.certificate.checks import Verifier
@@ -103,6 +100,4 @@ def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent
         for check in verifier.run():
             checks.append(check)
             progress.update(task, advance=1, description=check.name)
-            if not err.is_terminal:
-                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {check.outcome}")
     return checks

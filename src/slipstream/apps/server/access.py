@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.server_settings import ServerSettings, is_address
+from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError
 
 Scope = MutableMapping[str, Any]
@@ -50,7 +51,7 @@ class ApiKeys:
         try:
             lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--api-key-file {file!r} cannot be read: {error}") from error
+            raise UsageError(f"--api-key-file {file!r} cannot be read: {why_unreadable(error)}") from error
         keys: list[tuple[str, bytes]] = []
         seen: dict[str | bytes, int] = {}
         for number, line in enumerate(map(str.strip, lines), 1):

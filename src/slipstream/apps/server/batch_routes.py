@@ -152,7 +152,7 @@ Order = Literal["asc", "desc"]
 
 
 class BatchFields(Fields):
-    """`POST /v1/batches`."""
+    """Body of `POST /v1/batches`: an uploaded file of requests, and the endpoint that they are for."""
 
     input_file_id: Annotated[str, Field(max_length=100)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]

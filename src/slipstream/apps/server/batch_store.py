@@ -6,7 +6,6 @@ a path.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -19,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.durable_files import sync
+from slipstream.durable_files import locked, sync
 from slipstream.errors import SlipstreamError, UsageError
 
 MAX_NAME_LENGTH = 255  # characters of a file's name
@@ -118,16 +117,14 @@ class BatchStore:
         try:
             for name in ("files", "batches", "uploads"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / "lock", "ab")  # noqa: SIM115  # held as long as the server lives
+            lock = locked(folder / "lock")  # held as long as the server lives
+            if lock is None:
+                raise SlipstreamError(f"batch_folder={str(folder)!r} is used by another server")
+            self._lock = lock
             for leftover in (folder / "uploads").iterdir():
                 leftover.unlink()
         except OSError as error:
             raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise SlipstreamError(f"batch_folder={str(folder)!r} is used by another server") from None
         self.files = {
             record.id: record for record in _read(folder / "files", FileRecord)
         }  # in the order of their times
@@ -135,7 +132,7 @@ class BatchStore:
 
     def close(self) -> None:
         """Let another server use the folder."""
-        self._lock.close()
+        self._lock.release()
 
     def content(self, file_id: str) -> Path:
         """Where a file's content is, or will be."""

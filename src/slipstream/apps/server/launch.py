@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import logging
 import os
-import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -147,7 +146,7 @@ def serve(
 
 def _end_in(seconds: float) -> None:
     """End the process in so many seconds, whatever its threads do then, one that never lets others run included."""
-    nowhere = open(os.devnull, "w")  # noqa: SIM115  # of where threads are nobody needs to read
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # of where threads are nobody needs to read
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
@@ -163,6 +162,10 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
 
 def _allow_files(count: int) -> None:
     """Let the process have so many files and connections open, as far as the system does."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < enough:

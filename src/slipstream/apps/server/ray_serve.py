@@ -79,7 +79,7 @@ class ServeSpec:
             max_rows = self.config.max_batch_size
             limits = {"min_replicas": self.replicas["min"], "max_replicas": self.replicas["max"]}
             return {"autoscaling_config": limits | {"target_ongoing_requests": max_rows}}
-        raise UsageError(f'replicas={self.replicas!r}; allowed: a whole number >= 1, or {{"min": N, "max": N}}')
+        raise UsageError(f'replicas={self.replicas!r}; allowed: a whole number, 1 or more, or {{"min": N, "max": N}}')
 
     def load(self) -> SpeculativeDecoder:
         """The decoder, in the replica's engine thread."""

@@ -235,7 +235,7 @@ class SamplingFields(Fields):
 
 
 class CompletionFields(SamplingFields):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`: one prompt or several, as texts or token ids."""
 
     prompt: str | Annotated[list[str], FAIL_FAST] | Ids | Annotated[list[Ids], FAIL_FAST]
     echo: StrictBool | None = None
@@ -308,7 +308,7 @@ class ConversationFields(Fields):
 
 
 class ChatFields(ConversationFields, SamplingFields):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`: a conversation, whose next message is generated."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -331,7 +331,7 @@ class TokenizeFields(ConversationFields):
 
 
 class DetokenizeFields(Fields):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`: the token ids that become a text."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     tokens: Annotated[list[TokenId], FAIL_FAST]
@@ -356,13 +356,13 @@ class ErrorFields(Answer):
 
 
 class ErrorBody(Answer):
-    """OpenAI's error object."""
+    """Every refusal and failure, in the shape of OpenAI's errors."""
 
     error: ErrorFields
 
 
 class Tokenized(Answer):
-    """`POST /tokenize`."""
+    """Answer of `POST /tokenize`: the ids, how many they are, and how many the model takes at most."""
 
     tokens: list[int]
     count: int
@@ -370,13 +370,13 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """`POST /detokenize`."""
+    """Answer of `POST /detokenize`: the text of the ids."""
 
     prompt: str
 
 
 class TokenizerInfo(Answer):
-    """`GET /tokenizer_info`."""
+    """Answer of `GET /tokenizer_info`: special tokens and sizes."""
 
     eos_token: str | None
     eos_token_id: int | None
@@ -393,7 +393,7 @@ class Status(Answer):
 
 
 class Version(Answer):
-    """`GET /version`."""
+    """Answer of `GET /version`: the server's version of Slipstream."""
 
     version: str
 
@@ -425,7 +425,7 @@ class CompletionChoice(Answer):
 
 
 class Completion(AnswerHead):
-    """`POST /v1/completions`."""
+    """Answer of `POST /v1/completions`, not streamed: one choice for each prompt and each of its n texts."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -451,7 +451,7 @@ class ChatChoice(Answer):
 
 
 class ChatCompletion(AnswerHead):
-    """`POST /v1/chat/completions`."""
+    """Answer of `POST /v1/chat/completions`, not streamed: n choices of a message each."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]

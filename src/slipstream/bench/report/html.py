@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from slipstream.bench.arms import HF, PLAIN, counted, local_time, parse_arm
+from slipstream.bench.arms import counted, local_time
 from slipstream.bench.records import VerdictName
+from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import Data, Sample, acceptance, against, efficiency, sample, sampled_texts
+from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, sample, sampled_texts
+from slipstream.bench.report.settings_table import arms_table, machine_table, settings_table
 from slipstream.bench.result_tables import Row, Table, cell
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
@@ -33,55 +34,26 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["to_json"] = lambda value: json.dumps(value, ensure_ascii=False, sort_keys=True)
     target, draft = data.header.settings.get("target"), data.header.settings.get("draft")
     return environment.get_template(TEMPLATE).render(
         models=f"{target}" + (f" with {draft} as draft model" if draft else ""),
         headline=headline(data),
         opening=_opening(data),
         warnings=_warnings(data),
-        advice=[best.sentence for series in series_of(data.summaries) if (best := best_of(series)) is not None],
+        verdicts=text_verdicts(data),
+        advice=advice(data),
+        lengths=_lengths(data),
         overall=[_overall(data, batch) for batch in _batches(data)],
         families=[_families(data, batch) for batch in _batches(data)],
         failures=_failures(data),
         charts=_chart_rows(charts),
         time=_time(data),
         samples=_samples(data, tokenizer),
-        header=data.header,
+        arms=arms_table(data.header),
+        settings=settings_table(data.header),
+        machine=machine_table(data.header),
+        command=data.header.command,
     )
-
-
-def headline(data: Data) -> str:
-    """As "4.1x Hugging Face, 42 of 42 texts identical": the fastest lossless arm at the smallest batch size.
-
-    Speed is relative to Hugging Face's `generate` where that was run, else to the report's own reference.
-    """
-    smallest = min(arm.batch for arm in data.summaries)
-    compared = against(data, HF).summaries if HF in data.references else data.summaries
-    able = [arm for arm in compared if arm.batch == smallest and arm.lossless and _ratio(arm) is not None]
-    able = [arm for arm in able if not arm.verdicts["different"]]
-    best = max(able, key=lambda arm: _ratio(arm) or 0.0, default=None)
-    if best is None:
-        return "No lossless arm was measured to the end"
-    if parse_arm(best.arm).drafter == PLAIN and HF not in data.references:
-        return f"Plain decoding is fastest, {_text_verdicts(best)}"
-    base = data.label(HF if HF in data.references else data.references[best.arm])
-    base = "plain decoding" if base == "plain" else base
-    where = f" in batches of {smallest}" if smallest > 1 else ""
-    return f"{_ratio(best):.1f}x {base}{where}, {_text_verdicts(best)}"
-
-
-def _ratio(arm: ArmSummary) -> float | None:
-    return None if arm.speed is None or arm.speed.speed_up is None else arm.speed.speed_up.value
-
-
-def _text_verdicts(arm: ArmSummary) -> str:
-    same = arm.verdicts["identical"] + arm.verdicts["reference"]
-    compared = same + arm.verdicts["tie"] + arm.verdicts["different"]
-    if not compared:
-        return "texts sampled and not compared"
-    ties = f", {arm.verdicts['tie']} within rounding" if arm.verdicts["tie"] else ""
-    return f"{same} of {compared} texts identical{ties}"
 
 
 def _opening(data: Data) -> str:
@@ -105,19 +77,34 @@ def _warnings(data: Data) -> list[str]:
     return lines + [f"{data.label(name)} is lossy: its text is not the target's own." for name in sorted(lossy)]
 
 
+def _lengths(data: Data) -> list[str]:
+    """The best draft length of each drafter that was measured at several."""
+    several = [series for series in series_of(data.summaries) if sum(cell.length > 0 for cell in series.cells) > 1]
+    return [best.sentence for series in several if (best := best_of(series)) is not None]
+
+
 def _batches(data: Data) -> list[int]:
     return list(dict.fromkeys(arm.batch for arm in data.summaries))
 
 
 def _overall(data: Data, batch: int) -> Table:
-    measures = ["acceptance rate", "acceptance per test", "tokens per round"]
-    columns = ["arm", "tokens per second", "speed-up", "over", "texts", *measures]
-    rows = [
-        [data.label(arm.arm), *_speeds(data, arm), _texts(arm), *_acceptance(data, arm)]
+    measures = ["acceptance rate", "acceptance per test", "tokens per forward"]
+    over_hf = over_hugging_face(data)
+    hf = ["over Hugging Face"] if over_hf else []
+    columns = ["arm", "tokens per second", "speed-up", "over", *hf, "texts", *measures]
+    rows: list[Row] = [
+        [
+            data.label(arm.arm),
+            *_speeds(data, arm),
+            *(cell(over_hf.get((arm.arm, batch)), unit="x") for _ in hf),
+            _texts(arm),
+            *_acceptance(data, arm),
+        ]
         for arm in data.summaries
         if arm.batch == batch
     ]
-    return Table(f"batch size {batch}: speed, and the texts it was reached with", columns, rows)
+    prompts = counted(num_prompts(data, batch), "prompt")
+    return Table(f"Batch size {batch}, {prompts}: speed, and the texts it was reached with", columns, rows)
 
 
 def _texts(arm: ArmSummary) -> str:
@@ -150,7 +137,7 @@ def _families(data: Data, batch: int) -> Table:
         if arm.batch == batch
     ]
     title = (
-        f"batch size {batch}: speed-up (geometric mean over prompts); how many of the texts compared are plain "
+        f"Batch size {batch}: speed-up (geometric mean over prompts); how many of the texts compared are plain "
         "decoding's own"
     )
     return Table(title, ["arm", *families], rows)
@@ -210,7 +197,7 @@ def _samples(data: Data, tokenizer: Tokenizer | None) -> dict[str, list[Sample]]
     speeds = [(arm.speed.tokens_per_second.value if arm.speed else 0.0, arm.arm) for arm in data.summaries]
     fastest = list(dict.fromkeys(arm for _, arm in sorted(speeds, reverse=True)))
     return {
-        family: [sample(run, row, tokenizer, data.label(run.arm)) for run, row in texts]
+        family: [sample(run, row, tokenizer, data.label(run.arm), data.header.prompts) for run, row in texts]
         for family, texts in sampled_texts(data.runs, fastest, SAMPLES_PER_FAMILY).items()
         if texts
     }

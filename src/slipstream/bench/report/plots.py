@@ -59,6 +59,7 @@ _STYLE: dict[str, Any] = {
     "lines.markersize": 4.5,
     "errorbar.capsize": 2.0,
 }
+FEWEST_POINTS = 3  # of a chart; fewer are read faster in the tables
 MOST = 6  # arms in one picture
 INTERVALS = "Bars are 95 % bootstrap intervals over prompts"
 T = TypeVar("T")
@@ -247,12 +248,14 @@ def _look(line: Line) -> dict[str, Any]:
 
 
 def charts(data: Data) -> list[Chart]:
-    """All charts that the runs have something for, in the order of a report."""
+    """All charts that the runs have three points or more for, in the order of a report."""
     all_charts: list[Chart] = []
     for batch in dict.fromkeys(entry.batch for entry in data.summaries):
         arms = [entry for entry in data.summaries if entry.batch == batch]
         series = [entry for entry in series_of(data.summaries) if entry.batch == batch]
         for chart in (*_families(data, arms), *_over_length(data, series), *_by_position(data, arms)):
+            if sum(len(line.points) for line in chart.lines) < FEWEST_POINTS:
+                continue
             title = f"{chart.title}, batch size {batch}"
             all_charts.append(replace(chart, name=f"{chart.name}_batch_{batch}", title=title))
     return all_charts

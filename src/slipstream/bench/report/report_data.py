@@ -185,16 +185,20 @@ def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) 
 class Sample:
     """One text, and a caption that says whose it is, how much was accepted and whether it is plain decoding's.
 
-    spans: pieces of the text, each behind the CSS class that marks what became of it.
+    prompt: its text, "" where the folder does not hold it. spans: pieces of the text, each behind the CSS class that
+    marks what became of it.
     """
 
     caption: str
+    prompt: str
     spans: list[tuple[str, str]]
     is_shortened: bool
 
 
-def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None) -> Sample:
-    """The text of a run's row. label: the arm in words."""
+def sample(
+    run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None, prompts: Mapping[str, str] | None = None
+) -> Sample:
+    """The text of a run's row. label: the arm in words; prompts: texts by name."""
     rounds = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
     pieces = [piece for view in rounds for piece in view.pieces]
     acceptance = rounds[-1].acceptance if rounds else "-"
@@ -204,4 +208,4 @@ def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = 
         f"{acceptance} of drafted tokens accepted; text: {verdict}"
     )
     spans = [(CSS_CLASSES[piece.kind], piece.text) for piece in pieces[:MAX_SAMPLE_TOKENS] if piece.text]
-    return Sample(caption, spans, len(pieces) > MAX_SAMPLE_TOKENS)
+    return Sample(caption, (prompts or {}).get(run.prompts[row], ""), spans, len(pieces) > MAX_SAMPLE_TOKENS)

@@ -220,7 +220,7 @@ class Prediction:
         return self.predicted / self.observed - 1
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """The two figures and their deviation, as JSON has them."""
         return asdict(self) | {"deviation": self.deviation}
 
 
@@ -282,7 +282,7 @@ class Simulation:
     chains: dict[int, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The options as JSON has them, ranges as lists."""
         return {**vars(self), "lengths": list(self.lengths), "batches": list(self.batches)}
 
 

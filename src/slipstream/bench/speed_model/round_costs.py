@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.checks import why_unreadable
 from slipstream.core.kv_slots import Shapes
 from slipstream.errors import UsageError
 
@@ -287,7 +288,7 @@ class Costs:
         return all(batch + n <= self.trees.max_tokens(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All costs as JSON has them; `from_dict` reads them back."""
         return asdict(self)
 
     @classmethod
@@ -320,7 +321,7 @@ class Costs:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UsageError(f"costs file {str(path)!r} cannot be read: {error}") from error
+            raise UsageError(f"costs file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         return cls.from_dict(values)
 
 

@@ -138,7 +138,7 @@ class Advice:
         return f"batch {self.batch}: {setting}{draft}, {self.expected.value:.2f}x plain decoding{interval}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The advice as JSON has it, with its sentence and whether to speculate at all."""
         return asdict(self) | {"sentence": self.sentence, "speculate": self.best is not None}
 
 
@@ -226,12 +226,13 @@ def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ra
 
 def advice_table(advice: Advice) -> Table:
     """A line per candidate, the advised one first: speed-ups, parity, acceptance, and why the others lost."""
-    title = f"batch size {advice.batch}; speed-up over plain decoding, 95 % intervals; measured {advice.units} times"
-    columns = ("candidate", "speed-up", "predicted", "texts", "acceptance\nrate", "tokens per\nround", "")
+    title = f"batch size {advice.batch}: speed-up over plain decoding, 95 % intervals; measured {advice.units} times"
+    columns = ("candidate", "speed-up", "predicted", "same\ntexts", "acceptance\nrate", "tokens per\nforward", "why")
     rows = [[*_cells(result, result.measured), result.lost] for result in advice.others]
     if advice.best is not None:
         rows.insert(0, [*_cells(advice.best, advice.expected), Cell("use this", tone="good")])
-    return Table(title, columns, rows, words=("texts", ""))
+    optional = ("predicted", "tokens per\nforward", "acceptance\nrate")
+    return Table(title, columns, rows, words=("same\ntexts", "why"), optional=optional)
 
 
 def _cells(result: CandidateResult, speed_up: Estimate | None) -> list[Cell | str]:
@@ -239,10 +240,19 @@ def _cells(result: CandidateResult, speed_up: Estimate | None) -> list[Cell | st
         result.name,
         cell(speed_up, unit="x"),
         "-" if result.predicted is None else f"{result.predicted:.2f}x",
-        verdict_cell(result.texts or {}),
+        _same_texts(result.texts or {}),
         percent(result.acceptance_rate),
         "-" if result.tokens_per_round is None else f"{result.tokens_per_round:.2f}",
     ]
+
+
+def _same_texts(texts: Mapping[str, int]) -> Cell:
+    """How many of the texts that a candidate made are plain decoding's: not all candidates make all of them."""
+    same, total = texts.get("identical", 0) + texts.get("reference", 0), sum(texts.values())
+    if not total:
+        return Cell("-")
+    others = {name: count for name, count in texts.items() if count and name not in ("identical", "reference")}
+    return Cell(", ".join([f"{same} of {total}", str(verdict_cell(others))] if others else [f"{same} of {total}"]))
 
 
 def positions(advice: Advice) -> str:
@@ -265,7 +275,7 @@ class Tuned:
         return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Everything that was screened and advised, as JSON has it."""
         return {
             "screened": [screened.to_dict() for screened in self.screened],
             "advice": [advice.to_dict() for advice in self.advice],

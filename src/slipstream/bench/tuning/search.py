@@ -312,7 +312,7 @@ class Screened:
         return "draft steps too dear" if dear else "drafts too rarely accepted"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The candidate, what was measured of it, and whether it failed, as JSON has them."""
         return {
             **vars(self.candidate),
             "acceptance": None if self.acceptance is None else vars(self.acceptance),

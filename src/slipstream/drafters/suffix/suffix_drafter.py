@@ -37,14 +37,10 @@ AGREED = 7  # and by how far its occurrences agree, see `kind_of`
 # such texts are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
 BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
 BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
-# log-odds of a runner-up, given that the tokens before it for its place are wrong, from such a fit of 80 answers
-# of a 135M and a 0.5B chat model, where 11 % of 1,712 runners-up came true; behind more than two tokens they are few
-BESIDE_BY_LENGTH = (-1.7, -1.5, *(-0.6,) * 6)
-BESIDE_BY_AGREEMENT = (-0.6, -0.6, 0.6, 0.0, -0.3, 0.6, 0.5)
+RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
-BRANCHES = 2  # tokens beside the best one of each place
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
 TRAITS = Traits(
@@ -57,16 +53,7 @@ Place = tuple[Match, int]  # where a text stands, and how often that is taken to
 
 def prior() -> list[float]:
     """The acceptance probability of each kind of first choice, before anything is learned."""
-    return [_sigmoid(a + b) for a in BY_LENGTH for b in BY_AGREEMENT]
-
-
-def prior_beside() -> list[float]:
-    """The acceptance probability of each kind of runner-up, before anything is learned."""
-    return [_sigmoid(a + b) for a in BESIDE_BY_LENGTH for b in BESIDE_BY_AGREEMENT]
-
-
-def _sigmoid(log_odds: float) -> float:
-    return 1 / (1 + exp(-log_odds))
+    return [1 / (1 + exp(-a - b)) for a in BY_LENGTH for b in BY_AGREEMENT]
 
 
 def kind_of(step: Step) -> int:
@@ -183,9 +170,7 @@ class SuffixDrafter:
     tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
     acceptance_model: replaces the threshold; drafts are then as long as they can be and have acceptance probabilities,
     learned from earlier tokens of their kinds. Every draft is compared with what the text became, verified or not.
-    branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; none
-    in batches, where finding them would cost every row more time than they save.
-    fixed_tree: a chain with as many tokens beside each of its own as the user asked for, in batches as well.
+    branches: for trees that the user spelled, with an acceptance model: how many tokens stand beside each of the chain.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
@@ -200,7 +185,6 @@ class SuffixDrafter:
     path: Path | None = None
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
-    fixed_tree: bool = False
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -215,7 +199,7 @@ class SuffixDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
-        branches = self.branches if sampler.branching and (self.fixed_tree or len(rows) == 1) else 0
+        branches = self.branches if sampler.branching else 0
         drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
         return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
@@ -297,13 +281,13 @@ class SuffixDrafter:
         occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
         if not branches:
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
-        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds=len(BY_LENGTH) * AGREED)
-        deepest = -(-length // (1 + branches)) if self.fixed_tree else None
+        kinds = len(BY_LENGTH) * AGREED
+        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds, ranks=2)
         return grown(
             lambda place, prob: likely.followers(candidates(automaton, place), prob),
             (match, occurrences),
             length,
-            deepest,
+            deepest=-(-length // (1 + branches)),
         )
 
     def _keep_outputs(self) -> None:
@@ -333,17 +317,16 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
     if percent is not None and setup.fixed_tree:
         raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments but p=PERCENT")
     path = Path(file).expanduser() if file else None
+    kinds = [*prior(), *(RUNNER_UP for _ in prior())]
     judges = percent is None and (setup.acceptance_probs or setup.fixed_tree)
-    branches = setup.siblings if setup.fixed_tree or not setup.siblings else BRANCHES
     drafter = SuffixDrafter(
         setup.vocab_size,
         SHORTEST if shortest is None else int(shortest),
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False) if judges else None,
-        branches=branches,
-        fixed_tree=setup.fixed_tree,
+        acceptance_model=AcceptanceModel(kinds, shared=False) if judges else None,
+        branches=setup.siblings if setup.fixed_tree else 0,  # beside a match they bring less than finding them takes
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"

@@ -82,7 +82,7 @@ class Options:
         if not _is_id(self.gamma) or self.gamma > MAX_DRAFT_TOKENS:
             raise UsageError(f"gamma={self.gamma!r}; allowed: a whole number from 0 to {MAX_DRAFT_TOKENS}")
         if not _is_id(self.max_gen_len) or self.max_gen_len < 1:
-            raise UsageError(f"max_gen_len={self.max_gen_len!r}; allowed: a whole number >= 1")
+            raise UsageError(f"max_gen_len={self.max_gen_len!r}; allowed: a whole number, 1 or more")
         if self.pad_token_id is not None and not _is_id(self.pad_token_id):
             raise UsageError(f"pad_token_id={self.pad_token_id!r}; allowed: a token id >= 0 or None")
         for name in ("use_cache", "debug", "first_target", "skip_sample_adjustment"):

@@ -120,7 +120,7 @@ def _is_number(value: object) -> bool:
 
 def _count(top_k: int) -> int:
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-        raise UsageError(f"top_k={top_k!r}; allowed: a whole number >= 1")
+        raise UsageError(f"top_k={top_k!r}; allowed: a whole number, 1 or more")
     return top_k
 
 

@@ -180,7 +180,7 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     for row, prompt in zip(rows, prompts, strict=True):
         row.end_ids, row.completes_stop = options.end_ids, options.watch(prompt)
     if streamer is None:
-        decoder.decode(rows)
+        decoder.decode_rows(rows)
     else:
         for round in decoder.run(rows):
             for token in round.tokens:

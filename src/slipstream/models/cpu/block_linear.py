@@ -140,7 +140,7 @@ class BlockLinear(nn.Module):
         return layer
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`; only for a layer of one part."""
+        """The outputs' rows of weights, see `BlockPart.rows`; for layers of one part only."""
         (part,) = self.parts
         return part.rows(outputs)
 

@@ -47,6 +47,7 @@ from slipstream.models.cpu.processor import (
 )
 from slipstream.models.cpu.structs import check_layout
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.once_per_machine import announce
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DESCRIPTORS = Path("/proc/self/fd")
@@ -183,6 +184,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
         raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not is_whole(library):
+        announce(f"compiling the {recipe.name} kernels for this processor (once) ...")
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
             compile_library(compiler, recipe, linked)
@@ -257,7 +259,7 @@ def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _run(command: list[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8", errors="replace")
     if process.returncode:
         reason = next(iter(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
         raise NoKernelsError(f"{command[0]} failed: {reason}")
@@ -297,7 +299,7 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
 
 
 def best_bfloat16_recipe(forced_isa: str | None) -> Recipe:
-    """Of the best variant that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best variant that processor and compiler have, or of `forced_isa` alone."""
     recipes = [bfloat16_recipe(variant) for variant in variants_of(processor(), forced_isa)]
     return first_that_loads(recipes[:1] if forced_isa else recipes)
 
@@ -321,7 +323,7 @@ def block_kernels() -> ctypes.CDLL:
 
 
 def best_block_recipe(forced_isa: str | None) -> Recipe:
-    """Of the best instructions that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best instructions that processor and compiler have, or of `forced_isa` alone."""
     return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
 
 

@@ -50,7 +50,7 @@ def processor(file: Path = CPU_INFO) -> Processor:
     """The first processor of this machine."""
     if not file.exists():
         return elsewhere(sys.platform)
-    described = parse(file.read_text(errors="replace"))
+    described = parse(file.read_text(errors="replace", encoding="utf-8"))
     if AMX[0] in described.flags and not gives_tiles():
         return Processor(described.model_name, described.flags.difference(AMX))
     return described

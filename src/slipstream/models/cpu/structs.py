@@ -20,7 +20,7 @@ KINDS = 64
 
 
 class LinearStruct(ctypes.Structure):
-    """`struct linear`."""
+    """`struct linear`: a bfloat16 matrix in 12 bits a weight, or one of a draft model in 4."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
@@ -29,13 +29,13 @@ class LinearStruct(ctypes.Structure):
 
 
 class NormStruct(ctypes.Structure):
-    """`struct norm`."""
+    """`struct norm`: a root mean square norm of bfloat16 weights; no weight, no norm."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int)]
 
 
 class LayerStruct(ctypes.Structure):
-    """`struct layer`."""
+    """`struct layer`: a whole bfloat16 decoder layer: its matrices, norms, sizes and activation."""
 
     _fields_ = [
         *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
@@ -47,7 +47,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class CacheStruct(ctypes.Structure):
-    """`struct kv_cache`."""
+    """`struct kv_cache`: a layer's keys and values, and where those of a forward's tokens go."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -58,7 +58,7 @@ class CacheStruct(ctypes.Structure):
 
 
 class StackedLayerStruct(ctypes.Structure):
-    """`struct stacked_layer`."""
+    """`struct stacked_layer`: one of several layers computed in one call, with its part of the cache."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layer", "keys", "values")),
@@ -68,7 +68,7 @@ class StackedLayerStruct(ctypes.Structure):
 
 
 class RecurrenceStruct(ctypes.Structure):
-    """`struct recurrence`."""
+    """`struct recurrence`: a recurrent layer between its projections."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "rate", "shift", "skip")),
@@ -79,7 +79,7 @@ class RecurrenceStruct(ctypes.Structure):
 
 
 class SegmentStruct(ctypes.Structure):
-    """`struct segment`."""
+    """`struct segment`: successive tokens of a row, and which of their states are kept."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("slot", "start", "count", "known", "keep")]
 
@@ -109,19 +109,19 @@ FORMATS = (
 
 
 class PartStruct(ctypes.Structure):
-    """`struct block_part`."""
+    """`struct block_part`: outputs of a linear layer that share a block format."""
 
     _fields_ = [("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("data", ctypes.c_void_p)]
 
 
 class FilePieceStruct(ctypes.Structure):
-    """`struct file_piece`."""
+    """`struct file_piece`: rows of blocks in a file, and where their panels go."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in ("format", "rows", "inputs", "start")), ("to", ctypes.c_void_p)]
 
 
 class BlockLinearStruct(ctypes.Structure):
-    """`struct block_linear`."""
+    """`struct block_linear`: a linear layer made of parts, each in a block format of its own."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "num_parts")),
@@ -130,13 +130,13 @@ class BlockLinearStruct(ctypes.Structure):
 
 
 class FloatNormStruct(ctypes.Structure):
-    """`struct float_norm`."""
+    """`struct float_norm`: `struct norm` for layers that compute in float32."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float)]
 
 
 class FloatLayerStruct(ctypes.Structure):
-    """`struct float_layer`."""
+    """`struct float_layer`: `struct layer` with matrices in blocks, computed in float32."""
 
     _fields_ = [
         *((name, BlockLinearStruct) for name in ("qkv", "out", "gate_up", "down")),
@@ -148,7 +148,7 @@ class FloatLayerStruct(ctypes.Structure):
 
 
 class FloatCacheStruct(ctypes.Structure):
-    """`struct float_cache`."""
+    """`struct float_cache`: `struct kv_cache` in float32."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),

@@ -130,4 +130,4 @@ def _processor(task: int) -> int:
 
 
 def _stat(task: int) -> list[str]:
-    return (_TASKS / str(task) / "stat").read_text().rpartition(")")[2].split()
+    return (_TASKS / str(task) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -292,7 +292,7 @@ class GraphedBackend:
         self.eager.move(slot, places, start)
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """Never captured."""
+        """Run eagerly, as prompts come in too many lengths to capture."""
         return self.eager.answer(tokens, start, slot=slot, columns=columns)
 
     def copy(self, source: int, destination: int, length: int) -> None:

@@ -114,7 +114,7 @@ class RootMeanSquare:
         return factors[: self._size].float().contiguous(), self._after is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """Normalise x [..., size] over its last dimension."""
         both = (x.unsqueeze(-2) * self._signs).flatten(-2)
         both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
         out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size).to(x.dtype)

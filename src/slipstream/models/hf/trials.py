@@ -207,7 +207,8 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, wa
     Nothing is kept of a model whose code is not transformers' own, or that was loaded with arguments of the caller's.
     """
     files = _files(source) or _files(folder)
-    if files is None or options.extra or not type(model).__module__.startswith("transformers.models."):
+    is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()  # its base model's files are not seen
+    if files is None or is_adapter or options.extra or not type(model).__module__.startswith("transformers.models."):
         return PassedTrials()
     versions = f"torch {torch.__version__} transformers {transformers.__version__} slipstream {_digest_of_code()}"
     machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
@@ -255,7 +256,7 @@ def _file(identity: str) -> Path:
 
 def _read(identity: str) -> set[str]:
     try:
-        saved = json.loads(_file(identity).read_text())
+        saved = json.loads(_file(identity).read_text(encoding="utf-8"))
         return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
     except FileNotFoundError:
         return set()
@@ -270,5 +271,5 @@ def _save(identity: str, passed: set[str]) -> None:
     partial = file.with_suffix(f".{os.getpid()}.partial")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}))
+        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}), encoding="utf-8")
         partial.replace(file)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -29,12 +28,11 @@ import numpy
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.once_per_machine import announce
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
-
-log = logging.getLogger("slipstream")
 
 FACTORS = "rope_freqs.weight"
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -50,7 +48,7 @@ def described(header: GGUFHeader) -> Path:
     folder = cache_folder() / "gguf" / f"{header.stem}-{header.digest}"
     if is_converted(folder):
         return folder
-    log.info(f"reading the tokenizer of {header.file.name!r} (once) ...")
+    announce(f"reading the tokenizer of {header.file.name!r} (once) ...")
     with prepared(header.file.name, folder) as partial:
         if header.size < LARGE:
             describe(header, partial)
@@ -75,7 +73,7 @@ def describe(header: GGUFHeader, folder: Path) -> None:
 def _describe_elsewhere(file: Path, folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", __name__, str(file.absolute()), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, encoding="utf-8", errors="replace")
     if run.returncode:
         raise SlipstreamError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
 
@@ -99,18 +97,24 @@ def prepared(name: str, folder: Path) -> Iterator[Path]:
                     item.unlink(missing_ok=True)
             # last: its presence marks the folder as complete
             mark = Path(folder_name) / CONVERSION
-            mark.write_text(json.dumps({"version": VERSION}))
+            mark.write_text(json.dumps({"version": VERSION}), encoding="utf-8")
             mark.replace(folder / CONVERSION)
 
 
 def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
     """The error to raise where reading this GGUF file raised `error`."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if isinstance(error, ImportError) and absent:
-        return SlipstreamError(
-            f"reading GGUF files needs {' and '.join(absent)}, not installed here: pip install 'slipstream-lm[gguf]'"
-        )
+    if isinstance(error, ImportError) and (missing := missing_packages()) is not None:
+        return missing
     return SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {one_line(error)}")
+
+
+def missing_packages() -> SlipstreamError | None:
+    """The error to raise if packages that read GGUF files are not installed."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    names = " ".join(absent)
+    return SlipstreamError(f"reading GGUF files needs {names.replace(' ', ' and ')}; run: pip install {names}")
 
 
 def scale_positions(config: Any, header: GGUFHeader) -> None:

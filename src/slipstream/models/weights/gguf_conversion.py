@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.once_per_machine import announce
 from slipstream.models.weights.gguf_configuration import prepared, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.weights.model_files import is_converted
 from slipstream.models.weights.transformers_reader import READER_ERRORS, check_weights, quietly
-
-log = logging.getLogger("slipstream")
 
 
 def convert_gguf(file: Path) -> Path:
@@ -114,7 +112,7 @@ def _bar(name: str) -> Iterator[Progress]:
     """A progress bar of the tensors read if this is a terminal, else a line in the log; none of transformers' own."""
     err = Console(stderr=True)
     if not err.is_terminal:
-        log.info(f"converting {name!r} to safetensors (once) ...")
+        announce(f"converting {name!r} to safetensors (once) ...")
     columns = TextColumn("converting {task.description} (once)", markup=False), BarColumn(), TimeRemainingColumn()
     with quietly(), Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         progress.add_task(repr(name))

@@ -30,7 +30,7 @@ FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
 BLOCKS = {block.number: block for block in FORMATS}
 VERSIONS = (2, 3)
 MAX_DIMENSIONS, MAX_STRING, MAX_NAME, MAX_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
-INSTALL = "pip install 'slipstream-lm[gguf]'"
+INSTALL = "pip install gguf"
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]*)?$", re.DOTALL)
 # metadata of the architecture that determine tensor sizes, with the least allowed value of each
 SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count", "block_count"), 1) | dict.fromkeys(

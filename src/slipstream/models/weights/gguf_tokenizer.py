@@ -309,7 +309,11 @@ def _sentencepiece(header: GGUFHeader, tokenizer: Any) -> Any:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     names = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    return _wrapped(header, backend, names, bool(tokenizer.add_bos_token), bool(tokenizer.add_eos_token))
+    # transformers before 5.23 leaves out the beginning token; where the file does not say, llama.cpp adds it
+    by_default = header.values.get("tokenizer.ggml.model") == "llama" or tokenizer.add_bos_token
+    begins = header.values.get("tokenizer.ggml.add_bos_token", by_default)
+    ends = header.values.get("tokenizer.ggml.add_eos_token", tokenizer.add_eos_token)
+    return _wrapped(header, backend, names, bool(begins), bool(ends))
 
 
 def _wrapped(header: GGUFHeader, backend: Any, names: dict[str, str], begins: bool, ends: bool) -> Any:

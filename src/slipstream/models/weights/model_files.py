@@ -39,7 +39,7 @@ def is_gguf(source: str) -> bool:
 def is_converted(folder: Path) -> bool:
     """Whether this folder was made from a GGUF file, completely and by this version."""
     try:
-        return bool(json.loads((folder / CONVERSION).read_text())["version"] == VERSION)
+        return bool(json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["version"] == VERSION)
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
@@ -64,7 +64,8 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     nearest = get_close_matches(source, known_names(), 1)
     hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
-        f"model {source!r} is no local folder, and the hub did not give it.{hints} The hub: {reason}"
+        f"model {source!r} was not found locally, and could not be downloaded from the Hugging Face Hub.{hints} "
+        f"The hub: {reason.partition('. ')[0]}"
     )
 
 
@@ -83,7 +84,7 @@ def list_models() -> list[dict[str, Any]]:
     models = []
     for config in sorted(cache_folder().glob("*/config.json")):
         try:
-            architectures = json.loads(config.read_text())["architectures"]
+            architectures = json.loads(config.read_text(encoding="utf-8"))["architectures"]
             name = str(architectures[0]) if architectures else "?"
             weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

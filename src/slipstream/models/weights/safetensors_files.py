@@ -122,7 +122,7 @@ def _paths(source: str, folder: str, options: Mapping[str, Any]) -> list[Path]:
         if (single := file_of(folder, SINGLE, options)) is not None:
             return [single]
         index = file_of(folder, INDEX, options)
-        names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
+        names = set() if index is None else set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         paths = [file_of(folder, name, options) for name in sorted(names)]
     except READER_ERRORS as error:
         raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {error}") from error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.loaded import LoadOptions, is_toy
 from slipstream.models.toy import load_toy
+from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
@@ -50,11 +52,16 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
 
     place = _described(source) if is_gguf(source) else resolve(source)
     try:
+        if (adapter := adapter_at(source, place, PLAIN.files)) is not None:
+            base = inspect_vocabulary(adapter.base)
+            return replace(base, name=source, tokenizer=load_tokenizer(source, place) or base.tokenizer)
         with quietly():
             config = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
         ends = getattr(config, "eos_token_id", None)
         if (generation := file_of(place, "generation_config.json")) is not None:
-            ends = json.loads(generation.read_text()).get("eos_token_id")  # `generate` looks no further
+            ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")  # `generate` looks no further
+    except UsageError:
+        raise
     except READER_ERRORS as error:
         raise not_loaded(source, place, error) from error
     head_size = getattr(config, "vocab_size", None)

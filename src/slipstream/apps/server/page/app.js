@@ -1,4 +1,7 @@
-// The page of `slipstream serve`. What a model writes reaches the page as text only: nothing here parses markup.
+// The page of `slipstream serve`. What a model writes reaches the page as text and elements, never as markup.
+
+import { h, svg } from "./elements.js";
+import { markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const EXAMPLES = [
@@ -6,36 +9,18 @@ const EXAMPLES = [
 	"Write a Python function that returns the n-th Fibonacci number, then the same function with a cache.",
 	"Repeat this list twice: heron, kingfisher, wagtail, dipper, osprey, bittern, grebe.",
 ];
+const RACE_EXAMPLE = `Write this text again, word for word, with every "heron" changed to "egret":
+
+The heron stands in the shallow water and waits. When a fish comes near, the heron strikes. A heron that has eaten flies back to its tree, and the next heron takes its place in the shallow water.`;
 const NUMBERS = {
 	temperature: ["Temperature", 0, 100, false],
 	top_p: ["Top p", 0, 1, false],
-	max_tokens: ["Most tokens", 1, 1 << 24, true],
+	max_tokens: ["Max tokens", 1, 1 << 24, true],
 	seed: ["Seed", 0, Number.MAX_SAFE_INTEGER, true],
 	num_draft_tokens: ["Draft tokens", 0, 64, true],
 };
 const FIELDS = ["system", ...Object.keys(NUMBERS), "schema", "prediction"];
 const MOST_CHATS = 20;
-
-// An element: h("p.hint", { role: "status" }, ...children); attributes may be left out, functions are listeners.
-function h(name, attributes, ...children) {
-	const [tag, ...classes] = name.split(".");
-	const node = document.createElement(tag);
-	if (attributes?.constructor !== Object) children.unshift(attributes);
-	else for (const [key, value] of Object.entries(attributes)) {
-		if (typeof value === "function") node.addEventListener(key, value);
-		else if (value !== false && value != null) node.setAttribute(key, value === true ? "" : value);
-	}
-	if (classes.length) node.className = classes.join(" ");
-	node.append(...children.filter((child) => child != null));
-	return node;
-}
-
-function svg(tag, attrs, ...children) {
-	const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-	for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, value);
-	node.append(...children);
-	return node;
-}
 
 const button = (text, click, look = "") => h(`button${look}`, { type: "button", click }, text);
 const on = (id, name, act) => $(id).addEventListener(name, act);
@@ -80,13 +65,29 @@ function askKey() {
 	return asking;
 }
 
+// The server cannot be reached, or went away in the middle of an answer.
+class Lost extends Error {}
+
+const GONE = "The server does not answer.";
+const BROKEN = "The server went away before the answer was complete.";
+
+async function reach(path, options, message) {
+	try {
+		return await fetch(path, options);
+	} catch (error) {
+		if (options.signal?.aborted) throw error;
+		wake(); // the line at the top is not to wait for the next look
+		throw new Lost(message);
+	}
+}
+
 async function call(path, body, signal) {
 	for (;;) {
 		const key = sessionStorage.getItem("slipstream.key");
 		const headers = key ? { authorization: `Bearer ${key}` } : {};
 		if (body) headers["content-type"] = "application/json";
 		const method = body ? "POST" : "GET";
-		const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+		const answer = await reach(path, { method, headers, signal, body: body && JSON.stringify(body) }, GONE);
 		if (answer.ok) return answer;
 		const told = await answer.json().catch(() => ({}));
 		if (answer.status === 401 && (await askKey())) continue;
@@ -102,7 +103,11 @@ async function* stream(path, body, signal) {
 	let text = "";
 	try {
 		for (;;) {
-			const { done, value } = await reader.read();
+			const { done, value } = await reader.read().catch((error) => {
+				if (signal?.aborted) throw error;
+				wake();
+				throw new Lost(BROKEN);
+			});
 			if (done) break;
 			text += value;
 			const events = text.split("\n\n");
@@ -118,7 +123,7 @@ async function* stream(path, body, signal) {
 	} finally {
 		reader.cancel().catch(() => {}); // the connection may be gone already
 	}
-	if (body) throw new Error("the connection was lost before the answer was complete");
+	if (body) throw new Lost(BROKEN);
 }
 
 // ---- requests
@@ -198,17 +203,24 @@ function asPython(value, indent = "    ") {
 }
 
 function showRaw() {
-	const request = makeRequest([...history(), { role: "user", content: $("ask").value || "Name three birds." }]);
+	const asked = history();
+	while (asked.at(-1)?.role === "assistant") asked.pop(); // the last request again, unless a new one is written
+	const typed = $("ask").value.trim();
+	if (typed) asked.splice(0, asked.length, ...history(), { role: "user", content: typed });
+	const request = makeRequest(asked.length ? asked : [{ role: "user", content: EXAMPLES[0] }]);
 	if (!request) return;
+	const hasKey = Boolean(sessionStorage.getItem("slipstream.key"));
 	const base = new URL("v1", document.baseURI).href;
 	const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
-	const curl = `curl -N ${base}/chat/completions \\\n  -H "authorization: Bearer $SLIPSTREAM_KEY" \\\n`
+	const curl = `curl -N ${base}/chat/completions \\\n`
+		+ (hasKey ? `  -H "authorization: Bearer $SLIPSTREAM_KEY" \\\n` : "")
 		+ `  -H 'content-type: application/json' \\\n  -d '${quoted}'`;
 	const { num_draft_tokens, slipstream, ...known } = request;
 	const ours = JSON.parse(JSON.stringify({ num_draft_tokens, slipstream }));
 	const options = Object.entries({ ...known, extra_body: ours }).map(([key, one]) => `    ${key}=${asPython(one)},\n`);
-	const python = `import os\n\nfrom openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(base)}, `
-		+ `api_key=os.environ.get("SLIPSTREAM_KEY", "none"))\nchunks = client.chat.completions.create(\n`
+	const key = hasKey ? `os.environ["SLIPSTREAM_KEY"]` : `"none"`;
+	const python = `${hasKey ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(base)}, `
+		+ `api_key=${key})\nchunks = client.chat.completions.create(\n`
 		+ `${options.join("")})\nfor chunk in chunks:\n    if chunk.choices:\n`
 		+ `        print(chunk.choices[0].delta.content or "", end="", flush=True)`;
 	const part = (name, code) => [h("div.bar", h("h3", name), copyButton(() => code)), h("pre", { tabindex: "0" }, code)];
@@ -345,8 +357,15 @@ class AnswerView {
 	}
 
 	add(segs) {
-		this.node.append(...segs.map((seg) => h(`span.t.${kind(seg)}`, { "data-round": seg.round }, seg.text)));
+		this.node.append(...segs.map((seg) => h(`span.t.${kind(seg)}`, {
+			"data-round": seg.round, "data-rejected": seg.origin === "recovered" ? this.#rejected(seg.round) : null,
+		}, seg.text)));
 		while (this.ticker.children.length < this.answer.rounds.length) this.#tick(this.answer.rounds[this.ticker.children.length]);
+	}
+
+	// What was drafted where the target went another way: shown struck through, and no part of the text.
+	#rejected(round) {
+		return this.answer.rounds[round]?.rejected.join("").replaceAll("\n", "↵") || null;
 	}
 
 	#tick(round) {
@@ -402,6 +421,7 @@ function facts(answer, ms) {
 	const [drafted, accepted] = answer.drafts;
 	const tokens = answer.ids.length;
 	const predicted = answer.segs.filter((seg) => kind(seg) === "prediction").length;
+	if (!tokens) return [];
 	const fact = (value, name) => h("span", h("b", value), ` ${name}`);
 	return [
 		fact(tokens, "tokens"),
@@ -438,7 +458,8 @@ function receiptNode(message) {
 			const told = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
 			message.replay = told;
 			result.replaceChildren(told.identical
-				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * told.seconds)}: the same.`)
+				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * told.seconds)} instead of ${seconds(message.ms)}: the same.`,
+					`${((1000 * told.seconds) / message.ms).toFixed(2)}×`)
 				: seal(false, "Different", `The first difference is at token ${told.first_difference + 1}.`));
 		} catch (error) {
 			result.replaceChildren(h("p.problem", error.message));
@@ -567,28 +588,53 @@ function userNode(message) {
 function answerNode(message) {
 	message.answer = Object.assign(new Answer(), message.answer);
 	const view = new AnswerView(message.answer);
+	const read = h("div.markdown");
 	const foot = h("footer", view.ticker);
-	const hide = (event) => {
-		const hidden = view.node.classList.toggle("plain-view");
-		event.currentTarget.setAttribute("aria-pressed", String(hidden));
-	};
+	const toggle = h("button.quiet", { type: "button", click: () => show(!node.classList.contains("tokens"), true) }, "Tokens");
 	const again = () => {
 		if (cutAt(message)) respond();
 	};
-	const node = h("article.message", h("header", h("h3", message.model || "Answer"), copyButton(() => message.text),
-		button("Regenerate", again, ".quiet"),
-		h("button.quiet", { type: "button", "aria-pressed": "false", click: hide }, "Text only")), view.node, foot);
+	const node = h("article.message", h("header", h("h3", message.model || "Answer"), toggle, copyButton(() => message.text),
+		button("Regenerate", again, ".quiet")), read, view.node, foot);
+	const show = (tokens, chosen = false) => {
+		node.classList.toggle("tokens", tokens);
+		toggle.setAttribute("aria-pressed", String(tokens));
+		if (chosen) writeStore("slipstream.tokens", tokens);
+		if (!tokens) render();
+	};
+	// Rendered anew as the text grows, at most every tenth of a second.
+	let waiting = 0;
+	const render = (growing = false) => {
+		if (node.classList.contains("tokens") || (growing && waiting)) return;
+		clearTimeout(waiting);
+		waiting = 0;
+		if (growing) waiting = setTimeout(() => { waiting = 0; render(); }, 100);
+		else read.replaceChildren(...markdown(asMarkdown(message), (code) => copyButton(() => code)));
+	};
 	const finish = () => {
-		view.node.classList.remove("busy");
+		for (const part of [view.node, read]) part.classList.remove("busy");
+		render();
 		view.ticker.hidden = !message.answer.rounds.length;
-		foot.append(h("p.facts", ...facts(message.answer, message.ms), message.finish === "length" ? h("span", "cut at the most tokens") : null,
+		foot.append(h("p.facts", ...facts(message.answer, message.ms), message.finish === "length" ? h("span", "cut at max tokens") : null,
 			message.finish === "stopped" ? h("span", "stopped by you, so there is no receipt") : null));
-		if (message.problem) foot.append(h("p.problem", { role: "alert" }, message.problem));
+		if (message.problem) foot.append(h("div.bar", h("p.problem", { role: "alert" }, message.problem), button("Try again", again)));
 		if (message.request?.prediction && message.text) foot.append(diffNode(message.request.prediction.content, message.text));
 		if (message.receipt) foot.append(receiptNode(message));
 	};
+	show(readStore("slipstream.tokens", false) === true);
 	if (message.finish) finish();
-	return { node, view, finish };
+	else for (const part of [view.node, read]) part.classList.add("busy");
+	const grow = (segs) => {
+		view.add(segs);
+		render(true);
+	};
+	return { node, grow, finish };
+}
+
+// An answer by a JSON schema is code, whatever is in it.
+function asMarkdown(message) {
+	const text = message.text || message.answer.text;
+	return message.request?.response_format ? `\`\`\`\`\`\`json\n${text}\n` : text;
 }
 
 function setBusy(controller) {
@@ -615,7 +661,6 @@ async function respond() {
 	const shown = answerNode(message);
 	const { answer } = message;
 	$("messages").append(shown.node);
-	shown.view.node.classList.add("busy");
 	shown.node.scrollIntoView({ block: "nearest" });
 	setBusy(controller);
 	const speak = sentences();
@@ -624,7 +669,7 @@ async function respond() {
 		for await (const chunk of stream("v1/chat/completions", request, controller.signal)) {
 			const follow = innerHeight + scrollY > document.body.scrollHeight - 120;
 			const before = answer.text.length;
-			shown.view.add(answer.take(chunk));
+			shown.grow(answer.take(chunk));
 			speak(answer.text.slice(before));
 			if (follow) scrollTo(0, document.body.scrollHeight);
 		}
@@ -633,9 +678,9 @@ async function respond() {
 		message.finish = controller.signal.aborted ? "stopped" : "error";
 		if (!controller.signal.aborted) message.problem = error.message;
 	}
-	shown.view.add(answer.end());
-	speak("", true);
 	Object.assign(message, { text: answer.text, receipt: answer.receipt, ms: performance.now() - begun });
+	shown.grow(answer.end());
+	speak("", true);
 	shown.finish();
 	setBusy(null);
 	save(own);
@@ -787,12 +832,12 @@ function startRace() {
 			runs = [await measure(plain, lanes[0], signal), await measure(quick, lanes[1], signal)];
 		}
 		recorded = { runs, request };
-		await playBack(signal, both || matchMedia("(prefers-reduced-motion: reduce)").matches);
+		await playBack(signal, true);
 	});
 }
 
 async function playBack(signal, skip = false) {
-	$("race-status").textContent = "replay at true speed";
+	if (!skip) $("race-status").textContent = "replay at the measured speed";
 	if (!skip) await replay(recorded.runs, signal);
 	$("verdict").replaceChildren(verdict(recorded.runs, recorded.request));
 }
@@ -846,7 +891,7 @@ function showEngine(state) {
 	});
 	const none = "Nothing has been drafted yet.";
 	$("engine").replaceChildren(
-		card("Speed, last 10 s", "", big(state.tokens_per_second.toFixed(1), "tokens/s"), spark()),
+		card("Tokens per second, last 10 s", "", big(state.tokens_per_second.toFixed(1), "tokens/s"), spark()),
 		gauge("Running", state.running.length, state.places.most),
 		gauge("Waiting", state.waiting, state.queue.most),
 		gauge("Prompt tokens from the cache", state.cache.cached_tokens, state.cache.prompt_tokens),
@@ -888,21 +933,52 @@ async function watch() {
 
 // ---- the page
 
+let served = ""; // "up", "down", or what the server says of itself
+let wake = () => {};
+
+async function look() {
+	let state = "down";
+	try {
+		const answer = await fetch("health", { cache: "no-store", signal: AbortSignal.timeout(4000) });
+		state = answer.ok ? "up" : ((await answer.json().catch(() => ({}))).status ?? "not ready");
+	} catch {
+		// nobody answers, which is what was asked
+	}
+	if (state !== served) await changed(state);
+	return state === "up";
+}
+
+async function changed(state) {
+	if (served === "down" && state === "up") say("The server is back.");
+	served = state;
+	$("lost").hidden = state !== "down";
+	$("served").classList.toggle("down", state === "down");
+	delete $("served").dataset.up;
+	if (state === "up") await greet();
+	else $("served").textContent = state === "down" ? "no server" : { loading: "loading the model" }[state] ?? `server: ${state}`;
+}
+
 async function greet() {
+	try {
+		const state = await (await call("v1/slipstream/state")).json();
+		model = state.model;
+		$("served").textContent = state.draft ? `${state.model} + ${state.draft}` : `${state.model}, ${state.drafter}`;
+		$("served").title = state.fingerprint;
+		$("served").dataset.up = "";
+	} catch (error) {
+		$("served").textContent = error.status === 401 ? "needs a key" : error.message;
+		if (error.status !== 401) served = ""; // ask again at the next look
+	}
+}
+
+// Look every few seconds, so that the dot is true and a server that comes back is found.
+async function keepLooking() {
 	for (;;) {
-		try {
-			const state = await (await call("v1/slipstream/state")).json();
-			model = state.model;
-			$("served").textContent = state.draft ? `${state.model} + ${state.draft}` : `${state.model}, ${state.drafter}`;
-			$("served").title = state.fingerprint;
-			$("served").dataset.up = "";
-			return;
-		} catch (error) {
-			$("served").textContent = error.status === 401 ? "needs a key" : error.status ? error.message : "not reachable";
-			delete $("served").dataset.up;
-			if (error.status === 401) return;
-		}
-		await pause(2000);
+		const isUp = await look();
+		await new Promise((resolve) => {
+			wake = resolve;
+			setTimeout(resolve, isUp ? 5000 : 1500);
+		});
 	}
 }
 
@@ -949,10 +1025,17 @@ function start() {
 	$("key-dialog").querySelector("form").addEventListener("submit", () => { $("key-dialog").returnValue = "ok"; });
 
 	$("examples").append(...EXAMPLES.map((text) => button(text, () => ask(text))));
-	on("composer", "submit", (event) => {
+	on("composer", "submit", async (event) => {
 		event.preventDefault();
-		if (ask($("ask").value)) $("ask").value = "";
+		if (served === "down" && !(await look())) return; // the text stays where it is, and the line at the top says why
+		if (!ask($("ask").value)) return;
+		$("ask").value = "";
+		sessionStorage.removeItem("slipstream.unsent");
 	});
+	$("ask").value = sessionStorage.getItem("slipstream.unsent") ?? "";
+	on("ask", "input", () => sessionStorage.setItem("slipstream.unsent", $("ask").value));
+	on("look", "click", look);
+	document.addEventListener("visibilitychange", () => document.hidden || wake());
 	sendsOnEnter($("ask"), $("composer"));
 	on("stop", "click", () => running?.abort());
 	on("new-chat", "click", () => { openChat(); $("ask").focus(); });
@@ -965,7 +1048,7 @@ function start() {
 	});
 	on("chats", "change", () => openChat(chats.find((one) => one.id === $("chats").value)));
 
-	$("race-ask").value = EXAMPLES[1];
+	$("race-ask").value = RACE_EXAMPLE;
 	$("race-lanes").append(...lanes.map((lane) => lane.node));
 	on("race-form", "submit", (event) => { event.preventDefault(); startRace(); });
 	sendsOnEnter($("race-ask"), $("race-form"));
@@ -983,7 +1066,7 @@ function start() {
 	chats = readStore("slipstream.chats", []);
 	openChat();
 	route();
-	greet();
+	keepLooking();
 }
 
 start();

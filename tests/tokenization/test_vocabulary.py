@@ -11,6 +11,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
+import slipstream
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -78,10 +79,11 @@ def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> No
     report = compare_vocabularies(a, b, "the heron saw a fish, and then another one. " * 4)
     assert not same_vocabulary(a, b)
     assert report.usable and report.conclusion == "usable through bytes, verified by match"
+    assert report.verdict.startswith("Works, through text") and report.verdict.endswith("about 0.0% extra rejections.")
     assert report.num_differing == 6 and report.differing[0] == f"'1' is absent in the target and {VOCAB} in the draft"
     assert len(report.differing) == 3
     assert "6 tokens differ, first '1' is absent" in about(report, "tokens").found
-    assert about(report, "head").follows == "beside the point, since the tokens decide"
+    assert about(report, "head").follows == "of no effect, as drafts are translated through their text"
     assert report.bridge is not None and report.bridge.kept == report.bridge.aligned == report.bridge.known == 1
     assert f"{len(LETTERS)}: 100.0% of the target's" in about(report, "shared tokens").found
     assert "0.0% of its tokens rejected" in about(report, "estimated loss").follows
@@ -102,6 +104,7 @@ def test_without_two_tokenizers_the_heads_decide(ours: bool, theirs: bool, who: 
     a, b = loaded(made=tokenizer() if ours else None), loaded(draft, tokenizer() if theirs else None)
     report = compare_vocabularies(a, b)
     assert report.usable == (draft == VOCAB)
+    assert report.verdict.startswith("Works if both have the same tokens, which cannot be checked: the ")
     assert about(report, "tokens").same is None
     assert about(report, "tokens").found == f"the {who} came without a tokenizer"
     assert "encoding" not in [one.subject for one in report.findings]
@@ -212,6 +215,9 @@ def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: 
     assert info.end_ids == expected.end_ids and info.special == expected.special != {}
     report = compare_vocabularies(info, whole)
     assert report.conclusion == "usable as is" and all(one.same for one in report.findings)
+    assert report.verdict.startswith("Works: ") and report.verdict.endswith(
+        "have the same tokens. No extra rejections."
+    )
 
 
 def test_a_folder_without_weights_tokenizer_or_generation_config_is_inspected(folder: Path, tmp_path: Path) -> None:
@@ -263,7 +269,7 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
         ("/no/such/folder", "is not a folder"),
         ("no/such.gguf", "does not exist; allowed"),
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
-        ("nobody/nothing", "the hub did not give it"),
+        ("nobody/nothing", "could not be downloaded from the Hugging Face Hub"),
     ],
 )
 def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:
@@ -294,3 +300,11 @@ def test_a_text_is_what_transformers_decodes_whichever_way_it_is_asked() -> None
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         assert HFTokenizer(inner).decode(ids) == inner.decode(ids, **options)
     assert HFTokenizer(own).decode(ids) != HFTokenizer(plain).decode(ids)
+
+
+def test_a_pair_is_checked_by_its_names() -> None:
+    report = slipstream.check_pair("toy", "toy")
+    assert report.usable and str(report).splitlines() == report.lines() and len(report.lines()) > 3
+    assert report.lines()[0] == f"draft 'toy' for target 'toy': {report.conclusion}"
+    with pytest.raises(UsageError, match="nowhere"):
+        slipstream.check_pair("toy", "./nowhere")

@@ -16,7 +16,7 @@ from tests.support.command_line import run
 
 pytestmark = pytest.mark.slow
 
-PLANS = Path(__file__).parents[2] / "benchmarks"
+PLANS = Path(__file__).parents[3] / "benchmarks"
 PROMPTS = ({"prompt": "The heron looked", "category": "birds"}, {"prompt": "a fish, a fish", "category": "fish"})
 
 
@@ -34,7 +34,7 @@ def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path
     options = ("--arms", "none,ngram@3,model@4", "--batch-sizes", "1,2", "--json", str(report))
     code, out, err = run(capsys, monkeypatch, *toy, *options)
     assert code == 0
-    assert "batch size 1; speed-up against none" in out and "batch size 2" in out
+    assert "batch size 1: speed-up against none" in out and "batch size 2" in out
     assert re.search(r"ngram@3 .*x .*2 identical", out) and "where the time went" in out and "birds" in out
     assert "1/3 birds/1, batch 1: none" in err and "3/3 birds/1, fish/1, batch 2" in err
     header, runs = read_records(tmp_path / "runs")
@@ -149,7 +149,7 @@ def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path)
 WRONG_PLANS = [
     ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, activations, arms, at_once, bad_words"),
     ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
-    ('{"repeats": 1.5}', "Invalid value for '--repeats'"),
+    ('{"repeats": 1.5}', "--repeats '1.5'; allowed: a whole number"),
     ('{"plan": "x.json"}', "has the unknown key 'plan'"),
     ("[1]", "is not an object"),
     ("{", "cannot be read"),

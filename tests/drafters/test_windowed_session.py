@@ -91,6 +91,7 @@ def test_a_part_counts_its_rounds_without_what_it_leaves_out() -> None:
     assert part.true_length(len(result.rounds), 5) == 5  # a round that was never committed
 
 
+@pytest.mark.slow
 def test_auto_reads_what_the_context_holds() -> None:
     asked, read = prompts([300]), []
     for context, max_tokens in (("auto", 4), ("auto", 500), ("full", 4)):
@@ -104,7 +105,7 @@ def test_auto_reads_what_the_context_holds() -> None:
 
 @subcases("value", [0, 127, True, 1.5, "some", None])
 def test_a_wrong_draft_context_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number >= 128$"):
+    with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number, 128 or more$"):
         SpeculativeDecoder("toy", draft_context=value)
 
 

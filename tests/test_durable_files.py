@@ -1,10 +1,13 @@
 """Files that are whole whatever ends the process that writes them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from slipstream.durable_files import BLOCK, append, cut, replaced, size_of_whole_lines
+from slipstream.durable_files import BLOCK, append, cut, locked, replaced, size_of_whole_lines, sync
 
 
 def test_a_failed_replacement_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -46,3 +49,34 @@ def test_a_write_that_takes_a_part_is_continued(tmp_path: Path) -> None:
     append(stingy, b"seven b")
     stingy.file.close()
     assert (tmp_path / "file").read_bytes() == b"seven b"
+
+
+def test_a_lock_ends_with_its_holder_however_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    hold = (
+        "import pathlib, sys; from slipstream.durable_files import locked; "
+        f"held = locked(pathlib.Path({str(path)!r})); print(1, flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert locked(path) is None
+        other.kill()
+    lock = locked(path)
+    assert lock is not None and locked(path) is None
+    lock.release()
+    second = locked(path, wait=True)
+    assert second is not None
+    second.release()
+
+
+def test_windows_is_not_asked_to_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("text")
+    opened = list[tuple[object, int]]()
+    real = os.open
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", lambda path, flags: opened.append((path, flags)) or real(path, flags))
+        sync(tmp_path)
+        sync(tmp_path / "file")
+        patched.setattr("slipstream.durable_files.WINDOWS", True)
+        sync(tmp_path)
+    assert opened == [(tmp_path, os.O_RDONLY), (tmp_path / "file", os.O_RDWR)]

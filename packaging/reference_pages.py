@@ -1,0 +1,132 @@
+"""Pages of the documentation site that are written from the code: a hook of MkDocs.
+
+`reference/cli.md` comes from the command line's own commands, `reference/settings.md` from the fields of
+`DecoderConfig` and `SamplingParams`, `reference/python.md` names what mkdocstrings documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from slipstream import SamplingParams
+from slipstream.apps import cli
+from slipstream.config import DecoderConfig
+
+ROOT = Path(__file__).parents[1]
+PROJECT_FILES = ("contributing.md", "changelog.md", "security.md")
+PYTHON = (
+    "slipstream.decoder.SpeculativeDecoder",
+    "slipstream.sampling.params.SamplingParams",
+    "slipstream.constraints.constraint.Constraint",
+    "slipstream.text.results.Result",
+    "slipstream.text.results.Stream",
+    "slipstream.text.results.Chunk",
+    "slipstream.text.results.Stats",
+    "slipstream.core.types.Draft",
+    "slipstream.core.types.Row",
+    "slipstream.core.types.Traits",
+    "slipstream.core.rounds.Round",
+    "slipstream.core.interfaces.Drafter",
+    "slipstream.integrations.transformers.custom_generate.CustomGenerate",
+    "slipstream.bench.comparison.compare",
+    "slipstream.wiring.vocabulary_report.check_pair",
+    "slipstream.errors",
+)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to those of docs/."""
+    from mkdocs.structure.files import File
+
+    pages = {"cli": command_line(), "settings": settings(), "python": python()}
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Project files of the repository's root are pages, too."""
+    name = page.file.src_uri
+    if name not in PROJECT_FILES:
+        return markdown
+    text = (ROOT / f"{name.removesuffix('.md').upper()}.md").read_text(encoding="utf-8")
+    for other in PROJECT_FILES:
+        text = text.replace(f"]({other.removesuffix('.md').upper()}.md)", f"]({other})")
+    return text.replace("](docs/", "](")
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its full name."""
+    yield from _below("slipstream", typer.main.get_command(cli.app))
+
+
+def _below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    parts = getattr(command, "commands", None)
+    if parts is None or (command.invoke_without_command and name != "slipstream"):
+        yield name, command
+    for part, child in (parts or {}).items():
+        if not child.hidden:
+            yield from _below(f"{name} {part}", child)
+
+
+def command_line() -> str:
+    """The page of the command line."""
+    out = ["# Command line", "Every command and every option, as `--help-all` prints them."]
+    for name, command in commands():
+        out += [f"## {name}", _plain(command.help or "")]
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [p for p in command.params if p.param_type_name == "option"]
+        words = " ".join((p.metavar or str(p.name).upper()) for p in arguments)
+        out.append(f"```text\n{name} [OPTIONS] {words}".rstrip() + "\n```")
+        rows = [
+            f"| {', '.join(f'`{o}`' for o in [*p.opts, *p.secondary_opts])} | {_plain(p.help or '')}{_default(p)} |"
+            for p in options
+        ]
+        out.append("\n".join(["| option | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(out) + "\n"
+
+
+def _default(option: Any) -> str:
+    if option.is_flag or option.default in (None, "", (), []) or callable(option.default):
+        return ""
+    if str(option.default).startswith("Sentinel"):
+        return ""
+    return f" (default: `{option.default}`)"
+
+
+def _plain(text: str) -> str:
+    """A text in one line, as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
+
+
+def settings() -> str:
+    """The page of the decoder's settings and the sampling options."""
+    out = [
+        "# Settings",
+        "Arguments of `SpeculativeDecoder`, flags of the same names (`-` for `_`), and keys of a `--config` file:",
+        _table(DecoderConfig),
+        "## Sampling options",
+        "Fields of `SamplingParams`, keywords of `generate`, `chat` and `stream`, and keys of a request's line:",
+        _table(SamplingParams),
+    ]
+    return "\n\n".join(out) + "\n"
+
+
+def _table(settings: Any) -> str:
+    rows = ["| name | default | meaning |", "|---|---|---|"]
+    for field in fields(settings):
+        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+        rows.append(f"| `{field.name}` | `{default!r}` | {_plain(field.metadata.get('help', ''))} |")
+    return "\n".join(rows)
+
+
+def python() -> str:
+    """The page that mkdocstrings fills from docstrings."""
+    return "# Python\n\nSettings and sampling options have [a page of their own](settings.md).\n\n" + "\n\n".join(
+        f"::: {name}" for name in PYTHON
+    )

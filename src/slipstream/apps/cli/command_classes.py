@@ -1,0 +1,205 @@
+"""Commands as typer makes them, with help that fits the terminal and wrong use told in one line of our own wording."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+from slipstream.apps.cli.consoles import out, to_standard_error
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
+
+WIDTH = 100  # columns of help, at most
+MAX_NAME_COLUMNS = 30  # of an option and its value, beside which its help begins
+NARROW, MAX_NARROW_NAME_COLUMNS = 76, 22  # on terminals with fewer columns than this
+COMMANDS = {
+    "Generate text": ("generate", "chat", "serve", "batch"),
+    "Check": ("demo", "compare", "verify", "models", "doctor"),
+    "Measure": ("bench", "sweep", "tune", "simulate", "report"),
+}
+# sections in the order of the help; others come before the last three
+FIRST = ("Arguments", "Models", "Prompts", "Server", "Measuring", "Sampling", "Structured output", "Decoder")
+LAST = ("Output", "Options", "Examples")
+NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
+BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
+
+
+class _Worded:
+    """What `Command` and `Group` share: parsing whose errors are ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; a refusal is a `UsageError` that repeats the value."""
+        words = list(args)
+        try:
+            return list(super().parse_args(ctx, args))  # type: ignore[misc]
+        except typer.BadParameter as error:
+            raise UsageError(_bad_value(error, ctx, words)) from error
+        except TyperException as error:
+            raise UsageError(_reworded(error.format_message(), ctx)) from error
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples as they are, one per line."""
+        if epilog := getattr(self, "epilog", None):
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in epilog.splitlines()))
+
+
+class Command(_Worded, TyperCommand):
+    """A command whose help has the sections that its options name (`rich_help_panel`)."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run; one line says so if the reader closes the output, as `head` does."""
+        try:
+            with to_standard_error(out, when=ctx.params.get("json_file") == Path("-")):
+                return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise SlipstreamError("standard output was closed before everything was written") from error
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name in the usage line."""
+        return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections: what is asked and of which model, then how, then what is written."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            usual = "Arguments" if option.param_type_name == "argument" else "Options"
+            record = option.get_help_record(ctx)
+            if record is not None:
+                name = _argument(option) if option.param_type_name == "argument" else record[0]
+                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append((name, record[1]))
+        others = [title for title in sections if title not in (*FIRST, *LAST)]
+        _write(formatter, {title: sections[title] for title in (*FIRST, *others, *LAST) if title in sections})
+
+
+class Group(_Worded, TyperGroup):
+    """The list of commands, in sections."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; an unknown one is a `UsageError` that lists all."""
+        try:
+            return super().resolve_command(ctx, args)
+        except TyperException:
+            raise unknown_command(self, ctx, args[0]) from None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands with the first sentences of their help."""
+        grouped = {name for names in COMMANDS.values() for name in names}
+        others = {"Commands": tuple(name for name in self.list_commands(ctx) if name not in grouped)}
+        for title, names in (COMMANDS | others).items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            lines = [
+                (name, command.get_short_help_str(WIDTH))
+                for name, command in commands
+                if command is not None and not command.hidden
+            ]
+            if lines:
+                _write(formatter, {title: lines})
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, then the group's own options."""
+        self.format_commands(ctx, formatter)
+        records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
+        _write(formatter, {"Options": records})
+
+
+def _argument(param: Any) -> str:
+    """How an argument is written in usage and help: [PROMPT]... where there may be none or several."""
+    name = param.metavar or str(param.name).upper()
+    return f"{name if param.required else f'[{name}]'}{'...' if param.nargs == -1 else ''}"
+
+
+def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
+    """What to say of a command that a group does not have."""
+    names = [known for known in group.list_commands(ctx) if not group.get_command(ctx, known).hidden]
+    near = did_you_mean(name, *names)
+    return UsageError(f"unknown command {name!r}; allowed: {', '.join(names)}{near}")
+
+
+def definition_lines(lines: Iterable[tuple[str, str]], width: int, indent: int = 0) -> list[str]:
+    """Names and their explanations in two columns, broken at words only; a long name has a line of its own."""
+    lines, columns = list(lines), MAX_NAME_COLUMNS if width >= NARROW else MAX_NARROW_NAME_COLUMNS
+    first = min(columns, max((len(name) for name, _ in lines), default=0)) + 2
+    written: list[str] = []
+    for name, text in lines:
+        parts = wrapped(text, max(20, width - indent - first))
+        if len(name) > first - 2:
+            written.append(" " * indent + name)
+            name = ""
+        written += [f"{'':{indent}}{name if number == 0 else '':{first}}{part}" for number, part in enumerate(parts)]
+    return [line.rstrip() for line in written]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width`, broken at blanks; a word that is longer is broken before [ or after a comma, if at
+    all.
+    """
+    lines = [""]
+    for word in text.split():
+        pieces = re.split(r"(?<=\])(?=\[)|(?<=,)(?=.)", word) if len(word) > width else [word]
+        for number, piece in enumerate(pieces):
+            gap = " " if lines[-1] and number == 0 else ""
+            if lines[-1] and len(lines[-1]) + len(gap) + len(piece) > width:
+                lines.append(piece)
+            else:
+                lines[-1] += gap + piece
+    return lines
+
+
+def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+    for title, lines in sections.items():
+        with formatter.section(title):
+            formatted = definition_lines(lines, formatter.width, formatter.current_indent)
+            formatter.write("".join(f"{line}\n" for line in formatted))
+
+
+def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str:
+    """Of a value that an option cannot have, or of an argument that is missing."""
+    if error.param is None:
+        return _reworded(error.format_message(), ctx)
+    values = _values(words, error.param.opts)
+    if not values and error.param.name in (ctx.default_map or {}):
+        values = [str(ctx.default_map[error.param.name])]  # of a plan
+    if not values:
+        return _reworded(error.format_message(), ctx)
+    allowed = error.message
+    if allowed.startswith("Input should be "):
+        allowed = allowed.removeprefix("Input should be ").partition(",")[0]
+    for pattern, plain in BOUNDS.items():
+        allowed = re.sub(pattern, plain, allowed)
+    return f"{max(error.param.opts, key=len)} {' '.join(values)!r}; allowed: {NUMBERS.get(allowed, allowed)}"
+
+
+def _reworded(message: str, ctx: Any) -> str:
+    """A message of the parser in our wording; one that is not known here only begins in lower case."""
+    options = {name: option for option in ctx.command.params for name in (*option.opts, *option.secondary_opts)}
+    if match := re.match(r"No such option:? '?(-[^\s']*)", message):
+        near = did_you_mean(match[1], *(name for name in options if name.startswith("--")))
+        has_all = "--help-all" in options
+        listed = f"; `{ctx.command_path} {'--help-all' if has_all else '--help'}` lists them"
+        return f"unknown option {match[1]!r}{near or listed}"
+    if match := re.match(r"Option '?(-[^\s']*?)'? requires an argument", message):
+        return f"{match[1]} needs a value; allowed: {match[1]} {options[match[1]].metavar or 'VALUE'}"
+    if match := re.match(r"Option '?(-[^\s']*?)'? does not take a value", message):
+        return f"{match[1]} takes no value; allowed: {match[1]} alone"
+    usage = " ".join(ctx.get_usage().split()).removeprefix("Usage: ")
+    if match := re.match(r"Got unexpected extra argument(?:\(s\)|s)? \((.*)\)", message):
+        return f"unexpected argument {match[1].split(' ')[0]!r}; allowed: {usage}"
+    if match := re.match(r"Missing argument '[\[{]*(.*?)[\]}]*'", message):
+        return f"{match[1].upper()} is missing; allowed: {usage}"
+    return message[:1].lower() + message[1:]
+
+
+def _values(args: Sequence[str], names: Sequence[str]) -> list[str]:
+    """All values of an option on the command line, from `--name value` and `--name=value`."""
+    values = []
+    for i, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name in names and (equals or i + 1 < len(args)):
+            values.append(value if equals else args[i + 1])
+    return values

@@ -1,0 +1,137 @@
+"""Standard output and standard error as rich consoles: texts are never markup and cannot steer the terminal.
+
+The text goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from rich.console import Console, ConsoleOptions
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.text import Text
+
+from slipstream.text.terminal_text import harmless
+from slipstream.text.word_wrap import WordWrap
+
+PIPE_COLUMNS = 120  # of tables in files and pipes
+
+
+class Stream(Console):
+    """A console that raises when its pipe is closed, as for any other failure to write.
+
+    Texts are never markup, and their control characters become pictures: see `harmless`.
+    """
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments to print, without control characters."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise the error that is being handled."""
+        raise
+
+    def sentence(self, text: str | Text, style: str | None = None) -> None:
+        """Print a text for people: broken at words on a terminal, in one line elsewhere."""
+        self.print(text, style=style, soft_wrap=not self.is_terminal)
+
+
+def _stream(*, stderr: bool) -> Stream:
+    file = sys.stderr if stderr else sys.stdout
+    width = None if file.isatty() else PIPE_COLUMNS
+    return Stream(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
+
+
+out, err = _stream(stderr=False), _stream(stderr=True)
+
+
+@contextmanager
+def to_standard_error(console: Stream, *, when: bool) -> Iterator[None]:
+    """Have a console write to standard error, as when standard output is for the JSON of `--json -` alone."""
+    if not when:
+        yield
+        return
+    console.stderr = True
+    try:
+        yield
+    finally:
+        console.stderr = False
+
+
+class TextWriter:
+    """Writes a text piece by piece: as the model wrote it into files and pipes, broken at words on a terminal."""
+
+    def __init__(self) -> None:
+        self._wrap = WordWrap(out.width) if out.is_terminal else None
+
+    def write(self, text: str) -> None:
+        """Write the next piece."""
+        self._emit(text if self._wrap is None else self._wrap.push(harmless(text)))
+
+    def end(self) -> None:
+        """Write what is held back, and end the line."""
+        self._emit(("" if self._wrap is None else self._wrap.flush()) + "\n")
+
+    def _emit(self, text: str) -> None:
+        out.file.write(text)  # rich would expand tabs and drop others
+        out.file.flush()
+
+
+def write_raw(text: str) -> None:
+    """Write a piece of a text into a file or a pipe, as the model wrote it."""
+    out.file.write(text)
+    out.file.flush()
+
+
+def print_text(text: str) -> None:
+    """Print a whole text."""
+    writer = TextWriter()
+    writer.write(text)
+    writer.end()
+
+
+def print_error(message: str) -> None:
+    """Print an error: one line, which terminals break at words."""
+    err.sentence(Text.assemble(("error:", "red"), " ", message))
+
+
+class RunBar:
+    """A progress bar over runs that says which one is under way; only on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._started = -1
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=err,
+            disable=not err.is_terminal,
+            transient=True,
+            redirect_stdout=False,  # standard output may be a pipe
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task("", total=total)
+
+    def show(self, doing: str) -> None:
+        """Say what is begun now; what was begun before is finished."""
+        self._started += 1
+        self._progress.update(self._task, description=doing, completed=self._started)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The bar gone, so that something can be printed."""
+        self._progress.stop()
+        yield
+        self._progress.start()
+
+    def __enter__(self) -> RunBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()

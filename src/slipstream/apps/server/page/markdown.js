@@ -1,0 +1,163 @@
+// Markdown as models write it: headings, lists, tables, quotes, code, emphasis and links, as in CommonMark and GitHub's
+// tables. Text becomes elements one by one and never markup, so HTML in an answer is shown as it was written.
+// Images are shown as links, since the page loads nothing from elsewhere.
+
+import { h } from "./elements.js";
+
+const MOST_DEPTH = 16; // of lists and quotes in one another; deeper ones are text
+const MOST_INLINE = 8000; // characters of a paragraph that are searched for emphasis and links
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)(.*)$/;
+const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const INLINE = new RegExp([
+	/\\([!-/:-@[-`{-~])/, // 1: an escaped character
+	/(?<!`)(`+)(?!`)([\s\S]*?[^`])\2(?!`)/, // 2, 3: code
+	/!?\[([^[\]]*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/, // 4, 5: a link or an image
+	/<(https?:\/\/[^\s<>]+)>/, // 6: an address
+	/\b(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]*_])/, // 7: a bare address
+	/(\*{1,3}|~~)(?=[^\s*~])([\s\S]*?[^\s\\*~])\8(?![*~])/, // 8, 9: emphasis
+	/(?<!\w)(_{1,3})(?=[^\s_])([\s\S]*?[^\s\\_])\10(?!\w)/, // 10, 11: emphasis
+].map((part) => part.source).join("|"), "g");
+
+// The blocks of a text. codeTools: makes what stands beside the language of a block of code.
+export function markdown(text, codeTools = () => null) {
+	return blocks(text.replaceAll("\r\n", "\n").split("\n"), codeTools, 0);
+}
+
+function blocks(lines, codeTools, depth) {
+	const nodes = [];
+	let at = 0;
+	while (at < lines.length) {
+		const line = lines[at];
+		const fence = line.match(FENCE);
+		const heading = line.match(HEADING);
+		const end = paragraphEnd(lines, at);
+		if (!line.trim()) at += 1;
+		else if (fence) {
+			const close = new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
+			let last = at + 1;
+			while (last < lines.length && !close.test(lines[last])) last += 1;
+			nodes.push(codeBlock(fence[2], lines.slice(at + 1, last).join("\n"), codeTools));
+			at = last + 1;
+		} else if (heading) {
+			nodes.push(h(`h${Math.min(6, heading[1].length + 3)}`, {}, ...inline(heading[2])));
+			at += 1;
+		} else if (RULE.test(line)) {
+			nodes.push(h("hr"));
+			at += 1;
+		} else if (QUOTE.test(line) && depth < MOST_DEPTH) {
+			let last = at;
+			while (last < lines.length && QUOTE.test(lines[last])) last += 1;
+			const inner = lines.slice(at, last).map((one) => one.replace(QUOTE, ""));
+			nodes.push(h("blockquote", {}, ...blocks(inner, codeTools, depth + 1)));
+			at = last;
+		} else if (ITEM.test(line) && depth < MOST_DEPTH) {
+			const [list, last] = listFrom(lines, at, codeTools, depth);
+			nodes.push(list);
+			at = last;
+		} else if (line.includes("|") && DELIMITERS.test(lines[at + 1] ?? "") && cells(line).length === cells(lines[at + 1]).length) {
+			let last = at + 2;
+			while (last < lines.length && lines[last].includes("|")) last += 1;
+			nodes.push(table(lines.slice(at, last)));
+			at = last;
+		} else {
+			nodes.push(h("p", {}, ...inline(lines.slice(at, end).map((one) => one.trim()).join("\n"))));
+			at = end;
+		}
+	}
+	return nodes;
+}
+
+function paragraphEnd(lines, start) {
+	let end = start + 1;
+	const begins = (line) => [FENCE, HEADING, RULE, QUOTE].some((kind) => kind.test(line)) || /^\s*([-*+]|1[.)])\s+\S/.test(line);
+	while (end < lines.length && lines[end].trim() && !begins(lines[end])) end += 1;
+	return end;
+}
+
+function codeBlock(language, code, codeTools) {
+	const pre = h("pre", { tabindex: "0", role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, h("code", {}, code));
+	return h("div.code-block", h("div.bar", h("span.hint", {}, language || "code"), codeTools(code)), pre);
+}
+
+// Items of one kind of mark at one depth; what is indented below a mark belongs to its item.
+function listFrom(lines, start, codeTools, depth) {
+	const [, margin, mark] = lines[start].match(ITEM);
+	const ordered = /\d/.test(mark);
+	const items = [];
+	let loose = false;
+	let at = start;
+	while (at < lines.length) {
+		const item = lines[at].match(ITEM);
+		if (!item || item[1].length > margin.length + 1 || item[1].length < margin.length) break;
+		if (/\d/.test(item[2]) !== ordered || RULE.test(lines[at])) break;
+		const indent = item[1].length + item[2].length + Math.min(Math.max(item[3].length, 1), 4);
+		const inner = [item[4]];
+		at += 1;
+		for (; at < lines.length; at++) {
+			const line = lines[at];
+			const lead = line.match(/^\s*/)[0].length;
+			if (!line.trim()) {
+				const next = lines.slice(at).find((one) => one.trim());
+				if (!next || next.match(/^\s*/)[0].length < Math.min(indent, margin.length + 2)) break;
+				inner.push("");
+			} else if (lead > margin.length + 1 || lead >= indent) inner.push(line.slice(Math.min(lead, indent)));
+			else if (ITEM.test(line) || [FENCE, HEADING, RULE, QUOTE].some((kind) => kind.test(line)) || !inner.at(-1)) break;
+			else inner.push(line); // a lazy continuation
+		}
+		const blank = at;
+		while (at < lines.length && !lines[at].trim()) at += 1;
+		items.push(inner);
+		const next = lines[at]?.match(ITEM);
+		if (inner.slice(1, -1).includes("") || (blank < at && next && next[1].length <= margin.length + 1)) loose = true;
+	}
+	const content = (inner) => blocks(inner, codeTools, depth + 1)
+		.flatMap((node) => (!loose && node.tagName === "P" ? [...node.childNodes] : [node]));
+	const first = Number.parseInt(mark, 10);
+	const list = h(ordered ? "ol" : "ul", ordered && first !== 1 ? { start: first } : {}, ...items.map((inner) => h("li", {}, ...content(inner))));
+	return [list, at];
+}
+
+function cells(line) {
+	return line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((one) => one.trim().replaceAll("\\|", "|"));
+}
+
+function table([head, delimiters, ...rows]) {
+	const sides = cells(delimiters).map((one) => (one.endsWith(":") ? (one.startsWith(":") ? "middle" : "right") : ""));
+	const row = (kind, line) => h("tr", {}, ...sides.map((side, at) => h(kind, side ? { class: side } : {}, ...inline(cells(line)[at] ?? ""))));
+	return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "Table" },
+		h("table", {}, h("thead", {}, row("th", head)), h("tbody", {}, ...rows.map((line) => row("td", line)))));
+}
+
+const EMPHASIS = { 1: ["em"], 2: ["strong"], 3: ["em", "strong"] };
+
+function inline(text, depth = 0) {
+	if (text.length > MOST_INLINE || depth > MOST_DEPTH) return [text];
+	const nodes = [];
+	let from = 0;
+	for (const found of text.matchAll(INLINE)) {
+		const [whole, escaped, , code, label, address, plain, bare, stars, starred, bars, barred] = found;
+		nodes.push(text.slice(from, found.index));
+		from = found.index + whole.length;
+		if (escaped) nodes.push(escaped);
+		else if (code !== undefined) nodes.push(h("code", {}, code.replace(/^ (.*) $/s, "$1").replaceAll("\n", " ")));
+		else if (label !== undefined) nodes.push(link(address, label ? inline(label, depth + 1) : [address], whole));
+		else if (plain ?? bare) nodes.push(link(plain ?? bare, [plain ?? bare], whole));
+		else if (stars === "~~") nodes.push(h("del", {}, ...inline(starred, depth + 1)));
+		else {
+			const tags = EMPHASIS[(stars ?? bars).length];
+			nodes.push(tags.reduce((inner, tag) => [h(tag, {}, ...inner)], inline(starred ?? barred, depth + 1))[0]);
+		}
+	}
+	return [...nodes, text.slice(from)].filter((node) => node !== "");
+}
+
+// Addresses of the web and of mail only; others stay text.
+function link(address, children, whole) {
+	const url = URL.canParse(address) ? new URL(address) : null;
+	if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return whole;
+	return h("a", { href: url.href, target: "_blank", rel: "noopener noreferrer" }, ...children);
+}

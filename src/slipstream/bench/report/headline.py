@@ -1,0 +1,185 @@
+"""What a report says in sentences: its headline, and which arm to use, chosen among all arms that were measured.
+
+Every number is written as the table of all prompts writes it, so that a reader finds it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.bench.arms import HF, PLAIN, counted, parse_arm
+from slipstream.bench.report.report_data import Data, against
+from slipstream.bench.result_tables import cell
+from slipstream.bench.summary import ArmSummary, Estimate
+
+FEW_PROMPTS = 10  # fewer say little about others, and percentile intervals over so few are too narrow
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which arm to use at a batch size. flags: the options that choose it, empty where none are needed."""
+
+    sentence: str
+    flags: str
+
+
+def headline(data: Data) -> str:
+    """As "auto: 2.63x plain decoding (1.50 to 4.50), 9.70x Hugging Face (7.10 to 12.00), 12 prompts".
+
+    The arm is the fastest lossless one at the smallest batch size.
+    """
+    batch = min(arm.batch for arm in data.summaries)
+    best = _fastest(_usable(data, batch))
+    if best is None:
+        return "No lossless arm was measured to the end"
+    ratios = [] if best.arm == data.references[best.arm] else [_times(data, best, data.references[best.arm])]
+    if (over_hf := over_hugging_face(data).get((best.arm, batch))) is not None:
+        ratios.append(f"{_number(over_hf)} Hugging Face{_interval(over_hf)}")
+    where = f", batches of {batch}" if batch > 1 else ""
+    measured = f"{where}, {_prompts(data, batch)}"
+    if not ratios:
+        return f"No drafter was faster than {_name(data, best.arm)}{measured}"
+    return f"{_name(data, best.arm)}: {', '.join(ratios)}{measured}"
+
+
+def text_verdicts(data: Data) -> str:
+    """What became of the texts of the headline's arm, as "3 of 3 texts are plain decoding's own"."""
+    best = _fastest(_usable(data, min(arm.batch for arm in data.summaries)))
+    if best is None:
+        return ""
+    same = best.verdicts["identical"] + best.verdicts["reference"]
+    compared = same + best.verdicts["tie"] + best.verdicts["different"]
+    if not compared:
+        return "Its texts were sampled and are not compared."
+    ties = f", {best.verdicts['tie']} part within rounding" if best.verdicts["tie"] else ""
+    return f"{same} of {compared} texts are identical to plain decoding's{ties}."
+
+
+def advice(data: Data) -> list[Advice]:
+    """What to use at each batch size and temperature."""
+    kinds = dict.fromkeys((arm.batch, data.references[arm.arm]) for arm in data.summaries)
+    found = (
+        _advice(data, [a for a in _usable(data, batch) if data.references[a.arm] == base]) for batch, base in kinds
+    )
+    return [one for one in found if one is not None]
+
+
+def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
+    """Speed-ups over Hugging Face's `generate` by arm and batch size; empty where it was not run or is the reference."""
+    if HF not in data.references or set(data.references.values()) == {HF}:
+        return {}
+    temperature = parse_arm(HF).temperature
+    return {
+        (arm.arm, arm.batch): arm.speed.speed_up
+        for arm in against(data, HF).summaries
+        if arm.speed is not None and arm.speed.speed_up is not None and parse_arm(arm.arm).temperature == temperature
+    }
+
+
+def num_prompts(data: Data, batch: int) -> int:
+    """How many different prompts were run at a batch size."""
+    return len({prompt for run in data.runs if run.batch == batch for prompt in run.prompts})
+
+
+def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
+    best = _fastest(arms)
+    if best is None or best.speed is None or len(arms) < 2:
+        return None
+    where = f"Batch size {best.batch}"
+    if (temperature := parse_arm(best.arm).temperature) is not None:
+        where += ", greedy" if temperature == 0 else f", temperature {temperature:g}"
+    base = data.references[best.arm]
+    speed = f"{cell(best.speed.tokens_per_second, '.1f').text} tokens per second"
+    if best.arm == base:
+        text = f"{where}: do not speculate; {_name(data, best.arm)} is the fastest, {speed}"
+    else:
+        text = f"{where}: use {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
+        low = best.speed.speed_up and best.speed.speed_up.low
+        if low is None or low <= 1:
+            text += "; the measurement does not tell it from " + _name(data, base)
+    return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
+
+
+def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
+    """How certain it is that the best arm is better than the next, prompt by prompt."""
+    second = _fastest([arm for arm in arms if arm is not best and arm.arm != data.references[best.arm]])
+    if second is None:
+        return ""
+    compared = against(data, second.arm).summaries
+    ratio = next((_ratio(arm) for arm in compared if (arm.arm, arm.batch) == (best.arm, best.batch)), None)
+    if ratio is None:
+        return ""
+    open_question = ratio.low is None or ratio.low <= 1
+    remark = ", so the two may be equally fast" if open_question else ""
+    return f"; the next is {_name(data, second.arm)}, {cell(_ratio(second), unit='x').text}{remark}"
+
+
+def _faster_baselines(data: Data, best: ArmSummary) -> str:
+    """Arms of other projects that beat ours."""
+    ours = _ratio(best)
+    others = [
+        arm
+        for arm in data.summaries
+        if arm.batch == best.batch
+        and parse_arm(arm.arm).baseline
+        and data.references[arm.arm] == data.references[best.arm]
+    ]
+    faster = [arm for arm in others if ours is not None and (ratio := _ratio(arm)) and ratio.value > ours.value]
+    return "".join(f"; {_name(data, arm.arm)} was faster still, {cell(_ratio(arm), unit='x')}" for arm in faster)
+
+
+def flags(name: str) -> str:
+    """The options of `generate`, `serve` and the others that choose what an arm is."""
+    arm = parse_arm(name)
+    options = [
+        ("--drafter", arm.drafter),
+        ("--num-draft-tokens", arm.num_draft_tokens),
+        ("--acceptance", arm.acceptance),
+        ("--fast", None if arm.fast is None else str(arm.fast).lower()),
+        ("--temperature", None if arm.temperature is None else f"{arm.temperature:g}"),
+    ]
+    return " ".join(f"{option} {value}" for option, value in options if value is not None)
+
+
+def _usable(data: Data, batch: int) -> list[ArmSummary]:
+    """Our own arms that keep the target's text, did so, and were measured to the end."""
+    return [
+        arm
+        for arm in data.summaries
+        if arm.batch == batch and arm.lossless and not arm.verdicts["different"] and _ratio(arm) is not None
+    ]
+
+
+def _fastest(arms: Sequence[ArmSummary]) -> ArmSummary | None:
+    return max(arms, key=lambda arm: ratio.value if (ratio := _ratio(arm)) else 0.0, default=None)
+
+
+def _ratio(arm: ArmSummary) -> Estimate | None:
+    return None if arm.speed is None else arm.speed.speed_up
+
+
+def _times(data: Data, arm: ArmSummary, base: str) -> str:
+    ratio = _ratio(arm)
+    assert ratio is not None
+    return f"{_number(ratio)} {_name(data, base)}{_interval(ratio)}"
+
+
+def _number(ratio: Estimate) -> str:
+    return cell(ratio, unit="x").text
+
+
+def _interval(ratio: Estimate) -> str:
+    entry = cell(ratio, unit="x")
+    return f" ({entry.low} to {entry.high})" if entry.low else ", no interval"
+
+
+def _name(data: Data, arm: str) -> str:
+    parsed = parse_arm(arm)
+    is_plain = parsed.drafter == PLAIN and parsed.fast is None and not parsed.temperature
+    return "plain decoding" if is_plain and data.label(arm).startswith("plain") else data.label(arm)
+
+
+def _prompts(data: Data, batch: int) -> str:
+    count = num_prompts(data, batch)
+    return counted(count, "prompt") + (": too few for a claim" if count < FEW_PROMPTS else "")

@@ -1,0 +1,98 @@
+"""`slipstream doctor` names what is missing with the command that mends it, and never fails for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.apps.cli import doctor
+from slipstream.models.cpu import kernel_libraries
+from slipstream.models.cpu.processor import NoKernelsError
+from tests.support.command_line import run
+
+
+def diagnosis(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, str, dict[str, Any]]:
+    file = tmp_path / "doctor.json"
+    code, out, _ = run(capsys, monkeypatch, "doctor", "--json", str(file))
+    return code, " ".join(out.split()), json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_it_tells_versions_kernels_devices_and_caches(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.0", "no-such-package; extra == 'all'"])
+    code, out, report = diagnosis(capsys, monkeypatch, tmp_path)
+    assert code == 0 and "passed: the toy model writes the same 8 tokens" in out
+    subjects = [fact["subject"] for fact in report["facts"]]
+    assert {"slipstream", "python", "packages", "processor", "bfloat16 kernels", "threads", "cache"} <= set(subjects)
+    assert f"torch {torch.__version__}" in out and "pyarrow, for Parquet files" in out
+    assert out.endswith("No problem found.") == (report["problems"] == 0)
+
+
+def test_packages_that_are_missing_or_too_old_come_with_the_command(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=99", "no-such-package>=2", "numpy>=1"])
+    code, out, report = diagnosis(capsys, monkeypatch, tmp_path)
+    assert code == 0 and "pip install 'torch>=99'" in out and "pip install 'no-such-package>=2'" in out
+    assert f"torch>=99 is needed, {torch.__version__} is installed" in out
+    assert not any(fact["problem"] for fact in report["facts"] if fact["subject"] == "numpy")
+    found = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pip" else found(name))
+    assert "uv pip install 'torch>=99'" in diagnosis(capsys, monkeypatch, tmp_path)[1]
+
+
+def test_kernels_that_need_a_compiler_say_how_to_get_one(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def none(forced: str | None) -> None:
+        raise NoKernelsError("no C compiler (gcc or cc)")
+
+    monkeypatch.setattr(kernel_libraries, "best_bfloat16_recipe", none)
+    monkeypatch.setattr(doctor, "COMPILERS", {sys.platform: "get gcc"})
+    _, out, report = diagnosis(capsys, monkeypatch, tmp_path)
+    assert "problem: bfloat16 kernels are not available" in out and "mend it: get gcc" in out
+    assert report["problems"] >= 1
+
+
+def test_a_gpu_that_this_pytorch_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "version", SimpleNamespace(cuda=None))
+    (fact,) = doctor._devices()
+    assert "is built without CUDA" in fact.problem and "pytorch.org/get-started" in fact.remedy
+
+
+def test_what_breaks_a_check_is_a_problem_and_no_traceback(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no\nway")
+
+    monkeypatch.setitem(doctor.CHECKS, "processor", broken)
+    code, out, _ = diagnosis(capsys, monkeypatch, tmp_path)
+    assert code == 0 and "problem: processor could not be checked: RuntimeError: no way" in out
+    monkeypatch.setitem(doctor.CHECKS, "self-test", broken)
+    assert run(capsys, monkeypatch, "doctor")[0::2] == (1, "error: the self-test failed\n")
+
+
+def test_a_cache_folder_that_cannot_be_written_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "absent"))
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    fact = next(iter(doctor._caches()))
+    assert "not there yet" in fact.value and "cannot be written" in fact.problem and "SLIPSTREAM_MODELS" in fact.remedy
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout[0].isdigit(), done.stderr

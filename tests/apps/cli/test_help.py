@@ -1,0 +1,107 @@
+"""Help: short by default, whole with --help-all, with examples that work, at every width of the terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from slipstream.apps.cli import app
+from slipstream.apps.cli.command_classes import COMMANDS, definition_lines, wrapped
+from tests.support.command_line import run
+
+ROOT: Any = typer.main.get_command(app)
+NAMES = [name for names in COMMANDS.values() for name in names]
+
+
+@pytest.mark.parametrize("arguments", [(), ("help",), ("--help",), ("-h",)])
+def test_the_bare_command_shows_the_help(capsys: Any, monkeypatch: Any, arguments: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 0 and not err and out == run(capsys, monkeypatch, "--help")[1]
+    assert out.startswith("Usage: slipstream [OPTIONS] COMMAND") and "slipstream demo" in out
+
+
+@pytest.mark.parametrize("words", [("generate",), ("models", "check")])
+def test_help_explains_a_command(capsys: Any, monkeypatch: Any, words: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, monkeypatch, "help", *words)
+    assert code == 0 and not err and out == run(capsys, monkeypatch, *words, "--help")[1]
+
+
+def test_help_of_generate_is_short_and_names_what_is_asked_first(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, monkeypatch, "generate", "--help")
+    sections = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)
+    order = ["Models", "Prompts", "Sampling", "Structured output", "Decoder", "Output", "Options", "Examples"]
+    assert sections == order and len(out.splitlines()) <= 65
+    assert "suffix[:MIN]" not in out and "suffix[:MIN]" in run(capsys, monkeypatch, "generate", "--help-all")[1]
+
+
+EXAMPLES = [(name, line) for name in NAMES for line in (ROOT.commands[name].epilog or "").splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "models"])
+def test_every_command_has_three_examples(name: str) -> None:
+    assert sum(command == name for command, _ in EXAMPLES) == 3
+
+
+@pytest.mark.parametrize(("name", "line"), EXAMPLES)
+def test_examples_are_understood(name: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line.rpartition("| ")[2], comments=True)
+    assert words[0] == "slipstream"
+    command = ROOT.commands[words[1]]
+    command.make_context(words[1], [word for word in words[2:] if word != "..."])  # raises for wrong use
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_word_of_the_help_is_broken(capsys: Any, monkeypatch: Any, name: str, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    flag = "--help-all" if "--help-all" in {o for p in ROOT.commands[name].params for o in p.opts} else "--help"
+    narrow = run(capsys, monkeypatch, name, flag)[1]
+    body, _, _ = narrow.partition("Examples:")
+    assert max(map(len, body.splitlines())) <= columns
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = set(re.split(r"[\s\[\],]+", run(capsys, monkeypatch, name, flag)[1]))
+    assert set(re.split(r"[\s\[\],]+", body)) <= wide
+
+
+def test_a_long_word_is_broken_where_its_parts_meet() -> None:
+    assert wrapped("a suffix[:MIN][+p=PERCENT][+outputs=TOKENS] b", 24) == [
+        "a suffix[:MIN]",
+        "[+p=PERCENT]",
+        "[+outputs=TOKENS] b",
+    ]
+    assert definition_lines([("--a-name-of-more-than-thirty-columns", "what it does")], 80, 2) == [
+        "  --a-name-of-more-than-thirty-columns",
+        f"{'':34}what it does",
+    ]
+
+
+def completed(line: str, cword: int) -> list[str]:
+    """What bash is offered for the word of this number."""
+    code = "from slipstream.apps.cli import main; main()"
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(cword)}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "cword", "offered"),
+    [
+        ("slipstream ge", 1, "generate"),
+        ("slipstream generate --temp", 2, "--temperature"),
+        ("slipstream generate --drafter ng", 3, "ngram"),
+        ("slipstream generate --dtype b", 3, "bfloat16"),
+        ("slipstream generate --model to", 3, "toy"),
+    ],
+)
+def test_the_shell_completes(line: str, cword: int, offered: str) -> None:
+    assert offered in completed(line, cword)

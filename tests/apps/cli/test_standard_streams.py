@@ -1,0 +1,74 @@
+"""Prompts as arguments and on standard input; results on standard output."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from slipstream.apps.cli import consoles
+from tests.support.command_line import run
+
+TOY = ("--target", "toy", "--max-tokens", "12")
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_a_prompt_is_an_argument_an_option_or_standard_input(capsys: Any, monkeypatch: Any) -> None:
+    code, expected, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron")
+    assert code == 0 and expected.strip()
+    assert run(capsys, monkeypatch, "generate", *TOY, "-p", "The heron")[:2] == (0, expected)
+    for words in ((), ("-",), ("--prompt-file", "-")):
+        typed(monkeypatch, "The heron\n")
+        assert run(capsys, monkeypatch, "generate", *TOY, *words)[:2] == (0, expected)
+
+
+def test_several_arguments_are_several_prompts(capsys: Any, monkeypatch: Any) -> None:
+    code, out, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron", "A sparrow", "--json", "-")
+    results = json.loads(out)["results"]
+    assert code == 0 and len(results) == 2
+    single = json.loads(run(capsys, monkeypatch, "generate", *TOY, "A sparrow", "--json", "-")[1])["results"]
+    assert results[1]["token_ids"] == single[0]["token_ids"]
+
+
+def test_lines_of_prompts_come_from_standard_input(capsys: Any, monkeypatch: Any) -> None:
+    typed(monkeypatch, '{"prompt": "The heron", "category": "a"}\n{"prompt": "A sparrow", "category": "b"}\n')
+    flags = ("--prompt-file", "-", "--category", "b", "--json", "-")
+    code, out, _ = run(capsys, monkeypatch, "generate", *TOY, *flags)
+    assert code == 0 and len(json.loads(out)["results"]) == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_json_on_standard_output_stands_alone(capsys: Any, monkeypatch: Any, command: str) -> None:
+    code, out, err = run(capsys, monkeypatch, command, *TOY, "The heron", "--json", "-")
+    assert code == 0 and json.loads(out)["target"] == "toy" and "tok" in err
+    assert not consoles.out.stderr  # the next command prints where it should
+
+
+def test_a_terminal_without_a_prompt_is_told_what_is_missing(capsys: Any, monkeypatch: Any) -> None:
+    typed(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY)
+    assert code == 2 and err.startswith("error: no prompt; allowed: a prompt as argument")
+
+
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_dtypes_are_accepted(short: str, name: str) -> None:
+    from slipstream.config import DecoderConfig
+
+    assert DecoderConfig(dtype=short) == DecoderConfig(dtype=name)
+    assert DecoderConfig(draft_dtype=short).draft_dtype == name
+
+
+def test_sizes_are_written_as_people_write_them(capsys: Any, monkeypatch: Any) -> None:
+    from slipstream.apps.cli.simulate import read_size
+
+    assert [read_size(text) for text in ("8b", "0.5B", "100g", "1e12", "10t", "3")] == [8e9, 5e8, 1e11, 1e12, 1e13, 3]
+    paper = ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
+    texts = [run(capsys, monkeypatch, "simulate", "--target-params", size, *paper)[1] for size in ("8b", "8e9")]
+    assert texts[0] == texts[1] and json.loads(texts[0])["costs"]

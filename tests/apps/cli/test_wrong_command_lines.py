@@ -1,0 +1,215 @@
+"""Wrong command lines: each is told in one line that names what was written and what is allowed, without a traceback.
+
+One part of the table is generated from the commands' own options, so that a new option is tried as well.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from slipstream.apps.cli import app
+from slipstream.apps.cli.command_classes import COMMANDS
+from tests.support.command_line import run
+from tests.support.markers import subcases
+
+ROOT: Any = typer.main.get_command(app)
+NAMES = [name for names in COMMANDS.values() for name in names]
+ARGUMENTS = {"batch": ("in.jsonl", "out.jsonl"), "report": ("folder",), "generate": ("A",), "compare": ("A",)}
+NUMBERS = (int, float, int | None, float | None, list[int], list[float])
+TOY = ("--target", "toy")
+GENERATE = ("generate", *TOY, "A")
+Case = tuple[tuple[str, ...], str]
+
+WRITTEN: list[Case] = [
+    # commands
+    (("frobnicate",), "unknown command 'frobnicate'; allowed: generate, chat"),
+    (("generat", "A"), "did you mean 'generate'?"),
+    (("chatt",), "did you mean 'chat'?"),
+    (("comapre",), "did you mean 'compare'?"),
+    (("simulte",), "did you mean 'simulate'?"),
+    (("help", "simulte"), "did you mean 'simulate'?"),
+    (("help", "chat", "x"), "unexpected argument 'x'; allowed: slipstream help [COMMAND]"),
+    (("models", "chek"), "did you mean 'check'?"),
+    (("--versoin",), "did you mean '--version'?"),
+    # arguments
+    (("report",), "FOLDER is missing; allowed: slipstream report [OPTIONS] FOLDER"),
+    (("report", "a", "b"), "unexpected argument 'b'"),
+    (("batch", "in.jsonl"), "OUT is missing; allowed: slipstream batch [OPTIONS] IN OUT"),
+    (("models", "check", "toy"), "DRAFT is missing"),
+    (("serve", "toy"), "unexpected argument 'toy'"),
+    (("verify", "A prompt"), "unexpected argument 'A"),
+    (("batch", "absent.jsonl", "out.jsonl", *TOY), "'absent.jsonl' cannot be read"),
+    (("report", "nowhere"), "nowhere"),
+    # options
+    ((*GENERATE, "--temprature", "1"), "unknown option '--temprature'; did you mean '--temperature'?"),
+    ((*GENERATE, "--max-token", "1"), "did you mean '--max-tokens'?"),
+    ((*GENERATE, "--xyzzy"), "unknown option '--xyzzy'; `slipstream generate --help-all` lists them"),
+    ((*GENERATE, "-z"), "unknown option '-z'"),
+    ((*GENERATE, "--temperature"), "--temperature needs a value; allowed: --temperature NUMBER"),
+    ((*GENERATE, "--debug=3"), "--debug takes no value"),
+    # prompts
+    (("generate", *TOY), "standard input is empty; allowed: a text"),
+    (("generate", *TOY, ""), "prompt is empty; allowed: a text"),
+    (("generate", *TOY, "-p", "  "), "prompt is empty; allowed: a text"),
+    (("generate", *TOY, "-", "-"), "prompt - is given twice"),
+    ((*GENERATE, "--prompt-file", "x.txt"), "prompt 'A' beside --prompt-file 'x.txt'; allowed: one of the two"),
+    (("generate", *TOY, "--prompt-file", "absent.txt"), "'absent.txt' cannot be read: no such file or directory"),
+    (("generate", *TOY, "--prompt-file", "-"), "standard input is empty"),
+    ((*GENERATE, "--limit", "1"), "--category and --limit choose from a --prompt-file"),
+    ((*GENERATE, "--system", "s", "--raw"), "--system beside --raw"),
+    (("bench", *TOY, "--category", "code_edit"), "is not in the built-in prompts; allowed: "),
+    (("bench", *TOY, "--category", "code edi"), "did you mean 'code edit'?"),
+    (("verify", *TOY, "--category", "storry"), "did you mean 'story'?"),
+    # sampling
+    ((*GENERATE, "--temperature", "-1"), "temperature=-1.0; allowed: a number, 0 or more"),
+    ((*GENERATE, "--temperature", "warm"), "--temperature 'warm'; allowed: a number"),
+    ((*GENERATE, "--temperature", "nan"), "temperature=nan; allowed: a number, 0 or more"),
+    ((*GENERATE, "--top-p", "0"), "top_p=0.0; allowed: a number above 0, up to 1"),
+    ((*GENERATE, "--top-p", "1.5"), "top_p=1.5; allowed: a number above 0, up to 1"),
+    ((*GENERATE, "--min-p", "2"), "min_p=2.0; allowed: a number from 0 to 1"),
+    ((*GENERATE, "--top-k", "-1"), "top_k=-1; allowed: a whole number, 0 or more"),
+    ((*GENERATE, "--top-k", "1.5"), "--top-k '1.5'; allowed: a whole number"),
+    ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty=0.0; allowed: a number above 0"),
+    ((*GENERATE, "--max-tokens", "0"), "max_tokens=0; allowed: a whole number, 1 or more"),
+    ((*GENERATE, "--min-tokens", "300"), "min_tokens=300; allowed: 0 to max_tokens (200)"),
+    ((*GENERATE, "--seed", "-1"), "seed=-1; allowed: a whole number, 0 or more"),
+    ((*GENERATE, "--n", "3"), "n=3; allowed: 1 with temperature=0"),
+    ((*GENERATE, "--stop", ""), "stop"),
+    ((*GENERATE, "--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
+    ((*GENERATE, "--stop-token-ids", "-4"), "stop_token_ids"),
+    ((*GENERATE, "--logprobs", "-1"), "logprobs=-1; allowed: a whole number, 0 or more"),
+    ((*GENERATE, "--prediction", "absent.txt"), "'absent.txt' cannot be read: no such file or directory; allowed"),
+    # decoder
+    ((*GENERATE, "--drafter", "ngarm"), "did you mean 'ngram'?"),
+    ((*GENERATE, "--drafter", "sufix"), "did you mean 'suffix'?"),
+    ((*GENERATE, "--drafter", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary"),
+    ((*GENERATE, "--drafter", "model"), "needs a draft model"),
+    ((*GENERATE, "--acceptance", "typcal"), "did you mean 'typical'?"),
+    ((*GENERATE, "--acceptance", "rejecton"), "did you mean 'rejection'?"),
+    ((*GENERATE, "--acceptance", "topk"), "acceptance='topk'; allowed: "),
+    ((*GENERATE, "--acceptance", "topk:0"), "allowed: topk:K with a whole number K, 1 or more"),
+    ((*GENERATE, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),
+    ((*GENERATE, "--num-draft-tokens", "-2"), "num_draft_tokens=-2"),
+    ((*GENERATE, "--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
+    ((*GENERATE, "--dtype", "float61"), "did you mean 'float16'?"),
+    ((*GENERATE, "--dtype", "int3"), "dtype='int3'; allowed: auto, bfloat16"),
+    ((*GENERATE, "--draft-dtype", "int5"), "draft_dtype='int5'; allowed"),
+    ((*GENERATE, "--quantize", "int44"), "did you mean 'int4'?"),
+    ((*GENERATE, "--fast", "yes"), "fast='yes'; allowed: 'auto', True, False"),
+    ((*GENERATE, "--max-batch-size", "0"), "max_batch_size=0; allowed: a whole number, 1 or more"),
+    ((*GENERATE, "--draft-context", "5"), "draft_context=5; allowed"),
+    ((*GENERATE, "--load-options", "{"), "is not JSON"),
+    ((*GENERATE, "--config", "absent.json"), "'absent.json' cannot be read: no such file or directory"),
+    ((*GENERATE, "--config", "typo.json"), "has the unknown key 'drafterr'; allowed: "),
+    ((*GENERATE, "--config", "typo.json"), "did you mean 'drafter'?"),
+    (("generate", "A", "--target", "/no/such/folder"), "'/no/such/folder' is not a folder"),
+    (("generate", "A", "--model", "absent.gguf"), "'absent.gguf' does not exist"),
+    # structure
+    ((*GENERATE, "--regex", "["), "unclosed character class"),
+    ((*GENERATE, "--json-schema", "absent.json"), "'absent.json' cannot be read: no such file or directory"),
+    ((*GENERATE, "--json-object", "--regex", "a"), "allowed: one of json_schema"),
+    ((*GENERATE, "--whitespace", "spaced"), "--whitespace 'spaced' alone"),
+    # output
+    ((*GENERATE, "--json", "/no/such/folder/x.json"), "'/no/such/folder/x.json' cannot be written"),
+    ((*GENERATE, "--json", "."), "cannot be written: it is a folder"),
+    (("bench", *TOY, "--out", "/dev/null/x"), "--out '/dev/null/x' cannot be written"),
+    # measuring
+    (("compare", *TOY, "A", "--repeats", "0"), "--repeats '0'; allowed: 1 or more"),
+    (("compare", *TOY, "A", "--hf"), "needs a Hugging Face model"),
+    (("bench", *TOY, "--batch-sizes", "0"), "--batch-sizes '0'; allowed: different whole numbers"),
+    (("bench", *TOY, "--batch-sizes", "1,99"), "batch size 99; allowed: up to max_batch_size (8)"),
+    (("bench", *TOY, "--arms", "none,ngarm"), "ngarm"),
+    (("bench", *TOY, "--plan", "typo.json"), "did you mean 'drafter'?"),
+    (("sweep", *TOY, "--lengths", "8-0"), "the range 8-0 is empty"),
+    (("sweep", *TOY, "--lengths", "x"), "--lengths 'x'; allowed: whole numbers and ranges"),
+    (("sweep", *TOY, "--temperatures", "-1"), "--temperatures '-1'; allowed: numbers, 0 or more"),
+    (("sweep", *TOY, "--num-draft-tokens", "3"), "allowed: --lengths"),
+    (("tune", *TOY, "--budget", "0"), "--budget 0; allowed: a number of seconds above 0"),
+    (("tune", *TOY, "--longest", "99"), "--longest '99'; allowed: 64 or less"),
+    (("tune", *TOY, "--drafter", "ngram"), "is what tune is to find"),
+    (("verify", *TOY, "--budget", "0"), "--budget '0'; allowed: 1 or more"),
+    (("simulate", "--target-params", "eight"), "--target-params 'eight'; allowed: a number, which may end in k, m, b"),
+    (("simulate", "--alpha", "0.5", "--stats", "x.json"), "allowed: one of them"),
+    (("simulate", "--stats", "absent.json", *TOY), "'absent.json' cannot be read: no such file or directory"),
+    (("simulate", "--arm", "x"), "together with --stats FOLDER"),
+    (("report", "--ids", "--markdown", "x"), "--ids beside --markdown"),
+    # serving
+    (("serve", "--host", "0.0.0.0"), "0.0.0.0"),
+    (("serve", "--port", "70000"), "port=70000; allowed: a whole number from 0 to 65535"),
+    (("serve", "--queue-timeout", "0"), "queue_timeout=0.0; allowed: seconds above 0"),
+    (("chat", "--url", "nowhere"), "nowhere"),
+    (("chat", "--url", "http://127.0.0.1:1", "--draft", "x"), "--url leaves decoding to the server"),
+]
+
+
+def options() -> Iterator[tuple[str, str, Any]]:
+    """Every option of all commands once: a command that has it, its longest name, the option."""
+    seen: set[str] = set()
+    for name in NAMES:
+        for option in ROOT.commands[name].params:
+            flag = max(option.opts, key=len)
+            if option.param_type_name == "option" and flag not in seen:
+                seen.add(flag)
+                yield name, flag, option
+
+
+def numbers() -> Iterator[Case]:
+    """Every option that takes a number, with a word."""
+    for name, flag, option in options():
+        kind = option.type_descriptor
+        if kind.annotation in NUMBERS and kind.parameter_info.parser is None:
+            yield (name, *ARGUMENTS.get(name, ()), flag, "abc"), f"{flag} 'abc'; allowed: a"
+
+
+def misspelt() -> Iterator[Case]:
+    """Every long option with a letter left out."""
+    for name, flag, _ in options():
+        if len(flag) > 8:
+            wrong = flag[:5] + flag[6:]
+            yield (name, *ARGUMENTS.get(name, ()), wrong), f"unknown option '{wrong}'; did you mean '--"
+
+
+def missing_values() -> Iterator[Case]:
+    """Every option that takes a value, without one at the end of the line."""
+    for name, flag, option in options():
+        if not option.is_flag:
+            yield (name, *ARGUMENTS.get(name, ()), flag), f"{flag} needs a value; allowed: {flag} "
+
+
+GENERATED = [*numbers(), *misspelt(), *missing_values()]
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len({arguments for arguments, _ in WRITTEN}) >= 100
+    assert len(list(numbers())) >= 30 and len(list(misspelt())) >= 60 and len(list(missing_values())) >= 70
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the command lines are typed in; standard input is empty."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "typo.json").write_text('{"drafterr": "none"}')
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron"}\n')
+
+
+@subcases("arguments,message", [*WRITTEN, *GENERATED], ids=lambda value: " ".join(value)[-50:])
+def test_a_wrong_command_line_is_told_in_one_line(
+    folder: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    lines = err.splitlines()
+    assert code in (1, 2) and not out and "Traceback" not in err
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], err
+    assert len(lines[0]) < 700

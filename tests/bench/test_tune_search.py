@@ -1,0 +1,88 @@
+"""The search of `slipstream tune` with the toy models: candidates, predictions, the budget."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.bench.plan import groups, name_prompts
+from slipstream.bench.records import make_header, read_records, start
+from slipstream.bench.tuning.advice import Tuned, tune
+from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, SearchSpace
+from slipstream.config import DecoderConfig
+from slipstream.errors import UsageError
+from tests.support.toy_runs import PROMPTS, ticking
+
+pytestmark = pytest.mark.slow
+
+
+def tuned(
+    folder: Path, seconds: float, *, drafts: tuple[str, ...] = ("toy:2",), longest: int = 3, tick: float = 0.004
+) -> tuple[Tuned, Budget, SearchSpace]:
+    params, prompts = SamplingParams(max_tokens=12, seed=0), name_prompts(PROMPTS)
+    space = SearchSpace(SpeculativeDecoder("toy", drafts[0] if drafts else None), drafts, params)
+    start(folder, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
+    budget = ticking(seconds, tick)
+    meter = Meter(space.lineup, folder, budget, lambda stage, doing: None)
+    return tune(space, meter, prompts, [1, 2], longest), budget, space
+
+
+def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
+    result, _, space = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
+    names = {
+        one.name: one.candidate
+        for advice in result.advice
+        for one in [*advice.others, *([advice.best] if advice.best else [])]
+    }
+    assert {"auto toy:2", "model toy:2", "auto toy:4", "model toy:4", "suffix"} >= {n for n in names if "@" not in n}
+    drafted = {name: one for name, one in names.items() if one.kind == "model"}
+    assert {one.draft for one in drafted.values()} == {"toy:2", "toy:4"}
+    loaded = {draft: space.decoder(Candidate("model", 2, draft)).draft for draft in ("toy:2", "toy:4")}
+    assert all(one is not None and one.name == draft for draft, one in loaded.items())
+    with pytest.raises(UsageError, match=r"draft 'toy' is given twice"):
+        SearchSpace(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    result, _, space = tuned(tmp_path, 1)
+    assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
+    assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
+    first = result.screened[0].costs
+    assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
+    shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out
+    assert {b: set(ms) for b, ms in first.target.items()} == {
+        b: {shapes.width_for(n, b) for n in range(1, 5)} for b in (1, 2)
+    }
+    every = [one for advice in result.advice for one in [*advice.others, *([advice.best] if advice.best else [])]]
+    assert all((one.predicted is None) == (one.candidate.length is None) for one in every)
+
+
+@pytest.mark.parametrize("seconds", [0.8, 1.6])
+def test_the_budget_is_kept(tmp_path: Path, seconds: float) -> None:
+    _, budget, _ = tuned(tmp_path, seconds)
+    assert budget.now <= seconds * 1.05
+    runs = [one for one in read_records(tmp_path)[1] if one.repeat != SCREENING]
+    assert {one.batch for one in runs} == {1, 2}
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.05])
+def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"^--budget .* without a comparison of all candidates on two groups of prompts; allowed: more seconds",
+    ):
+        tuned(tmp_path, seconds, tick=0.004)
+
+
+def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    params, prompts = SamplingParams(max_tokens=4, seed=0), name_prompts(PROMPTS)
+    space = SearchSpace(SpeculativeDecoder("toy"), [], params)
+    start(tmp_path, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
+    meter = Meter(space.lineup, tmp_path, ticking(100, tick=1.0), lambda stage, doing: None)
+    arms, group = [space.plain, space.arm(Candidate("ngram", 2))], groups(prompts, 1)[0]
+    assert meter.expected(arms, 1) == 0
+    first = meter.unit(arms, group, 1, 1, 100)
+    assert first is not None and [one.arm for one in first] == ["none", "ngram@2"]
+    assert meter.expected(arms, 1) > 0 and meter.expected(arms, 2) > 0
+    assert meter.unit(arms, group, 1, 2, meter.budget.now + 1) is None
+    assert len(read_records(tmp_path)[1]) == 2

@@ -1,0 +1,120 @@
+"""Adapter folders of PEFT: the base model they name is loaded and they are merged into it, as target and as draft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+from tests.support.tiny_models import fresh, reference, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
+PROMPT, COUNT = [5, 6, 7, 8], 12
+PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base: a model; lora: an adapter of it."""
+    peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")
+    made = tmp_path_factory.mktemp("adapters")
+    model = fresh("llama")
+    model.save_pretrained(made / "base")
+    tokenizer().save_pretrained(made / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules=["q_proj", "down_proj"])
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(made / "lora")
+    settings = json.loads((made / "lora" / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(made / "base")
+    (made / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def merged(folders: Path, dtype: torch.dtype) -> Any:
+    import peft
+
+    base = fresh("llama").to(dtype)
+    return peft.PeftModel.from_pretrained(base, folders / "lora").merge_and_unload().eval()
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32", "fast": False}, {"dtype": "float32"}, {"dtype": "bfloat16", "fast": True}]
+)
+def test_an_adapters_folder_is_a_model(options: dict[str, Any], folders: Path) -> None:
+    model = merged(folders, getattr(torch, options["dtype"]))
+    expected = reference(model, PROMPT, COUNT)
+    assert reference(fresh("llama").to(model.dtype), PROMPT, COUNT) != expected
+    lora = str(folders / "lora")
+    for draft in (None, lora):
+        with SpeculativeDecoder(lora, draft, reproducible=False, num_draft_tokens=2, **options) as decoder:
+            assert decoder.generate(PROMPT, PARAMS).token_ids == expected
+            assert decoder.tokenizer is not None and decoder.target.name == lora
+
+
+def test_its_vocabulary_is_that_of_its_base_model(folders: Path) -> None:
+    base, lora = inspect_vocabulary(str(folders / "base")), inspect_vocabulary(str(folders / "lora"))
+    assert (lora.name, lora.head_size, lora.end_ids) == (str(folders / "lora"), base.head_size, base.end_ids)
+    assert lora.tokenizer is not None and base.tokenizer is not None
+    assert lora.tokenizer.vocabulary() == base.tokenizer.vocabulary()
+
+
+def changed(folders: Path, tmp_path: Path, **settings: Any) -> str:
+    """A copy of the adapter with other settings."""
+    shutil.copytree(folders / "lora", tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return str(tmp_path / "lora")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"base_model_name_or_path": None}, "has base_model_name_or_path=None; allowed: the base model's hub id"),
+        ({"base_model_name_or_path": "/no/such/base"}, "model '/no/such/base' is not a folder"),
+        ({"r": 8}, r"adapter .* does not fit its base model .*(size mismatch|mismatched)"),
+        ({"target_modules": ["no_such_layer"]}, r"adapter .*no_such_layer"),
+        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "weights are missing"),
+        ({"peft_type": "NO_SUCH"}, "does not fit its base model"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_one_line(
+    settings: dict[str, Any], why: str, folders: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SlipstreamError, match=why) as refused:
+        SpeculativeDecoder(changed(folders, tmp_path, **settings))
+    assert "\n" not in str(refused.value)
+
+
+def test_adapters_that_are_not_merged_are_refused(folders: Path, tmp_path: Path) -> None:
+    import peft
+
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(fresh("llama"), prompts)
+    model.peft_config["default"].base_model_name_or_path = str(folders / "base")
+    model.save_pretrained(tmp_path / "prompts")
+    with pytest.raises(UsageError, match=r"puts virtual tokens before the prompt \(PROMPT_TUNING\); allowed"):
+        SpeculativeDecoder(str(tmp_path / "prompts"))
+    with pytest.raises(UsageError, match=r"quantize='int8', but model .* is an adapter, which is merged first"):
+        SpeculativeDecoder(str(folders / "lora"), quantize="int8")
+
+
+def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh("llama").save_pretrained(tmp_path / "base")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(adapter))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SlipstreamError, match=r"is an adapter, which needs peft; run: pip install peft$"):
+        SpeculativeDecoder(str(tmp_path / "lora"))

@@ -1,0 +1,45 @@
+"""The first load of a model says what it does, once per machine, whether or not logging is set up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.once_per_machine import announce, is_silenced
+
+LOG = logging.getLogger("slipstream")
+LOADS = "from slipstream import SpeculativeDecoder; SpeculativeDecoder('toy')"
+SILENT = "import logging; logging.getLogger('slipstream').setLevel(logging.WARNING); "
+
+
+def errors_of(code: str, folder: Path) -> str:
+    environment = {**os.environ, "SLIPSTREAM_MODELS": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_is_told_what_the_first_load_does_and_no_more_at_the_second(tmp_path: Path) -> None:
+    first, second = errors_of(LOADS, tmp_path), errors_of(LOADS, tmp_path)
+    assert first == "slipstream: measuring how 'toy' runs on this machine (once, then remembered) ...\n"
+    assert second == ""
+    assert errors_of(SILENT + LOADS, tmp_path / "other") == ""
+
+
+def test_a_line_goes_where_somebody_reads_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    announce("without a log")
+    assert capsys.readouterr().err == "slipstream: without a log\n" and not caplog.records
+    with caplog.at_level(logging.INFO, logger="slipstream"):
+        announce("in the log")
+    assert [record.message for record in caplog.records] == ["in the log"] and capsys.readouterr().err == ""
+    with caplog.at_level(logging.WARNING, logger="slipstream"):
+        assert is_silenced()
+        announce("to nobody")
+    assert len(caplog.records) == 1 and capsys.readouterr().err == "" and not is_silenced()

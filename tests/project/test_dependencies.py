@@ -1,0 +1,95 @@
+"""What an installation brings: all that the commands import, and a library that needs four packages alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tests.support.import_graph import FILES, imports
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CORE = ("torch", "transformers", "numpy", "safetensors")
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {normalised(Requirement(text).name) for text in requirements}
+
+
+def with_requirements(packages: set[str]) -> set[str]:
+    """These packages and all that they require, without extras, as far as it is installed."""
+    reached, waiting = set[str](), set(packages)
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        try:
+            required = [Requirement(text) for text in requires(name) or []]
+        except PackageNotFoundError:  # of another system
+            continue
+        waiting |= {normalised(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
+        waiting -= reached
+    return reached
+
+
+DECLARED = names(PROJECT["dependencies"])
+MODULES = {module: {normalised(name) for name in owners} for module, owners in packages_distributions().items()}
+
+
+def test_every_package_that_is_imported_is_installed() -> None:
+    optional = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
+    allowed = with_requirements(DECLARED) | optional
+    imported = {module.split(".")[0] for name in FILES for module in imports(name)}
+    undeclared = {module for module in imported & MODULES.keys() if not MODULES[module] & allowed}
+    assert imported >= {"torch", "rich", "fastapi", "filelock"} and undeclared == set()
+
+
+def test_commands_need_no_extra() -> None:
+    """All that the packages import, but for what an extra's own file imports in a function."""
+    optional = names([text for extra in PROJECT["optional-dependencies"].values() for text in extra]) - {
+        "slipstream-lm"
+    }
+    above = {module.split(".")[0] for name in FILES for module in imports(name, top_level=True)}
+    extra = {module for module in above & MODULES.keys() if MODULES[module] & (optional - with_requirements(DECLARED))}
+    assert extra - {"ray"} == set()  # of files that only a cluster reads
+    assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
+
+
+def test_the_library_works_with_four_packages(tmp_path: Path) -> None:
+    blocked = with_requirements(DECLARED) - with_requirements(set(CORE))
+    modules = sorted(module for module, owners in MODULES.items() if owners <= blocked)
+    assert {"fastapi", "uvicorn", "gguf", "llguidance", "prompt_toolkit"} <= set(modules)
+    script = f"""
+import sys
+sys.modules.update(dict.fromkeys({modules}))
+import torch, transformers
+import slipstream
+assert slipstream.SpeculativeDecoder("toy").generate("A heron", slipstream.SamplingParams(max_tokens=4)).text
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1)
+transformers.LlamaForCausalLM(config).save_pretrained({str(tmp_path)!r})
+with slipstream.SpeculativeDecoder({str(tmp_path)!r}, drafter="ngram", num_draft_tokens=2) as decoder:
+    print(len(decoder.generate([1, 2, 3], slipstream.SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 0 and done.stdout == "4\n", done.stderr
+
+
+def test_the_extra_all_names_extras_that_exist() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = (Requirement(text) for text in extras["all"])
+    assert everything.name == PROJECT["name"] and everything.extras <= extras.keys()
+    assert everything.extras == extras.keys() - {"all", "dev", "examples", "llama", "ray"}

@@ -1,0 +1,206 @@
+"""The documentation: its code runs, its links lead somewhere, its figures stand on one page, and it stays short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from slipstream.apps import cli
+from tests.support.markers import subcases
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"(?ms)^( *)```(\w*)([^\n]*)\n(.*?)^\1```$")
+FIGURE = re.compile(
+    r"(?<![\w.])\d+(?:\.\d+)?x(?!\w)|\d\.\d+ times (?:as|faster)|\d (?:tok/s|tokens per second|tokens per forward)"
+)
+MOST_WORDS = 20_000
+GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
+# Names of models in the documentation, which are not on every machine, and what the tests take for them.
+TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
+HELP = {"--help", "-h", "--help-all", "--version"}
+OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of a page in a language, but for blocks that are called a sketch."""
+    found = []
+    for indent, name, more, code in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if name == language and "sketch" not in more:
+            found.append(re.sub(rf"(?m)^{indent}", "", code))
+    return found
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.smollm2
+@subcases("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.models.cache_folder import cache_folder
+
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    for code in blocks(page, "python"):
+        if "from_pretrained" in code:
+            code = TARGETS.sub(repr(str(cache_folder() / "smollm2")), code)
+        elif "quantize=" in code:
+            code = TARGETS.sub('"smollm2"', code)
+        elif "SpeculativeDecoder(" in code and "constraint=" not in code:
+            code = re.sub(r"SpeculativeDecoder\(([^)]*)\)", lambda m: TARGETS.sub('"toy"', m.group()), code)
+        compiled = compile(code, page.name, "exec")
+        if "OpenAI(" not in code:  # tests/clients and tests/apps/server have a server
+            exec(compiled, names)
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that a line calls, and the rest of the line."""
+    command: Any = typer.main.get_command(cli.app)
+    while (parts := getattr(command, "commands", None)) and words and words[0] in parts:
+        command, words = parts[words[0]], words[1:]
+    assert command.name != "slipstream" or not words or words[0].startswith("-"), f"no command {words[0]!r}"
+    return command, words
+
+
+def problem_of(line: str) -> str | None:
+    """What is wrong with a line of shell, or None."""
+    words = shlex.split(line, comments=True)
+    while words and words[0] in ("cat",) and "|" in words:
+        words = words[words.index("|") + 1 :]
+    if not words:
+        return None
+    if words[0] == "slipstream":
+        command, rest = command_of(words[1:])
+        names = {name for option in command.params for name in [*option.opts, *option.secondary_opts]} | HELP
+        used = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+        return next((f"no option {name}" for name in used if name not in names), None)
+    if words[0] == "make":
+        targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
+        return next((f"no target {word}" for word in words[1:] if "=" not in word and word not in targets), None)
+    if words[0] == "python" and words[1].startswith("benchmarks/"):
+        source = (ROOT / words[1]).read_text(encoding="utf-8")
+        return next(
+            (
+                f"no option {w}"
+                for w in words
+                if w.startswith("--") and not re.search(rf"[\"']{w}[\"']|\b{w[2:]}\b", source)
+            ),
+            None,
+        )
+    return None if words[0] in OTHER_PROGRAMS else f"unknown program {words[0]}"
+
+
+@subcases("page", [page for page in PAGES if blocks(page, "sh")], ids=lambda page: page.stem)
+def test_options_of_shell_lines_exist(page: Path) -> None:
+    lines = [
+        part
+        for code in blocks(page, "sh")
+        for line in code.replace("\\\n", "").splitlines()
+        for part in line.split(" && ")
+    ]
+    assert {line: problem for line in lines if (problem := problem_of(line)) is not None} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["slipstream generate --no-such-option", "make nothing", "python benchmarks/gpu.py --nosuch", "frobnicate"]
+)
+def test_a_wrong_line_would_be_noticed(line: str) -> None:
+    assert problem_of(line) is not None
+
+
+@subcases("page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem)
+def test_lines_of_json_are_json(page: Path) -> None:
+    for code in blocks(page, "json"):
+        for line in code.splitlines():
+            json.loads(line)
+
+
+def slug(heading: str) -> str:
+    plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)|<(https?://[^>]+)>", prose(page)):
+        address = link[0] or link[1]
+        if address.startswith("http"):
+            continue
+        file, _, anchor = address.partition("#")
+        target = page.parent / file if file else page
+        if not target.exists():
+            broken.append(address)
+        elif anchor and target.suffix == ".md":
+            headings = re.findall(r"(?m)^#+ (.*)$", prose(target))
+            if anchor not in map(slug, headings):
+                broken.append(address)
+    return broken
+
+
+@subcases("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_their_anchors_exist(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_anchor_would_be_noticed(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# Title\n[a](#title) [b](#nothing) [c](other.md)\n")
+    assert broken_links(tmp_path / "page.md") == ["#nothing", "other.md"]
+
+
+@subcases("page", [page for page in PAGES if page.name not in ("results.md", "README.md")], ids=lambda page: page.stem)
+def test_figures_of_speed_stand_on_the_results_page_alone(page: Path) -> None:
+    assert FIGURE.findall(prose(page)) == []
+
+
+def test_figures_of_the_readme_are_those_of_the_results_page() -> None:
+    readme, results = prose(ROOT / "README.md"), (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    figures = re.findall(r"\| \**(\d+\.\d+)\** \|", readme)
+    assert figures and all(figure in results for figure in figures)
+    assert FIGURE.findall(readme) == []
+
+
+def test_a_figure_would_be_noticed() -> None:
+    for text in ("it is 1.7x plain", "runs 2.03 times as fast", "322 tokens per second"):
+        assert FIGURE.findall(text), text
+    assert not FIGURE.findall("`4x2` is a tree, 0x00, and 2 x layers")
+
+
+def words_of(page: Path) -> int:
+    """Words outside code: what has a letter in it."""
+    return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
+
+
+def test_the_documentation_is_short() -> None:
+    total = sum(map(words_of, PAGES))
+    assert total < MOST_WORDS, f"{total} words"
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 110
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="pip install './slipstream[docs]'")
+    pytest.importorskip("mkdocstrings")
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]*src="?(https?:[^"\s>]+)', page.read_text(encoding="utf-8"))
+        fetched += re.findall(
+            r'<link[^>]*rel="?(?:stylesheet|preload)"?[^>]*href="?(https?:[^"\s>]+)', page.read_text()
+        )
+        assert fetched == [], page.name
+    commands = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert "--max-tokens" in commands and "slipstream models check" in commands

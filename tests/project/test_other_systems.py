@@ -1,0 +1,120 @@
+"""What Windows lacks is not needed: modules that only Unix has, UTF-8 as the system's encoding."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UNIX = ("fcntl", "resource", "termios", "tty", "pwd", "grp")
+WITHOUT_THEM = (
+    f"import sys; sys.modules.update(dict.fromkeys({UNIX}))\nfrom slipstream.apps.cli import main\n"
+    "sys.argv[:1] = ['slipstream']\nmain()"
+)
+COMMAND = [sys.executable, "-W", "ignore:only soft file lock", "-c", WITHOUT_THEM]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+
+
+def locale_dependent(source: str) -> Iterator[str]:
+    """Calls that read or write text in the encoding of the system, which on Windows is not UTF-8."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or any(word.arg in (None, "encoding") for word in node.keywords):
+            continue
+        words = {word.arg: word.value for word in node.keywords}
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+        first = 1 if name == "fdopen" or not owner else 0  # the place of the mode
+        mode = words.get("mode") or (node.args[first] if len(node.args) > first else None)
+        is_text = {
+            "read_text": not node.args,
+            "write_text": len(node.args) < 2,
+            "open": owner not in ("os", "archive", "_opener") and not (mode and "b'" in ast.unparse(mode)),
+            "fdopen": not (mode and "b'" in ast.unparse(mode)),
+            "TemporaryFile": mode is not None and "b'" not in ast.unparse(mode),
+            "NamedTemporaryFile": mode is not None and "b'" not in ast.unparse(mode),
+            "run": "text" in words,
+            "Popen": "text" in words,
+            "check_output": "text" in words,
+        }.get(name, False)
+        if is_text:
+            yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
+
+
+@pytest.mark.parametrize("area", ["src", "packaging", "examples", "benchmarks"])
+def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
+    files = sorted((ROOT / area).rglob("*.py"))
+    found = [
+        f"{file.relative_to(ROOT)}, {call}" for file in files for call in locale_dependent(file.read_text("utf-8"))
+    ]
+    assert files and found == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "path.read_text()",
+        "path.write_text(text)",
+        "open(path)",
+        "open(path, 'a')",
+        "path.open('w')",
+        "os.fdopen(descriptor, 'w')",
+        "subprocess.run(command, text=True)",
+        "tempfile.NamedTemporaryFile('w')",
+    ],
+)
+def test_the_reader_of_calls_sees_each_form(call: str) -> None:
+    assert len(list(locale_dependent(call))) == 1
+    separator = "" if call.endswith("()") else ", "
+    assert not list(locale_dependent(f"{call[:-1]}{separator}encoding='utf-8')"))
+    for binary in ("open(path, 'rb')", "path.open('wb')", "os.open(path, flags)", "subprocess.run(command)"):
+        assert not list(locale_dependent(binary))
+
+
+def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
+    arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
+    done = subprocess.run(
+        [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
+
+
+def address(log: IO[str]) -> str:
+    """Where a server says that it listens."""
+    lines = []
+    for line in log:
+        lines.append(line)
+        if " at http" in line:
+            return line.rsplit(" ", 1)[1].strip()
+    raise AssertionError("".join(lines))
+
+
+def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folder(tmp_path: Path) -> None:
+    arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stderr=pipe, text=True, encoding="utf-8") as server:
+        assert server.stderr is not None
+        try:
+            url = address(server.stderr)
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url}/health", timeout=60) as answer:
+                assert answer.status == 200
+            second = subprocess.run(
+                [*COMMAND, *arguments], env=ENVIRONMENT, capture_output=True, text=True, encoding="utf-8", check=False
+            )
+            assert second.returncode == 1 and "is used by another server" in second.stderr
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate()

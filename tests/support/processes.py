@@ -1,0 +1,30 @@
+"""Python processes that end with the block that started them: what a failed test left running would be waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE = 300.0  # seconds after which a test gives up, however busy the machine is; none is expected to take them
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with all the folders it imports from."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@contextmanager
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """`python` with these arguments; it is killed in the end, with the processes that it forked."""
+    options = {"env": environment(), "text": True, "start_new_session": True} | options
+    with subprocess.Popen([sys.executable, *arguments], **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

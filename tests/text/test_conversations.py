@@ -1,0 +1,135 @@
+"""`chat`: conversations, content parts, and tools; the text is that of `generate`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.text.results import Result
+from tests.support import tiny_models
+from tests.support.markers import subcases
+
+TEMPLATE = (
+    "{% for t in tools or [] %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}.{% endfor %}a:"
+)
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "and now"},
+]
+OPTIONS: Any = {"max_tokens": 16, "temperature": 0.9, "seed": 3}
+
+
+def decoder_with(template: str | None, draft: Any = None) -> SpeculativeDecoder:
+    inner = tiny_models.tokenizer(list('<>_{}"/1'), template)
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
+    return SpeculativeDecoder(model, draft, tokenizer=inner, acceptance="match", num_draft_tokens=3, drafter="ngram")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return decoder_with(TEMPLATE)
+
+
+def facts(result: Result) -> tuple[Any, ...]:
+    return result.text, result.token_ids, result.prompt_token_ids, result.finish_reason, result.seed
+
+
+def test_chat_and_streams_give_the_text_of_generate(decoder: SpeculativeDecoder) -> None:
+    for drafts in (decoder, decoder.using("none", num_draft_tokens="auto")):
+        expected = facts(decoder.generate(CHAT, SamplingParams(**OPTIONS)))
+        assert facts(drafts.chat(CHAT, SamplingParams(**OPTIONS))) == expected
+        assert facts(drafts.chat(tuple(CHAT), **OPTIONS)) == expected
+        stream = drafts.stream(CHAT, **OPTIONS)
+        assert "".join(map(str, stream)) == expected[0] and facts(stream.result) == expected
+    alone = [{"role": "user", "content": "hello"}]
+    assert facts(decoder.chat(alone, **OPTIONS)) == facts(decoder.generate("hello", **OPTIONS))
+
+
+def test_parts_of_a_content_are_read_as_their_text(decoder: SpeculativeDecoder) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    whole = [{"role": "user", "content": "hello"}]
+    assert facts(decoder.chat(parts, **OPTIONS)) == facts(decoder.chat(whole, **OPTIONS))
+    assert decoder.encode(parts) == decoder.encode(whole)
+
+
+@subcases(
+    "content, message",
+    [
+        (
+            [{"type": "image_url", "image_url": {"url": "x"}}],
+            "^message 0 has a part of type 'image_url'; allowed: 'text'$",
+        ),
+        ([{"type": "text"}], "^message 0 has a part without a text; allowed: "),
+        (["hello"], "^message 0 has a part of type 'str'; allowed: 'text'$"),
+        (5, "^message 0 has the content 5; allowed: a text, or a list of text parts$"),
+    ],
+)
+def test_other_parts_are_refused_in_one_line(decoder: SpeculativeDecoder, content: Any, message: str) -> None:
+    for ask in (decoder.chat, decoder.generate, decoder.encode):
+        with pytest.raises(UsageError, match=message):
+            ask([{"role": "user", "content": content}])  # type: ignore[operator]
+
+
+def test_tools_are_shown_to_the_model(decoder: SpeculativeDecoder) -> None:
+    asked = decoder.chat(CHAT[:2], tools=TOOLS, max_tokens=4)
+    assert decoder.decode(asked.prompt_token_ids) == "tool:add <tool_call>.s:brief.u:hello.a:"
+    assert asked.tool_calls == () and asked.text == decoder.generate(asked.prompt_token_ids, max_tokens=4).text
+    assert decoder.decode(decoder.chat(CHAT[:2], max_tokens=4).prompt_token_ids) == "s:brief.u:hello.a:"
+    constrained = SamplingParams(max_tokens=90)
+    assert decoder.chat(CHAT, constrained, tools=TOOLS).prompt_token_ids != decoder.encode(CHAT)
+
+
+class Says:
+    """A logits processor that lets the model say one text and then end."""
+
+    def __init__(self, prompt_length: int, ids: list[int]) -> None:
+        self.prompt_length, self.ids = prompt_length, ids
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        place = input_ids.shape[1] - self.prompt_length
+        wanted = self.ids[place] if place < len(self.ids) else 1  # <eos>
+        forced = scores.new_full(scores.shape, -1e9)
+        forced[:, wanted] = 0.0
+        return forced
+
+
+def test_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
+    length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
+    says = Says(length, decoder.encode(f"so {CALL}"))
+    answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says])
+    (call,) = answer.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("add", {"x": 1}) and answer.text == f"so {CALL}"
+    assert json.loads(json.dumps(answer.to_dict()))["tool_calls"][0]["name"] == "add"
+    assert decoder.generate("hello", max_tokens=2).to_dict()["tool_calls"] == []
+
+
+def test_alternatives_have_their_own_calls(decoder: SpeculativeDecoder) -> None:
+    length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
+    says = Says(length, decoder.encode(CALL))
+    answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says], n=2, temperature=1.0)
+    assert [call.name for other in (answer, *answer.alternatives) for call in other.tool_calls] == ["add", "add"]
+
+
+@subcases(
+    "template, tools, message",
+    [
+        (
+            tiny_models.CHAT_TEMPLATE,
+            TOOLS,
+            "^tools, which the chat template of 'Llama.*' does not read; allowed: no tools$",
+        ),
+        (None, TOOLS, "^tools, which the chat template of 'Llama.*' does not read; allowed: no tools$"),
+        (None, (), "no chat template"),
+    ],
+)
+def test_a_model_that_cannot_serve_is_refused(template: str | None, tools: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        decoder_with(template).chat(CHAT, tools=tools)

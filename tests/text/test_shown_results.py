@@ -1,0 +1,101 @@
+"""What results, chunks and statistics look like when they are printed, in a Python session and in a notebook."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, Stats
+from slipstream.text.round_view import legend
+
+PARAMS = SamplingParams(max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def result(decoder: SpeculativeDecoder) -> Result:
+    return decoder.generate("The heron and the sparrow. The heron", PARAMS)
+
+
+def test_a_result_prints_as_its_text(result: Result) -> None:
+    assert str(result) == f"{result}" == result.text and len(result.text) > 40
+
+
+def test_reprs_are_short_and_say_how_it_went(decoder: SpeculativeDecoder, result: Result) -> None:
+    shown = repr(result)
+    assert shown == (
+        f"Result({result.text[:37] + '...'!r}, 60 tokens, {result.stats.block_efficiency:.1f} per forward, length)"
+    )
+    assert f"60 tokens, {result.stats.block_efficiency:.1f} per forward, " in repr(result.stats)
+    assert f"{result.stats.acceptance_rate:.0%} accepted" in repr(result.stats)
+    assert repr(Stats()) == "Stats(0 tokens, 0.0 per forward, - accepted, 0.0 tokens per second)"
+    everything = (result, result.stats, decoder, PARAMS, *decoder.stream("The heron", PARAMS))
+    assert all(len(repr(value)) < 200 and "\n" not in repr(value) for value in everything)
+
+
+def test_a_failed_row_says_why() -> None:
+    def failing(ids: object, scores: object) -> object:
+        raise ValueError("on purpose")
+
+    params = SamplingParams(logits_processors=[failing])  # type: ignore[list-item]
+    (failed,) = SpeculativeDecoder("toy", drafter="none").generate(["a"], params)
+    assert failed.finish_reason == "error" and "on purpose" in repr(failed)
+
+
+def test_options_show_what_was_chosen() -> None:
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(temperature=0.7, stop="a")) == "SamplingParams(temperature=0.7, stop=('a',))"
+    chosen = SamplingParams(max_tokens=5, constraint=Constraint(regex="a+"))
+    assert eval(repr(chosen), {"SamplingParams": SamplingParams, "Constraint": Constraint}) == chosen
+
+
+def test_chunks_print_as_their_texts_and_say_when_the_text_ends(decoder: SpeculativeDecoder, result: Result) -> None:
+    chunks = list(decoder.stream("The heron and the sparrow. The heron", PARAMS))
+    assert "".join(map(str, chunks)) == result.text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    last = chunks[-1]
+    num_accepted = last.round.num_accepted_tokens
+    plural = "s" * (len(last.token_ids) != 1)
+    assert repr(last) == f"Chunk({last.text!r}, {len(last.token_ids)} token{plural}, {num_accepted} accepted, length)"
+
+
+def test_the_rounds_show_themselves_where_nothing_prints_them(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = result.debug()
+    assert repr(rounds) == str(rounds) == rounds.plain, "no terminal: no colours"
+    assert isinstance(rounds, Text) and len(repr(rounds).splitlines()) == 1 + result.stats.num_rounds
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32maccepted" in repr(rounds) and Text.from_ansi(repr(rounds)).plain == rounds.plain
+    assert str(rounds) == rounds.plain, "what goes to a file has no colours"
+
+
+def test_a_notebook_shows_the_rounds_in_colours(result: Result) -> None:
+    pytest.importorskip("IPython")
+    shown = result.debug()._repr_mimebundle_([], [])
+    assert "<span" in shown["text/html"] and "round accepted/drafted" in shown["text/plain"]
+
+
+def test_the_legend_explains_what_occurs(result: Result) -> None:
+    assert "branch" not in str(result.debug()) and "constraint" not in str(result.debug())
+    assert "branch" not in result._repr_html_() and "rejected" in result._repr_html_()
+    assert "branch" in legend(frozenset(["branch"])).plain and "constraint" in legend(frozenset(["forced"])).plain
+
+
+def test_debug_prints_with_rich_too(result: Result, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=400).print(result.debug())
+    assert capsys.readouterr().out.splitlines()[0].startswith("round accepted/drafted")
+
+
+def test_log_probabilities_name_their_tokens() -> None:
+    told = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=8, logprobs=2))
+    assert told.logprobs is not None
+    assert "".join(str(entry.token) for entry in told.logprobs) == told.text
+    for entry in told.logprobs:
+        assert entry.top_tokens[0] == entry.token and len(entry.top_tokens) == 2
+    assert told.to_dict()["logprobs"][0]["token"] == told.text[0]

@@ -1,0 +1,47 @@
+"""Text is broken at words while it is written, however it comes in pieces."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from rich.cells import cell_len
+
+from slipstream.text.word_wrap import WordWrap
+
+TEXT = "The heron  waited by the river,\n\n    and was not hurried. " * 6
+
+
+def wrapped(pieces: list[str], width: int) -> str:
+    wrap = WordWrap(width)
+    return "".join(map(wrap.push, pieces)) + wrap.flush()
+
+
+@pytest.mark.parametrize("width", [16, 40, 60])
+def test_lines_end_at_words_and_nothing_is_lost(width: int) -> None:
+    rng, pieces, rest = random.Random(width), [], TEXT
+    while rest:
+        size = rng.randint(1, 7)
+        pieces, rest = [*pieces, rest[:size]], rest[size:]
+    text = wrapped(pieces, width)
+    assert text == wrapped([TEXT], width) and text.split() == TEXT.split()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+
+
+def test_a_word_is_written_once_it_is_whole() -> None:
+    wrap = WordWrap(20)
+    assert [wrap.push(piece) for piece in ("The he", "ron wai", "ted ")] == ["The", " heron", " waited"]
+
+
+def test_scripts_without_blanks_are_not_held_back() -> None:
+    wrap = WordWrap(10)
+    text = "".join(wrap.push(letter) for letter in "苍鹭在河边等待着") + wrap.flush()
+    assert text.replace("\n", "") == "苍鹭在河边等待着" and all(cell_len(line) <= 10 for line in text.splitlines())
+
+
+def test_a_word_longer_than_a_line_comes_as_it_is() -> None:
+    assert wrapped(["see ", "https://example.org/", "a/long/path", " now"], 12).replace("\n", " ").split() == [
+        "see",
+        *["https://example.org/", "a/long/path"],
+        "now",
+    ] or "https://example.org/" in wrapped(["see https://example.org/ now"], 12)
