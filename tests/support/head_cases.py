@@ -34,9 +34,10 @@ def write_head(
     layout: str = "speculators",
     layers: Sequence[int] = (1, 2, 4),
     seed: int = 0,
+    tokens: Sequence[int] = (),
     **flags: Any,
 ) -> Written:
-    """A random head for a tiny Llama. flags: of its configuration."""
+    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: of its configuration."""
     config, gen = model.config, torch.Generator().manual_seed(seed)
     size, heads, key_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = size // heads
@@ -47,7 +48,7 @@ def write_head(
     def norm(length: int = size) -> Tensor:
         return 1 + 0.3 * torch.randn(length, generator=gen)
 
-    ids = torch.randperm(config.vocab_size, generator=gen)[:DRAFTED].sort().values
+    ids = torch.tensor(tokens) if tokens else torch.randperm(config.vocab_size, generator=gen)[:DRAFTED].sort().values
     tensors = {
         "fc.weight": random(size, len(layers) * size),
         "layers.0.self_attn.q_proj.weight": random(heads * width, 2 * size),
@@ -61,8 +62,8 @@ def write_head(
         "layers.0.input_layernorm.weight": norm(),
         "layers.0.post_attention_layernorm.weight": norm(),
         "norm.weight": norm(),
-        "lm_head.weight": random(DRAFTED, size),
-        "d2t": ids - torch.arange(DRAFTED),
+        "lm_head.weight": random(len(ids), size),
+        "d2t": ids - torch.arange(len(ids)),
         "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
     }
     if flags.get("fc_norm"):
@@ -85,14 +86,14 @@ def write_head(
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "eagle_aux_hidden_state_layer_ids": list(layers),
-            "draft_vocab_size": DRAFTED,
+            "draft_vocab_size": len(ids),
             "transformer_layer_config": layer,
             **flags,
         }
         stored = dict(tensors)
     else:  # layers are numbered by what leaves them
         nested = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers], **flags}
-        settings = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED, "eagle_config": nested}
+        settings = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "eagle_config": nested}
         settings |= layer
         stored = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.core.kv_slots import SlotState
 from slipstream.core.session import Session
+from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.heads.network import HeadNetwork, grouped_attention
 
@@ -37,6 +38,7 @@ class HeadBackend:
         self.target_slots: Sequence[SlotState] = ()
         self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
+        self.num_right: list[int] = []  # positions of each slot, from its first on, that had the target's features
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
 
     def attach(self, target: HiddenStates, slots: Sequence[SlotState]) -> None:
@@ -52,7 +54,10 @@ class HeadBackend:
                 _enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
             )
 
+        self.num_right += [0] * (slots - len(self.num_right))
+
     def copy(self, source: int, destination: int, length: int) -> None:
+        self.num_right[destination] = min(self.num_right[source], length)
         for part in (self._keys, self._values, self._outputs):
             part[destination, :, :length] = part[source, :, :length]
 
@@ -82,6 +87,8 @@ class HeadBackend:
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
         known = min(max(0, self._num_read(slot) - (start - 1)), width)
+        if start <= self.num_right[slot]:
+            self.num_right[slot] = start + known
         before = start - 1
         own = self._outputs[slot, 0, max(0, before) : before + width]
         own = own if start else torch.cat([own.new_zeros(1, own.shape[1]), own])
@@ -129,10 +136,21 @@ class _Place:
 
 
 class HeadSession(Session):
-    """A session whose drafts are never cached: their rows had the head's own outputs for features."""
+    """A session that computes rows again whose features were not the target's, those of drafts above all."""
+
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        self._drop_wrong()
+        return super().score(rows, draft, lengths, keep)
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         super().keep_drafts([0] * len(lengths))
+        self._drop_wrong()
+
+    def _drop_wrong(self) -> None:
+        assert isinstance(self.backend, HeadBackend)
+        for state, count in zip(self.slot_states, self.backend.num_right, strict=False):
+            if state.base > count:  # a text was read before the target had read it
+                state.base = state.written = count
 
 
 def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:

@@ -201,7 +201,9 @@ def _tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
                 f"draft head {files.source!r}: {name} could not be read: {one_line(error)}"
             ) from error
         named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
-        return {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+        tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+        dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.bfloat16
+        return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
     raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
 
 
