@@ -157,7 +157,7 @@ class CostModel:
     timed: bool = True
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _learned: LearnedCosts = field(default_factory=LearnedCosts)
-    _step_seconds: dict[int, deque[float]] = field(default_factory=dict)  # latest steps of the draft model, by rows
+    _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
     _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # kept until something is learned
@@ -177,7 +177,7 @@ class CostModel:
         count, steps, total = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
         has_first_round = any(len(row.rounds) == 1 for row in rows)  # which does much once
         if read and steps and self.timed:
-            each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
+            each = max(0.0, first.seconds.draft - self.beginning(count) - steps * self.step(count)) / read
             if self._has_read:  # the first reading does much once, which says nothing about later texts
                 earlier = self._seconds_per_token_read
                 self._seconds_per_token_read = each if earlier is None else min(each, (earlier + each) / 2)
@@ -196,7 +196,7 @@ class CostModel:
             verifying, drafting = (verifying, total - verifying) if steps else (total, 0.0)
         self._learn_forward(self._forwards.forward(count, longest, drafted), verifying)
         if steps:
-            self._step_seconds.setdefault(count, deque(maxlen=9)).append(drafting / steps)
+            self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
 
     def _learn_forward(self, forward: Forward, seconds: float) -> None:
         if seconds <= 0:
@@ -221,11 +221,22 @@ class CostModel:
         return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
-        """Seconds of one step of the draft model, scaled from the nearest number of rows that was observed."""
-        nearest = min(self._step_seconds, key=lambda count: abs(count - rows), default=None)
+        """Seconds of one more step of the draft model: as measured, or what steps took of late, if that is less."""
+        observed = self._of_drafts(rows, lambda steps, seconds: seconds / steps)
+        return self._assumed_step(rows) if observed is None else min(self._assumed_step(rows), observed)
+
+    def beginning(self, rows: int) -> float:
+        """Seconds that a draft takes besides its steps: searching, planning, weights that are not in the caches."""
+        step = self.step(rows)
+        return max(0.0, self._of_drafts(rows, lambda steps, seconds: seconds - steps * step) or 0.0)
+
+    def _of_drafts(self, rows: int, number: Callable[[int, float], float]) -> float | None:
+        """The median of a number of the latest drafts, scaled from the nearest number of rows; None without any."""
+        nearest = min(self._drafting, key=lambda count: abs(count - rows), default=None)
         if nearest is None:
-            return self._assumed_step(rows)
-        return median(self._step_seconds[nearest]) * self._assumed_step(rows) / self._assumed_step(nearest)
+            return None
+        scale = self._assumed_step(rows) / self._assumed_step(nearest)
+        return scale * median(number(steps, seconds) for steps, seconds in self._drafting[nearest])
 
     def _assumed_step(self, rows: int) -> float:
         if self.steps:
@@ -250,11 +261,12 @@ class CostModel:
         expected: the yields of the draft model's drafts. retrieved_probs: acceptance probabilities of retrieval's.
         """
         longest = max((draft.drafted for draft in expected), default=0.0)
+        drafting = self.beginning(rows) + longest * self.step(rows)
         total = sum(draft.drafted for draft in expected)
 
         def seconds(retrieved: int, drafted: int) -> float:
             verify = self.verify(rows, max(retrieved, round(longest)), drafted + round(total))
-            return longest * self.step(rows) + verify
+            return drafting + verify
 
         base_tokens = rows + sum(draft.accepted for draft in expected)
         return best_lengths(retrieved_probs, seconds, base_tokens, even=self.even)[1]

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from slipstream.core.interfaces import Backend
 
 
@@ -62,3 +64,24 @@ class Releasing(Protocol):
 
     def release(self) -> None:
         """Free the cache's memory; what was written is lost."""
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """Optional capability: a backend that keeps hidden states beside the KV cache, for draft heads.
+
+    They are slot-addressed as keys and values are: written by every forward, copied and moved with them.
+    """
+
+    num_layers: int
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        """From now on keep what enters these decoder layers (numbered from 0, ascending); transformers'
+        `hidden_states[i]`. Raises `UsageError` where the model's layers cannot be told.
+        """
+
+    def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
+        """[stop - start, layers * hidden size] of layers that are kept, side by side; None before the first forward.
+
+        Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
+        """

@@ -18,11 +18,14 @@ from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
-from slipstream.models.backend_capabilities import LayerSubsets, Releasing
+from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
+from slipstream.models.heads.head_backend import HeadBackend, HeadSession
+from slipstream.models.heads.head_files import embedded_head, head_files, load_head
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
@@ -55,7 +58,7 @@ class ModelPair:
     def load(
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
-        """Load both and choose the target's forward shapes."""
+        """Load both and choose the target's forward shapes. The embedded model has a head of its own, for "auto"."""
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
@@ -67,17 +70,20 @@ class ModelPair:
                 raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
-            loaded_draft = load_draft(draft, config, draft_tokenizer, beside=loaded.backend.device)
+            if draft is None and _has_embedded_head(target, loaded, config):
+                draft = str(embedded_head())
+            loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
 
     @classmethod
     def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
-        draft_session = None if draft is None else make_session(draft.backend)
+        draft_session = _draft_session(draft)
         bridged = _bridged(target, draft, draft_session, config)
         shapes, calibration = choose_shapes(target, config.reproducible, config.max_batch_size)
         if isinstance(target.backend, Releasing):
             target.backend.release()
         session = make_session(target.backend, shapes)
+        _attach(draft, session)
         windowed = _windowed(draft_session, bridged, config)
         pair = cls(target, draft, session, draft_session, calibration, bridged, windowed)
         return pair._with_draft_times(config.max_batch_size)
@@ -85,12 +91,11 @@ class ModelPair:
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """A pair of this target, its cache included, and another draft model, or none."""
         tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
-        return self._with_loaded_draft(
-            load_draft(_inner(draft), config, tokenizer, beside=self.target.backend.device), config
-        )
+        return self._with_loaded_draft(load_draft(_inner(draft), config, tokenizer, self.target), config)
 
     def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
-        session = None if draft is None else make_session(draft.backend)
+        session = _draft_session(draft)
+        _attach(draft, self.target_session)
         bridged = _bridged(self.target, draft, session, config)
         windowed = _windowed(session, bridged, config)
         pair = replace(self, draft=draft, draft_session=session, bridged=bridged, windowed=windowed)
@@ -270,6 +275,25 @@ def _bridged(
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))
 
 
+def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bool:
+    """Whether the head that comes with the package drafts: for the embedded model on a processor, if nothing is chosen."""
+    chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
+    return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
+
+
+def _draft_session(draft: Loaded | None) -> Session | None:
+    if draft is None:
+        return None
+    return HeadSession(draft.backend) if isinstance(draft.backend, HeadBackend) else make_session(draft.backend)
+
+
+def _attach(draft: Loaded | None, target: Session) -> None:
+    """Show a draft head the target whose hidden states it reads."""
+    if draft is not None and isinstance(draft.backend, HeadBackend):
+        assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
+        draft.backend.attach(target.backend, target.slot_states)
+
+
 def load_options_of(config: DecoderConfig) -> LoadOptions:
     """How the target is loaded."""
     own = {"activations": config.activations, "rounding": config.quantize}
@@ -284,14 +308,19 @@ def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) 
     return options
 
 
-def load_draft(
-    draft: Any, config: DecoderConfig, tokenizer: Any = None, *, beside: torch.device | None = None
-) -> Loaded | None:
-    """The draft model in its own precision, or None if there is none.
+def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target: Loaded | None = None) -> Loaded | None:
+    """The draft model in its own precision, or the draft head; None if there is none.
 
-    tokenizer: the draft model's; None where one lies beside it, or none is needed. beside: where the target
-    is, if its load options have put it there.
+    tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None
+    for a draft model that is looked at alone.
     """
+    options = draft_options_of(config, None if target is None else target.backend.device)
+    files = head_files(draft, options)
+    if files is not None and target is not None:
+        for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
+            if (value := getattr(config, name)) != "auto":
+                raise UsageError(f"{name}={value!r} with the draft head {files.source!r}; allowed: 'auto'")
+        return load_head(files, target, options)
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
@@ -304,4 +333,4 @@ def load_draft(
         raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    return load(draft, draft_options_of(config, beside), tokenizer)
+    return load(draft, options, tokenizer)

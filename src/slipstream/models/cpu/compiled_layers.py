@@ -16,6 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -411,7 +412,7 @@ class LayerStack:
         ):
             return None
         hidden, ready = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
-        self._compute(hidden, positions, ready, cache.shape[1])
+        self._compute(hidden, positions, ready, cache)
         kept = (hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]).contiguous()
         normed, size = torch.empty_like(kept), kept.shape[-1]
         norm = ctypes.addressof(self._norm)
@@ -437,25 +438,29 @@ class LayerStack:
             self._cached.append(ref(keys))
         return True
 
-    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, max_positions: int) -> None:
+    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: RaggedCache) -> None:
+        """Put hidden states [B, W, H] through all layers, in place: in one call, or up to each layer with `hidden`."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = [
             rotation(rope, hidden, rope[0].shape[-1])
-            for rope in self._rotations.ropes(positions, hidden, max_positions)
+            for rope in self._rotations.ropes(positions, hidden, cache.shape[1])
         ]
         pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
         if tokens not in self._scratch:
             self._scratch[tokens] = max(layer_ops.scratch(tokens) for layer_ops in self._ops)
         scratch = ready.space(self._scratch[tokens])
-        self._functions.all_layers(
-            ctypes.addressof(self._structs),
-            len(self._ops),
-            ctypes.addressof(ready.struct),
-            hidden.data_ptr(),
-            tokens,
-            ctypes.addressof(pointers),
-            scratch.data_ptr(),
-        )
+        for first, end in pairwise(sorted({0, *cache.hidden, len(self._ops)})):
+            if first in cache.hidden:
+                cache.keep_hidden(first, hidden)
+            self._functions.all_layers(
+                ctypes.addressof(self._structs) + first * ctypes.sizeof(StackedLayerStruct),
+                end - first,
+                ctypes.addressof(ready.struct),
+                hidden.data_ptr(),
+                tokens,
+                ctypes.addressof(pointers),
+                scratch.data_ptr(),
+            )
 
 
 def _decoder_module(model: Any, count: int) -> nn.Module:

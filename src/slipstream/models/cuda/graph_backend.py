@@ -179,7 +179,7 @@ class CapturedForwards:
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`. branching, flat:
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`. branching, flat:
     see there.
     """
 
@@ -224,6 +224,14 @@ class GraphedBackend:
 
     def weights_digest(self) -> str:
         return self.eager.weights_digest()
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        """Graphs that were captured before keep nothing, so they are dropped."""
+        self._graphs.clear()
+        self.eager.keep_hidden_states(layers)
+
+    def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
+        return self.eager.hidden_states(layers, slot, start, stop)
 
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """With graphs of its own."""

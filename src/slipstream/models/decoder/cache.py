@@ -156,6 +156,12 @@ class SlotCache(Cache):
         self._span: slice | None = None
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
         self.tree: TreeRows | None = None
+        self.hidden: dict[int, SlotLayer] = {}
+
+    @property
+    def _stored(self) -> list[Any]:
+        """All that is kept of each position: keys and values, and hidden states, which stand as keys of one head."""
+        return [*self.layers, *self.hidden.values()]
 
     def reserve(self, rows: int, length: int) -> None:
         """Allow `rows` slots of `length` positions at least; existing content stays."""
@@ -183,14 +189,14 @@ class SlotCache(Cache):
         if (slots, positions) == self.held:
             return
         self.moves += 1
-        for layer in self.layers:
+        for layer in self._stored:
             if layer.keys is not None:
                 layer.keys, layer.values = (_enlarged(part, slots, positions) for part in (layer.keys, layer.values))
         self.held = slots, positions  # only now: growth that failed for lack of memory is tried again
 
     def release(self) -> None:
         """Give the memory of keys and values back; nothing that was written is read again."""
-        for layer in self.layers:
+        for layer in self._stored:
             layer.keys = layer.values = None
         self.shape = self.held = (0, 0)
         self.moves += 1
@@ -233,9 +239,21 @@ class SlotCache(Cache):
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
+    def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
+        """Write the hidden states [rows, width, size] that enter a layer in this forward."""
+        layer, states = self.hidden[layer_idx], entering.unsqueeze(1)
+        if layer.keys is None:
+            layer.keys, layer.values = self._allocate(states), self._allocate(states[..., :0])
+        self._put(layer.keys, states)
+
+    def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
+        """[stop - start, layers * size]: what entered these layers at positions of a slot; None before any forward."""
+        kept = [keys for i in layers if (keys := self.hidden[i].keys) is not None]
+        return torch.cat([keys[slot, 0, start:stop] for keys in kept], -1) if len(kept) == len(layers) else None
+
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """Move the keys and values at these places of a slot to `start` and the positions behind it."""
-        for layer in self.layers:
+        for layer in self._stored:
             if layer.keys is not None:
                 for cached in (layer.keys, layer.values):
                     cached[slot, :, start : start + len(places)] = cached[slot, :, list(places)]
@@ -243,7 +261,7 @@ class SlotCache(Cache):
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""
         self.hold(max(source, destination) + 1, length + self.spare_positions)
-        for layer in self.layers:
+        for layer in self._stored:
             if layer.keys is not None:
                 layer.keys[destination, :, :length] = layer.keys[source, :, :length]
                 layer.values[destination, :, :length] = layer.values[source, :, :length]
@@ -251,18 +269,25 @@ class SlotCache(Cache):
             self.states.copy(source, destination, length)
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
+        self._put(cached, states)
+        return (
+            cached[self._slots, :, : self._attended]
+            if self.tree is None
+            else self.tree.gathered(cached, self._attended)
+        )
+
+    def _put(self, cached: Tensor, states: Tensor) -> None:
+        """Write states [rows, heads, width, size] where `place` said."""
         if self.tree is not None:
             slots, places = self.tree.into
             ragged = states.shape[0] == 1 and states.shape[2] == len(places)
             rows, columns = self.tree.cells
             cached[slots, :, places] = states[0].transpose(0, 1) if ragged else states[rows, :, columns]
-            return self.tree.gathered(cached, self._attended)
-        if self._span is not None:
+        elif self._span is not None:
             cached[self._slots, :, self._span] = states
         else:
             rows, columns = self._rows.to(cached.device), self._columns.to(cached.device)
             cached[rows, :, columns] = states.transpose(1, 2)
-        return cached[self._slots, :, : self._attended]
 
     def _allocate(self, states: Tensor) -> Tensor:
         # zeros, not empty: a masked position still enters a product with weight 0, and 0 times NaN is NaN

@@ -19,7 +19,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
-from slipstream.models.decoder.cache import RaggedCache, TreeRows, lay_out, tree_rows
+from slipstream.models.decoder.cache import RaggedCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
@@ -31,7 +31,7 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`.
 
     ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
     it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
@@ -175,6 +175,16 @@ class HFBackend:
         subset = decoder_layers.make_layer_subset(self.model, self.num_layers, layers)
         return HFBackend(subset, _new_cache(subset, self.num_layers))
 
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        _, decoder = decoder_layers.decoder_layers(self.model, self.num_layers)
+        for i in layers:
+            if i not in self.cache.hidden:
+                self.cache.hidden[i] = SlotLayer()
+                decoder[i].register_forward_pre_hook(partial(_keep, self.cache, i), with_kwargs=True)
+
+    def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
+        return self.cache.hidden_states(layers, slot, start, stop)
+
     def checkpoint(self, slot: int, limit: int) -> int:
         """Any position for attention."""
         return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
@@ -266,3 +276,11 @@ def _new_cache(model: Any, num_layers: int) -> RaggedCache:
     cache = RaggedCache(num_layers)
     cache.states = recurrent_states(model)
     return cache
+
+
+def _keep(
+    cache: RaggedCache, layer_idx: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Before a decoder layer: keep what enters it, in forwards over this cache."""
+    if given_cache(options) is cache:
+        cache.keep_hidden(layer_idx, inputs[0] if inputs else options["hidden_states"])

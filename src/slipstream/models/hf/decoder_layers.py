@@ -42,7 +42,7 @@ def kinds(model: Any, windows: Sequence[int | None]) -> list[Hashable]:
 
     Raises `UsageError` where the layers cannot be told.
     """
-    _, layers = _decoder_layers(model, len(windows))
+    _, layers = decoder_layers(model, len(windows))
     return [(window, _modules(layer)) for layer, window in zip(layers, windows, strict=True)]
 
 
@@ -81,7 +81,7 @@ class Skip(nn.Module):
 
 def make_layer_subset(model: Any, count: int, layers: Sequence[int]) -> Any:
     """The model with the given layers only; two forwards of two tokens check that exactly these run."""
-    path, decoder = _decoder_layers(model, count)
+    path, decoder = decoder_layers(model, count)
     extra = _outputs_beside(model, decoder)
     chosen = nn.ModuleList(layer if i in layers else Skip(layer, extra) for i, layer in enumerate(decoder))
     subset = _with_child(model, path.split("."), chosen)
@@ -100,7 +100,7 @@ def _with_child(module: Any, path: Sequence[str], child: nn.Module) -> Any:
     return changed
 
 
-def _decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
     """Where the list of decoder layers is, and the list."""
     lists = {
         name: module

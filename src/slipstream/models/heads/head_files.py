@@ -1,0 +1,293 @@
+"""Reads draft heads of the EAGLE-3 type from the files that their trainers write.
+
+Two layouts: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and NVIDIA's ModelOpt
+share. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently.
+Nothing in the files is trusted: every flag is known or refused, every tensor has the size that the configuration says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.packed_linear import compressed_or_packed
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
+from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, Linear
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.safetensors_files import file_of
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+KINDS = ("Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated")
+EMBEDDED_NAME = "smollm2_head"
+SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
+REFUSED = {  # flags of other networks, and the value that every head has which this one computes
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "num_hidden_layers": 1,
+}
+
+
+def embedded_head() -> Path:
+    """The folder of the head that comes with the package, trained for the embedded model."""
+    return Path(str(resources.files("slipstream").joinpath("data/smollm2_head")))
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head's folder. source: as the user named it; settings: config.json's."""
+
+    source: str
+    folder: str
+    settings: Mapping[str, Any]
+
+    @property
+    def layer(self) -> Mapping[str, Any]:
+        """The settings of the decoder layer, which `speculators` nests."""
+        nested: Mapping[str, Any] = self.settings.get("transformer_layer_config", self.settings)
+        return nested
+
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """The settings of the head; ModelOpt nests them."""
+        return {**self.settings, **self.settings.get("eagle_config", {})}
+
+
+def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
+    """The files of a head that the user has named; None if this names something else."""
+    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
+        return None
+    name = str(source)
+    folder = name if Path(name).is_dir() else None
+    if folder is None:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            return None
+        folder = resolve(name, options.files)
+    file = file_of(folder, "config.json", options.files)
+    if file is None:
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # what is wrong with it, the reader of models says
+    kinds = settings.get("architectures") or [] if isinstance(settings, dict) else []
+    is_head = isinstance(settings, dict) and ("speculators_model_type" in settings or set(kinds) & set(KINDS))
+    shown = EMBEDDED_NAME if Path(folder) == embedded_head() else name
+    return HeadFiles(shown, folder, settings) if is_head else None
+
+
+def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
+    """A head as a draft model for this target."""
+    model = getattr(target.backend, "model", None)
+    if model is None or not hasattr(target.backend, "keep_hidden_states"):
+        raise UsageError(
+            f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
+            "allowed: with models that run on Slipstream's own KV cache"
+        )
+    tensors = _tensors(files, options)
+    config = _config(files, tensors, model.config.get_text_config(), target)
+    embed = _embedding(files, tensors, config) or model.get_input_embeddings()
+    network = HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
+    backend = HeadBackend(network)
+    fingerprint = f"head {config.hidden_size} {config.intermediate_size} {backend.vocab_size} {len(config.layers)}"
+    return Loaded(
+        backend,
+        files.source,
+        target.end_ids,
+        target.tokenizer,
+        fingerprint=fingerprint + f" {0 if config.token_ids is None else len(config.token_ids)}",
+        source=files.folder,
+    )
+
+
+def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any, target: Loaded) -> HeadConfig:
+    layer, flags, source = files.layer, files.flags, files.source
+    kind = files.settings.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise UsageError(f"draft head {source!r} is of type {kind!r}; allowed: 'eagle3'")
+    for name, expected in REFUSED.items():
+        if layer.get(name, expected) not in (expected, None):
+            raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
+    if layer.get("hidden_act", "silu") != "silu":
+        raise UsageError(f"draft head {source!r} has hidden_act={layer['hidden_act']!r}; allowed: 'silu'")
+    sizes = {"hidden_size": target_config.hidden_size, "vocab_size": target.backend.vocab_size}
+    target_size = flags.get("target_hidden_size") or layer["hidden_size"]
+    for name, own, expected in (
+        ("target_hidden_size", target_size, sizes["hidden_size"]),
+        ("vocab_size", layer["vocab_size"], sizes["vocab_size"]),
+    ):
+        if own != expected:
+            raise UsageError(
+                f"draft head {source!r} is another target's: its {name} is {own}, that of {target.name!r} {expected}"
+            )
+    count = target_config.num_hidden_layers
+    layers = _layers(files, count)
+    if max(layers) >= count or min(layers) < 0:
+        raise UsageError(
+            f"draft head {source!r} reads layers {list(layers)} of its target; {target.name!r} has {count}, "
+            f"allowed: 0 to {count - 1}"
+        )
+    heads = layer["num_attention_heads"]
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3"):
+        raise UsageError(f"draft head {source!r} has rope_type={rope['rope_type']!r}; allowed: 'default'")
+    return HeadConfig(
+        layers=layers,
+        hidden_size=layer["hidden_size"],
+        target_hidden_size=target_size,
+        intermediate_size=layer["intermediate_size"],
+        num_heads=heads,
+        num_key_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
+        vocab_size=target.backend.vocab_size,
+        eps=layer.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or layer.get("rope_theta") or 10000.0,
+        max_length=target.backend.max_length,
+        token_ids=_token_ids(files, tensors, target.backend.vocab_size),
+        norm_before_residual=bool(flags.get("norm_before_residual", False)),
+        norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
+    )
+
+
+def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
+    """The layers whose entering hidden states a head reads; without any named, those of the official code."""
+    named = files.flags.get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        return 2, count // 2, count - 3
+    # `speculators` numbers what enters layers, the others what leaves them
+    return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
+
+
+def _token_ids(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+    """The target's id of each draft token, from their offsets `d2t`."""
+    offsets = tensors.get("d2t")
+    if offsets is None:
+        return None
+    ids = offsets.long() + torch.arange(len(offsets))
+    if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise SlipstreamError(
+            f"draft head {files.source!r}: d2t names tokens {int(ids.min())} to {int(ids.max())}, not in rising order; "
+            f"allowed: rising ids from 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    for name in WEIGHTS:
+        path = file_of(files.folder, name, options.files)
+        if path is None:
+            continue
+        try:
+            if path.suffix == ".safetensors":
+                loaded = load_file(path)
+            else:
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds, as the file says what is read
+            raise SlipstreamError(
+                f"draft head {files.source!r}: {name} could not be read: {one_line(error)}"
+            ) from error
+        named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
+        tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+        dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.bfloat16
+        return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
+    raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+
+
+def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor, or what its 8-bit integers [outputs, inputs] and their scales [outputs, 1] stand for, in bfloat16."""
+    scale = tensors.get(name + SCALE)
+    return tensors[name] if scale is None else (tensors[name].float() * scale.float()).to(torch.bfloat16)
+
+
+def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, device: torch.device) -> HeadWeights:
+    size, heads = config.hidden_size, (config.num_heads, config.num_key_heads, config.num_key_heads)
+    target, drafted = (
+        config.target_hidden_size,
+        config.vocab_size if config.token_ids is None else len(config.token_ids),
+    )
+    layer, middle = "layers.0.", config.intermediate_size
+    read = _Reader(files.source, tensors, device)
+    product = partial(_convert, num_weights=sum(tensor.numel() for tensor in tensors.values()))
+    projections = [
+        read(f"{layer}self_attn.{name}_proj.weight", count * config.head_dim, 2 * size)
+        for name, count in zip("qkv", heads, strict=True)
+    ]
+    gates = [read(f"{layer}mlp.{name}_proj.weight", middle, size) for name in ("gate", "up")]
+    return HeadWeights(
+        fc=product(read("fc.weight", size, len(config.layers) * target)),
+        qkv=product(torch.cat(projections)),
+        out=product(read(f"{layer}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
+        gate_up=product(torch.cat(gates)),
+        down=product(read(f"{layer}mlp.down_proj.weight", size, middle)),
+        lm_head=product(read("lm_head.weight", drafted, size)),
+        token_norm=read(f"{layer}input_layernorm.weight", size),
+        hidden_norm=read(f"{layer}hidden_norm.weight", size),
+        middle_norm=read(f"{layer}post_attention_layernorm.weight", size),
+        final_norm=read("norm.weight", size),
+        feature_norms=_feature_norms(files, read, config),
+    )
+
+
+def _feature_norms(files: HeadFiles, read: _Reader, config: HeadConfig) -> list[Tensor]:
+    count, size = len(config.layers), config.target_hidden_size
+    if files.flags.get("fc_norm"):
+        return [read(f"fc_norm.{i}.weight", size) for i in range(count)]
+    return [read("input_norm.weight", count * size)] if files.flags.get("norm_before_fc") else []
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a head's tensors, all of one type: the layer's own."""
+
+    source: str
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name. Raises `SlipstreamError` if it is missing or of another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {found}; allowed: {list(shape)}")
+        return tensor.to(self.device)
+
+
+def _convert(weight: Tensor, num_weights: int) -> Linear:
+    """The product with a weight [outputs, inputs]; on a processor in 4 bits, if the head is large and that is faster.
+
+    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
+    """
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return linear
+    if num_weights >= SMALLEST and is_faster(weight.dtype):
+        return rounded(linear, "int4")
+    return compressed_or_packed(linear)
+
+
+def _embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
+    """The head's own embedding, if it brings one."""
+    weight = tensors.get("embed_tokens.weight")
+    if weight is None:
+        return None
+    if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
+        raise SlipstreamError(
+            f"draft head {files.source!r}: tensor 'embed_tokens.weight' is {list(weight.shape)}; "
+            f"allowed: {[config.vocab_size, config.hidden_size]}"
+        )
+    return nn.Embedding.from_pretrained(weight)

@@ -1,0 +1,144 @@
+"""The network of EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840): one decoder layer over tokens and hidden states.
+
+Row s of a head holds token x_s and the feature of the position before it: hidden states that entered some layers of the
+target there, or, where the target has not been yet, what the head itself returned. It predicts x_{s+1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head's files say of it.
+
+    layers: those whose entering hidden states are its features, ascending, as transformers numbers `hidden_states`.
+    hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
+    vocabulary] the target's id of each token that the head can propose; None for all, in order.
+    norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
+    """
+
+    layers: tuple[int, ...]
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    rope_theta: float
+    max_length: int
+    token_ids: Tensor | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+@dataclass
+class HeadWeights:
+    """A head's products and norms, by what they do. norms: of one vector each.
+
+    feature_norms: one over each layer's hidden states, one over all of them, or none. qkv and gate_up are joint.
+    """
+
+    fc: Linear
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    lm_head: Linear
+    token_norm: Tensor
+    hidden_norm: Tensor
+    middle_norm: Tensor
+    final_norm: Tensor
+    feature_norms: list[Tensor] = field(default_factory=list)
+
+
+class HeadNetwork:
+    """A head's forward. B rows, W tokens of each, H hidden size."""
+
+    def __init__(self, config: HeadConfig, weights: HeadWeights, embed: nn.Module) -> None:
+        """embed: the target's embedding, or the head's own."""
+        self.config, self.weights, self.embed = config, weights, embed
+        self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
+        self._cosines, self._sines = _rotations(config, self.dtype, self.device)
+
+    def enter(self, features: Tensor) -> Tensor:
+        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
+        norms, size = self.weights.feature_norms, self.config.target_hidden_size
+        features = features.to(self.dtype)
+        if len(norms) == 1 and len(norms[0]) == features.shape[-1]:
+            features = self._norm(features, norms[0])
+        elif norms:
+            parts = [self._norm(part, norm) for part, norm in zip(features.split(size, -1), norms, strict=True)]
+            features = torch.cat(parts, -1)
+        return self.weights.fc(features)
+
+    def layer(
+        self,
+        tokens: Tensor,
+        entered: Tensor,
+        positions: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
+
+        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
+        """
+        config, weights = self.config, self.weights
+        normed = self._norm(entered, weights.hidden_norm)
+        embedded = self._norm(self.embed(tokens).to(self.dtype), weights.token_norm)
+        qkv = weights.qkv(torch.cat([embedded, normed], -1)).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        both = config.num_heads + config.num_key_heads
+        turned = self._rotate(qkv[:, :both], positions)
+        attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
+        residual = normed if config.norm_before_residual else entered
+        hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
+        gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)
+        return hidden + weights.down(silu(gate) * up)
+
+    def returned(self, outputs: Tensor) -> Tensor:
+        """What the next row is given of a row's output."""
+        return self._norm(outputs, self.weights.final_norm) if self.config.norm_output else outputs
+
+    def draft_logits(self, outputs: Tensor) -> Tensor:
+        """[..., draft vocabulary] of outputs [..., H]."""
+        return self.weights.lm_head(self._norm(outputs, self.weights.final_norm))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [B, heads, W, D] turned by positions [B, W]."""
+        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
+        return x * cosines + x.roll(self.config.head_dim // 2, -1) * sines
+
+
+def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [positions, D]."""
+    half = config.head_dim // 2
+    inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse
+    cosines, sines = angles.cos(), angles.sin()
+    parts = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
+    return parts[0].to(device, dtype), parts[1].to(device, dtype)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of queries [B, heads, W, D] over keys [B, key heads, L, D]; mask [B, W, L], true where a key is seen.
+
+    Queries that share a key head stand as further positions of it, so that keys are not copied.
+    """
+    batch, heads, width, size = query.shape
+    shared = heads // key.shape[1]
+    rows = query.reshape(batch, key.shape[1], shared * width, size)
+    seen = None if mask is None else mask.repeat(1, shared, 1)[:, None]
+    return scaled_dot_product_attention(rows, key, value, attn_mask=seen).reshape(batch, heads, width, size)

@@ -1,0 +1,225 @@
+"""Draft heads of the EAGLE-3 type: what they draft is what a plain transcription says, and no text changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.constraints.constraint import Constraint
+from slipstream.core.session import Session
+from slipstream.models.heads.head_backend import HeadSession
+from slipstream.models.heads.head_files import embedded_head
+from tests.support.head_cases import Written, transcribed, without, write_head
+from tests.support.tiny_models import fresh, prompts, tokenizer
+
+COUNT, STEPS = 24, 4
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True},
+    {"fc_norm": True},
+    {"norm_before_fc": True},
+    {"norm_output": True},
+    {"fc_norm": True, "norm_before_residual": True, "norm_output": True},
+]
+
+
+@cache
+def target() -> Any:
+    return fresh("llama", num_hidden_layers=5)
+
+
+def decoder_of(head: Written, **settings: Any) -> SpeculativeDecoder:
+    chosen = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
+
+
+def drafts(head: Written, prompt: list[int], **options: Any) -> list[tuple[list[int], list[int]]]:
+    """The text before each round that drafted, and its draft."""
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    result = decoder_of(head).generate(prompt, params)
+    text, seen = [*prompt, *result.token_ids], []
+    for round in result.rounds:
+        if round.draft:
+            seen.append((text[: round.start], list(round.draft)))
+    assert len(seen) > 3
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["speculators", "official"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, flags: dict[str, Any]) -> None:
+    head = write_head(tmp_path, target(), layout=layout, **flags)
+    for text, draft in drafts(head, prompts([17])[0]):
+        assert draft == transcribed(head, target(), text, len(draft))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda head: (head, 1),  # features of the position before
+        lambda head: (replace(head, norm_before_residual=True), 0),
+        lambda head: (replace(head, norm_output=True), 0),
+        lambda head: (replace(head, layers=(0, 1, 3)), 0),
+        lambda head: (without(head, "fc_norm.0.weight"), 0),
+    ],
+    ids=["shift", "residual", "output", "layers", "norms"],
+)
+def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: Callable[[Written], tuple[Written, int]]) -> None:
+    head = write_head(tmp_path, target(), fc_norm=True)
+    other, shift = wrong(head)
+    assert any(
+        draft != transcribed(other, target(), text, len(draft), shift=shift)
+        for text, draft in drafts(head, prompts([17])[0])
+    )
+
+
+def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens are favoured, so that drafts are accepted; negative control: where their rows stay, drafts differ."""
+    favoured = dict.fromkeys((7, 9, 21), 30.0)
+
+    def differing() -> int:
+        count = 0
+        for seed in range(4):
+            head = write_head(tmp_path / str(seed), target(), seed=seed, tokens=sorted(favoured))
+            found = drafts(head, prompts([17])[0], logit_bias=favoured)
+            count += sum(draft != transcribed(head, target(), text, len(draft)) for text, draft in found)
+        return count
+
+    assert differing() == 0
+    monkeypatch.setattr(HeadSession, "keep_drafts", Session.keep_drafts)
+    monkeypatch.setattr(HeadSession, "_drop_wrong", lambda self: None)
+    assert differing() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    tmp_path: Path, drafter: str, options: dict[str, Any]
+) -> None:
+    head = write_head(tmp_path, target())
+    length = "auto" if drafter == "auto" else STEPS
+    decoder = decoder_of(head, drafter=drafter, num_draft_tokens=length)
+    plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
+    asked = prompts([3, 17, 9, 40, 5])
+    params = SamplingParams(max_tokens=COUNT, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    if drafter == "model":
+        assert all(result.stats.num_draft_tokens for result in results)
+
+
+def test_constraints_and_predictions_stay_exact(tmp_path: Path) -> None:
+    model, options = fresh("llama", num_hidden_layers=5, eos_token_id=1), {"tokenizer": tokenizer()}
+    head = write_head(tmp_path, model)
+    decoder = SpeculativeDecoder(model, str(head.folder), drafter="model", num_draft_tokens=STEPS, **options)
+    plain = SpeculativeDecoder(model, drafter="none", **options)
+    prompt, told = prompts([17])[0], SamplingParams(max_tokens=COUNT, constraint=Constraint(regex="[a-f]{12,20}"))
+    result = decoder.generate(prompt, told)
+    assert result.token_ids == plain.generate(prompt, told).token_ids and result.stats.num_draft_tokens
+    text = plain.generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True)).token_ids
+    predicted = SamplingParams(max_tokens=COUNT, ignore_eos=True, prediction=[*text[:9], 5, *text[10:]])
+    assert decoder.generate(prompt, predicted).token_ids == text
+
+
+def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
+    """Rows that enter, leave and move to other slots keep their features and their rows of the head."""
+    head = write_head(tmp_path, target())
+    decoder = decoder_of(head, reproducible=True)
+    asked = prompts([3, 17, 9, 40, 5, 30])
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(asked))]
+    for prompt, result in zip(asked, decoder.generate(asked, params), strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in result.rounds:
+            if round.draft:
+                draft = list(round.draft)
+                assert draft == transcribed(head, target(), text[: round.start], len(draft))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 99}, "its vocab_size is 99, that of"),
+        ({"hidden_size": 48}, "its target_hidden_size is 48, that of"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers [1, 2, 9] of its target"),
+        ({"speculators_model_type": "dflash"}, "is of type 'dflash'; allowed: 'eagle3'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; allowed: 'silu'"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2; allowed: 1"),
+        ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    head = write_head(tmp_path, target())
+    settings = json.loads((head.folder / "config.json").read_text())
+    for name, value in change.items():
+        (settings if name in settings else settings["transformer_layer_config"])[name] = value
+    (head.folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(SlipstreamError) as raised:
+        decoder_of(head)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
+    head = write_head(tmp_path, target())
+    file = head.folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, file)
+    with pytest.raises(SlipstreamError, match=r"tensor 'fc.weight' is missing; allowed: \[32, 96\]"):
+        decoder_of(head)
+    save_file(tensors | {"d2t": tensors["d2t"].flip(0)}, file)
+    with pytest.raises(SlipstreamError, match="not in rising order"):
+        decoder_of(head)
+    file.write_bytes(b"not a file of tensors")
+    with pytest.raises(SlipstreamError, match="model.safetensors could not be read"):
+        decoder_of(head)
+    file.unlink()
+    with pytest.raises(SlipstreamError, match="has no weights"):
+        decoder_of(head)
+
+
+def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:
+    head = write_head(tmp_path, target())
+    with pytest.raises(SlipstreamError, match="whose hidden states cannot be read"):
+        SpeculativeDecoder("toy", str(head.folder), drafter="model")
+
+
+def test_weights_in_8_bits_are_read(tmp_path: Path) -> None:
+    head = write_head(tmp_path, target())
+    file = head.folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors |= {name: (tensors[name] / scale).round().to(torch.int8), f"{name}_scale": scale}
+    save_file(tensors, file)
+    rounded = {
+        name: tensor.float() * tensors[f"{name}_scale"] if f"{name}_scale" in tensors else tensor
+        for name, tensor in tensors.items()
+    }
+    exact = replace(head, tensors={name: tensor for name, tensor in rounded.items() if not name.endswith("_scale")})
+    found = drafts(head, prompts([17])[0])
+    agreeing = sum(draft == transcribed(exact, target(), text, len(draft)) for text, draft in found)
+    assert agreeing > 0.7 * len(found)  # the weights are bfloat16 then
+
+
+@pytest.mark.smollm2
+def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none() -> None:
+    decoder = SpeculativeDecoder("smollm2")
+    assert decoder.draft is not None and decoder.draft.name == "smollm2_head"
+    assert (embedded_head() / "config.json").is_file()
+    plain = decoder.using("none")
+    for options in ({}, {"temperature": 0.5, "seed": 3}):
+        params = SamplingParams(max_tokens=48, **options)
+        prompt = "Explain step by step how photosynthesis works."
+        result = decoder.using("model", num_draft_tokens=3).generate(prompt, params)
+        assert result.token_ids == plain.generate(prompt, params).token_ids
+        assert result.stats.num_output_tokens > 1.3 * result.stats.num_rounds
