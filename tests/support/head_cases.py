@@ -37,7 +37,7 @@ def write_head(
     tokens: Sequence[int] = (),
     **flags: Any,
 ) -> Written:
-    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: of its configuration."""
+    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: its settings."""
     config, gen = model.config, torch.Generator().manual_seed(seed)
     size, heads, key_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = size // heads

@@ -276,7 +276,7 @@ def _bridged(
 
 
 def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bool:
-    """Whether the head that comes with the package drafts: for the embedded model on a processor, if nothing is chosen."""
+    """Whether the package's own head drafts: for the embedded model, on a processor, if nothing else is chosen."""
     chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
     return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
 

@@ -83,7 +83,7 @@ def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: Callable[[Wri
 
 
 def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens are favoured, so that drafts are accepted; negative control: where their rows stay, drafts differ."""
+    """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
     favoured = dict.fromkeys((7, 9, 21), 30.0)
 
     def differing() -> int:
@@ -180,7 +180,7 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="not in rising order"):
         decoder_of(head)
     file.write_bytes(b"not a file of tensors")
-    with pytest.raises(SlipstreamError, match="model.safetensors could not be read"):
+    with pytest.raises(SlipstreamError, match=r"model\.safetensors could not be read"):
         decoder_of(head)
     file.unlink()
     with pytest.raises(SlipstreamError, match="has no weights"):

@@ -179,8 +179,8 @@ class CapturedForwards:
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`. branching, flat:
-    see there.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`.
+    branching, flat: see there.
     """
 
     branching, flat = True, False
