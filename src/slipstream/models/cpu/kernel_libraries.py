@@ -185,6 +185,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
     if not is_whole(library):
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
+            log.info(f"compiling kernels for this processor with {compiler[0]} (once) ...")
             compile_library(compiler, recipe, linked)
             save(linked.read_bytes(), library)
     return library
