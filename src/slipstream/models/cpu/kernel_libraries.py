@@ -187,6 +187,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
         announce(f"compiling the {recipe.name} kernels for this processor (once) ...")
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
+            log.info(f"compiling kernels for this processor with {compiler[0]} (once) ...")
             compile_library(compiler, recipe, linked)
             save(linked.read_bytes(), library)
     return library
