@@ -66,7 +66,7 @@ def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
     race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", said, flags=re.MULTILINE)
     assert race == ["True"] * 3
     lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", said, flags=re.MULTILINE)
-    assert lengths == [(length, "True") for length in ("1", "2", "4", "8", "auto")]
+    assert lengths == [(length, "True") for length in ("1", "4", "8", "auto")]
     assert "<details>" in said and "round accepted/drafted" in said and "Result('" in said and "Stats(12 tokens" in said
     assert re.search(r"^ended by: (stop|length)$", said, flags=re.MULTILINE) and "Italy" in said
     assert "draft 'smollm2' for target 'smollm2': usable as is" in said and "SpeculativeDecoder('smollm2'" in said

@@ -212,8 +212,6 @@ def allowed(message: str, kind: str | None = None) -> str:
 
 def one_line(message: str) -> str:
     """A message of llguidance without its line breaks and the state of its parser, cut where it is long."""
-    if diagram := re.search(r'invalid regex (".*?") .*^error: (.+?)$', message, re.DOTALL | re.MULTILINE):
-        return f"{diagram[1]}: {diagram[2]}"  # without the lines that point at a column
     line = " ".join(re.split(r"<(?:state|non-verbose|backtrace)", message)[0].split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
 
