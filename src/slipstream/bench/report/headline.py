@@ -66,7 +66,7 @@ def advice(data: Data) -> list[Advice]:
 
 
 def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
-    """Speed-ups over Hugging Face's `generate` by arm and batch size; empty where it was not run or is the reference."""
+    """Speed-ups over Hugging Face's `generate` by arm and batch size; empty if it was not run or is the reference."""
     if HF not in data.references or set(data.references.values()) == {HF}:
         return {}
     temperature = parse_arm(HF).temperature
