@@ -137,7 +137,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         page.wait_for_selector(".receipt .seal")
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         pictures.take(page, "server-receipt")
-        page.fill("#max_tokens", "99999999")
+        page.fill("#max_tokens", "999999")
         page.fill("#ask", "Tell me everything.")
         page.press("#ask", "Enter")
         page.wait_for_selector(".message .problem")
