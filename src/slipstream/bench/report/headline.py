@@ -95,8 +95,8 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
         text = f"{where}: do not speculate; {_name(data, best.arm)} is the fastest, {speed}"
     else:
         text = f"{where}: use {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
-        low = best.speed.speed_up and best.speed.speed_up.low
-        if low is None or low <= 1:
+        ratio = _ratio(best)
+        if ratio is None or ratio.low is None or ratio.low <= 1:
             text += "; the measurement does not tell it from " + _name(data, base)
     return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
 
