@@ -118,6 +118,7 @@ def ask(page: Any, text: str, max_tokens: int = 180, *, wait: bool = True) -> No
 
 
 def pictures_of_the_page(pictures: Pictures, target: str) -> None:
+    """Every state of the page, on a server that is ended in the last."""
     with served(target) as (url, end):
         page = pictures.open(url)
         page.wait_for_selector("#served[data-up]")
@@ -128,7 +129,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         page.wait_for_selector(".receipt")
         page.evaluate("scrollTo(0, 0)")
         pictures.take(page, "server-chat")
-        page.click("text=Tokens")
+        page.click('text="Tokens"')
         page.evaluate("scrollTo(0, 0)")
         pictures.take(page, "server-tokens")
         page.click(".receipt summary")
@@ -136,7 +137,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         page.wait_for_selector(".receipt .seal")
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         pictures.take(page, "server-receipt")
-        page.fill("#max_tokens", "99999999")
+        page.fill("#max_tokens", "999999")
         page.fill("#ask", "Tell me everything.")
         page.press("#ask", "Enter")
         page.wait_for_selector(".message .problem")
@@ -157,7 +158,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         ask(phone, LIST, 90)
         phone.evaluate("scrollTo(0, 0)")
         pictures.take(phone, "server-phone")
-        phone.click("text=Tokens")
+        phone.click('text="Tokens"')
         phone.evaluate("scrollTo(0, 0)")
         pictures.take(phone, "server-phone-tokens")
 
@@ -178,6 +179,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
 
 
 def pictures_of_the_report(pictures: Pictures, runs: Path) -> None:
+    """The top of report.html, on a desktop and on a phone, and its texts."""
     url = (runs / "report.html").resolve().as_uri()
     pictures.take(pictures.open(url), "report")
     pictures.take(pictures.open(url, phone=True), "report-phone")
@@ -188,6 +190,7 @@ def pictures_of_the_report(pictures: Pictures, runs: Path) -> None:
 
 
 def main() -> None:
+    """Read the options and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2", help="model of the server")
     parser.add_argument("--runs", type=Path, help="folder with report.html; none: no picture of the report")

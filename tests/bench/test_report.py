@@ -1,5 +1,6 @@
 """What a report is made of: ratios with intervals, charts, samples, and a page that escapes all it is given."""
 
+import json
 import re
 import sys
 import time
@@ -12,12 +13,14 @@ import pytest
 
 from slipstream.apps import cli
 from slipstream.apps.cli.application import app
+from slipstream.apps.cli.measuring import command_line
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
 from slipstream.bench.arms import label, local_time
 from slipstream.bench.records import Header, read_records
 from slipstream.bench.report import plots, write_report
-from slipstream.bench.report.html import headline, render
+from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
+from slipstream.bench.report.html import render
 from slipstream.bench.report.plots import Chart, Line, Point, charts, selected
 from slipstream.bench.report.report_data import (
     Data,
@@ -29,6 +32,7 @@ from slipstream.bench.report.report_data import (
     sampled_texts,
     total_ratio,
 )
+from slipstream.bench.report.settings_table import BASELINES, describe, settings_table
 from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
@@ -186,21 +190,56 @@ def test_charts_of_one_kind_are_equally_high_on_the_page(page: str) -> None:
     assert len(boxes) == 2 and all(len(set(block)) == 1 and len(block) > 1 for block in boxes)
 
 
-def test_the_headline_is_the_speed_of_the_fastest_lossless_arm_and_its_parity() -> None:
-    runs = timed("hf", [4.0, 4.0]) + timed("none", [2.0, 2.0]) + timed("ngram@2", [1.0, 1.0])
-    runs += timed("model@2/topk:2", [0.1, 0.1])
+def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
+    """Runs with given times; "hf" is a baseline."""
+    runs = [run for arm, seconds in parts for run in timed(arm, seconds)]
     for run in runs:
         run.verdicts[:] = ["reference" if run.arm == "none" else "identical"]
-        if run.arm.startswith("model"):
+        if run.arm == lossy:
             run.stats["lossless"] = False
-    hf = [replace(run, stats=None) for run in runs if run.arm == "hf"]
-    names = {"none": "none", "ngram@2": "none", "model@2/topk:2": "none"}
-    own = [run for run in runs if run.arm != "hf"]
-    data = Data(Header({}, {}, {}, ""), own, summarise_by_temperature(own, "none"), names)
-    assert headline(data) == "2.0x plain decoding, 2 of 2 texts identical"
-    every = hf + own
-    data = Data(Header({}, {}, {}, ""), every, summarise_by_temperature(every, "none"), names | {"hf": "none"})
-    assert headline(data) == "4.0x Hugging Face, 2 of 2 texts identical"
+    runs = [replace(run, stats=None) if run.arm == "hf" else run for run in runs]
+    names = {arm: "none" for arm, _ in parts}
+    return Data(Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), names)
+
+
+def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_prompts() -> None:
+    own = [("none", [2.0, 3.0]), ("auto", [1.0, 1.0]), ("ngram@2", [1.5, 1.5]), ("model@2/topk:2", [0.1, 0.1])]
+    data = folder_of(*own, lossy="model@2/topk:2")
+    few = "2 prompts: too few for a claim"
+    assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), {few}"
+    assert text_verdicts(data) == "2 of 2 texts are identical to plain decoding's."
+    data = folder_of(*own, ("hf", [4.0, 8.0]), lossy="model@2/topk:2")
+    assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), 5.66x Hugging Face (4.00 to 8.00), {few}"
+    data = folder_of(("none", [2.0] * 10), ("auto", [1.0] * 10))
+    assert headline(data) == "auto: 2.00x plain decoding (2.00 to 2.00), 10 prompts"
+    assert headline(folder_of(("none", [1.0]), ("auto", [2.0]))).startswith(
+        "No drafter was faster than plain decoding, 1 prompt:"
+    )
+
+
+def test_every_number_of_the_headline_stands_in_a_table() -> None:
+    data = folder_of(("none", [2.0, 3.0]), ("auto", [1.0, 1.1]), ("hf", [4.0, 8.0]))
+    page = render(data, [], None)
+    rows = {row[0]: row for row in Reader(page).tables[0]}
+    assert rows["arm"][4] == "over Hugging Face"
+    ratios = re.findall(r"[\d.]+x|\([\d.]+ to [\d.]+\)", headline(data))
+    assert len(ratios) == 4 and all(any(part in cell for cell in rows["auto"]) for part in ratios)
+    assert "Batch size 1, 2 prompts" in page
+
+
+def test_advice_is_chosen_among_all_arms_and_says_what_is_not_certain() -> None:
+    data = folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.6]))
+    (found,) = advice(data)
+    assert found.sentence.startswith("Batch size 1: use auto, ") and found.flags == "--drafter auto"
+    assert "the next is ngram, 7 tokens, " in found.sentence and "may be equally fast" in found.sentence
+    (found,) = advice(folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.0])))
+    assert "equally fast" not in found.sentence
+    (found,) = advice(folder_of(("none", [1.0, 1.0]), ("ngram@7", [1.4, 1.4]), ("hf", [0.5, 0.5])))
+    assert "do not speculate; plain decoding is the fastest" in found.sentence
+    assert "Hugging Face was faster still, 2.00x" in found.sentence and found.flags == "--drafter none"
+    assert flags("model@4/rejection.plain~0.8") == (
+        "--drafter model --num-draft-tokens 4 --acceptance rejection --fast false --temperature 0.8"
+    )
 
 
 def test_arms_are_named_in_words() -> None:
@@ -301,9 +340,58 @@ def test_lossy_arms_are_named_as_such(page: str) -> None:
 
 def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) -> None:
     header, _ = read_records(folder)
-    for name in (*header.settings, *header.versions, *header.machine):
+    for name in ("target", "arms", "sampling", "longest answer", "prompts", "processor", "cores", "PyTorch", "GPU"):
         assert f"<dt>{name}</dt>" in page
-    assert header.versions["torch"] in page and local_time(header.started) in page
+    for value in ("24 tokens", "greedy", header.versions["torch"], local_time(header.started)):
+        assert value in page
+    assert not re.search(r">(null|None|true|false|\{|\[)", page[page.index("<h2>Settings") :])
+
+
+def test_settings_that_are_not_the_defaults_are_told(folder: Path) -> None:
+    header, _ = read_records(folder)
+    changed = {
+        "config": header.settings["config"] | {"fast": False},
+        "params": header.settings["params"] | {"top_k": 5},
+    }
+    found = dict(settings_table(replace(header, settings=header.settings | changed)))
+    assert found["fast"] == "no" and found["top k"] == "5" and "top p" not in found and found["draft model"] == "toy:2"
+    assert "Prompt lookup" in describe("ngram@2") and describe("ngram@2").endswith("2 tokens per draft")
+    assert all(describe(name) for name in (*BASELINES, "auto@chain", "model@4x2/match.plain", "auto.predicted"))
+
+
+def test_the_prompt_stands_beside_its_answer_and_the_command_can_be_repeated(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
+    data = load(folder)
+    page = render(
+        replace(data, header=replace(data.header, command="slipstream bench --arms 'a b'")), [], ToyTokenizer()
+    )
+    assert 'aria-label="Prompt">So the heron ate &lt;b&gt;fish&lt;/b&gt;</div>' in page
+    assert "slipstream bench --arms &#39;a b&#39;</code>" in page and 'id="drafts"' in page
+    lines = (folder / "runs.jsonl").read_text().splitlines(keepends=True)
+    old = {name: value for name, value in json.loads(lines[0]).items() if name not in ("prompts", "command")}
+    (folder / "runs.jsonl").write_text(json.dumps(old) + "\n" + "".join(lines[1:]))
+    page = render(load(folder), [], ToyTokenizer())  # of a folder written before
+    assert 'aria-label="Answer"' in page and 'aria-label="Prompt"' not in page and "Run it again" not in page
+
+
+def test_the_command_is_kept_without_the_folder_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (["--out", "runs one"], ["--out=runs"], []):
+        monkeypatch.setattr(
+            sys, "argv", ["/usr/bin/slipstream", "bench", *folder, "--arms", "none,hf", "--prompt-file", "a b"]
+        )
+        assert command_line() == "slipstream bench --arms none,hf --prompt-file 'a b'"
+
+
+def test_a_chart_has_three_points_or_more() -> None:
+    runs = timed("none", [2.0], drafted=0) + timed("ngram@7", [1.0])
+    data = Data(
+        Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "ngram@7": "none"}
+    )
+    assert charts(data) == []
+    data = folder_of(("none", [2.0]), ("ngram@1", [1.0]), ("ngram@2", [1.0]))
+    assert [chart.name for chart in charts(data)] and all(
+        sum(len(line.points) for line in chart.lines) >= 3 for chart in charts(data)
+    )
 
 
 def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Open
     ask(page, "W" * 200, max_tokens=60)
     page.wait_for_selector(".receipt")
     page.click(".receipt summary")
-    page.click("text=Tokens")
+    page.click('text="Tokens"')
     for view in VIEWS:
         page.click(f'nav a[href="#{view}"]')
         page.wait_for_selector({"chat": ".receipt", "race": ".lane", "engine": "#engine .card"}[view])

@@ -30,7 +30,7 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     assert kinds <= {"accepted", "recovered", "bonus", "plain"} and len(kinds) > 1
     assert page.locator(".round").count() < page.locator(".answer .t").count() == 40
     assert not page.is_visible(".answer") and page.is_visible(".markdown")
-    page.click("text=Tokens")
+    page.click('text="Tokens"')
     assert page.is_visible(".answer") and not page.is_visible(".markdown")
     page.focus(".answer")
     page.keyboard.press("ArrowRight")
@@ -186,7 +186,7 @@ def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer,
     page = opened(server.url)
     ask(page, max_tokens=60, seed=3, temperature="1.5")
     page.wait_for_selector(".receipt")
-    page.click("text=Tokens")
+    page.click('text="Tokens"')
     shown = page.eval_on_selector_all(
         ".recovered[data-rejected]",
         "all => all.map(e => [e.dataset.rejected, getComputedStyle(e, '::before').content, e.textContent])",

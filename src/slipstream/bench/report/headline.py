@@ -66,7 +66,7 @@ def advice(data: Data) -> list[Advice]:
 
 
 def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
-    """Speed-ups over Hugging Face, by arm and batch size; empty where it was not run or is the reference."""
+    """Speed-ups over Hugging Face's `generate` by arm and batch size; empty if it was not run or is the reference."""
     if HF not in data.references or set(data.references.values()) == {HF}:
         return {}
     temperature = parse_arm(HF).temperature
@@ -95,7 +95,8 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
         text = f"{where}: do not speculate; {_name(data, best.arm)} is the fastest, {speed}"
     else:
         text = f"{where}: use {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
-        if ((best.speed.speed_up and best.speed.speed_up.low) or 0.0) <= 1:
+        ratio = _ratio(best)
+        if ratio is None or ratio.low is None or ratio.low <= 1:
             text += "; the measurement does not tell it from " + _name(data, base)
     return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
 

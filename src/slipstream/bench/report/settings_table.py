@@ -119,7 +119,7 @@ def _sampling(params: Mapping[str, Any]) -> str:
 
 def _changed(values: Mapping[str, Any], cls: type[Any], said: set[str]) -> Rows:
     """The fields that differ from the defaults of their dataclass; fields it does not know are always told."""
-    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}  # only mappings have a factory
     return [
         (_spaced(name), words(value))
         for name, value in values.items()

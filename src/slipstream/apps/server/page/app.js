@@ -365,7 +365,7 @@ class AnswerView {
 
 	// What was drafted where the target went another way: shown struck through, and no part of the text.
 	#rejected(round) {
-		return this.answer.rounds[round]?.rejected.join("").replaceAll("\n", "↵") || null;
+		return this.answer.rounds[round]?.rejected.filter((text) => !broken(text)).join("").replaceAll("\n", "↵") || null;
 	}
 
 	#tick(round) {
