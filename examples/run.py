@@ -164,7 +164,7 @@ def _is_example(path: Path) -> bool:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number, 1 or more")
     return int(text)
 
 

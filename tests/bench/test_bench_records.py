@@ -51,7 +51,7 @@ def test_a_line_holds_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     start(tmp_path, HEADER)
     append(tmp_path, run_of(0))
     header, run = map(json.loads, (tmp_path / FILE).read_text().splitlines())
-    assert list(header) == ["kind", "settings", "versions", "machine", "started"]
+    assert list(header) == ["kind", "settings", "versions", "machine", "started", "prompts", "command"]
     fields = (
         "kind arm prompts family batch repeat seconds num_output_tokens texts verdicts stats rounds num_forwards parts "
         "error"

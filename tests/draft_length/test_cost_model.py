@@ -124,6 +124,16 @@ def test_steps_of_a_draft_model() -> None:
     of = rows(5)
     happen(cost_model, of, 4, 1.0, draft=1.6, steps=4)
     assert cost_model.step(5) == pytest.approx(0.4) and cost_model.step(1) == pytest.approx(0.2)
+    assert cost_model.beginning(5) == pytest.approx(0)
+
+
+def test_what_a_draft_takes_besides_its_steps_is_paid_once() -> None:
+    cost_model, of = CostModel(measured={1: 10.0, 8: 20.0}, steps={1: 1.0, 2: 1.0}), rows()
+    happen(cost_model, of, 0, 0.010)
+    for steps in (1, 3, 1):
+        happen(cost_model, of, steps, 0.010, draft=0.002 + 0.001 * steps, steps=steps)
+    assert cost_model.step(1) == pytest.approx(0.001, rel=0.2)
+    assert cost_model.beginning(1) == pytest.approx(0.002, rel=0.2)
 
 
 def test_steps_and_reading_are_known_where_the_draft_model_was_timed() -> None:

@@ -173,7 +173,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         (lambda: greedy([]), r"inputs=\[\]; allowed: a list of at least one token id"),
         (lambda: greedy([PROMPTS[0]]), "one prompt, not padded"),
         (lambda: greedy([LETTERS]), f"token id {LETTERS}; allowed: 0 to {LETTERS - 1}"),
-        (lambda: greedy([3] * 96, models=(shared("gpt2"),) * 2), "prompt 0 has 96 tokens; allowed: at most 95"),
+        (lambda: greedy([3] * 96, models=(shared("gpt2"),) * 2), "prompt has 96 tokens; allowed: at most 95"),
         (lambda: speculative_generate_batch(torch.ones(2, 3), *pair()), "inputs is a Tensor; allowed"),
         (lambda: speculative_generate_batch([PROMPTS[0], "x"], *pair()), r"inputs\[1\]='x'; allowed"),
         (lambda: SpeculativeDecoder(*pair(), draft_tokens=65), "draft_tokens=65; allowed: a whole number from 0 to 64"),

@@ -92,4 +92,4 @@ def test_the_extra_all_names_extras_that_exist() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = (Requirement(text) for text in extras["all"])
     assert everything.name == PROJECT["name"] and everything.extras <= extras.keys()
-    assert everything.extras == extras.keys() - {"all", "dev", "examples", "llama", "ray"}
+    assert everything.extras == extras.keys() - {"all", "dev", "docs", "examples", "llama", "ray"}

@@ -72,6 +72,7 @@ HF = (
     "slipstream.models.plain_models",
     "slipstream.models.quantised_models",
     "slipstream.models.decoder",
+    "slipstream.models.heads",
     "slipstream.models.hf",
     "slipstream.integrations.transformers",
 )

@@ -100,7 +100,7 @@ def compare(
     chat: bool = True,
     with_hf: bool = False,
     repeats: int = 1,
-    on_run: Callable[[str], None] = lambda doing: None,
+    on_run: Callable[[str], None] | None = None,
 ) -> Iterator[Comparison]:
     """Run every prompt through every arm, arms interleaved, and yield a comparison per prompt.
 
@@ -113,6 +113,7 @@ def compare(
     if isinstance(prompts, str):
         raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")
     texts = [NamedPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    report = on_run or (lambda doing: None)
     arms = [arm for name, arm in ARMS.items() if name != HF or with_hf]
     lineup = Lineup(decoder, arms, params, chat=chat)
     timed, judge = TimedRuns(lineup), Judge(lineup)
@@ -120,12 +121,12 @@ def compare(
         ids = lineup.encode(named)
         if number == 0:
             for arm in arms:
-                on_run(f"warming up {arm.name}")
+                report(f"warming up {arm.name}")
                 timed.warm_up(arm, [ids], [lineup.params_of(arm, named)])
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         for repeat in range(repeats):
             for arm in arms if (number + repeat) % 2 == 0 else reversed(arms):
-                on_run(f"{named.id}: {arm.name}, run {repeat + 1} of {repeats}")
+                report(f"{named.id}: {arm.name}, run {repeat + 1} of {repeats}")
                 output, seconds = timed.run(arm, [ids], [lineup.params_of(arm, named)])
                 result = None if output.results is None else output.results[0]
                 runs[arm.name].append(Run(output.texts[0], seconds, result=result))

@@ -221,9 +221,11 @@ class CostModel:
         return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
-        """Seconds of one more step of the draft model: as measured, or what steps took of late, if that is less."""
+        """Seconds of one more step of the draft model: what drafts took per step of late, but at most as measured."""
         observed = self._of_drafts(rows, lambda steps, seconds: seconds / steps)
-        return self._assumed_step(rows) if observed is None else min(self._assumed_step(rows), observed)
+        if observed is None:
+            return self._assumed_step(rows)
+        return min(observed, self._assumed_step(rows)) if self.steps else observed
 
     def beginning(self, rows: int) -> float:
         """Seconds that a draft takes besides its steps: searching, planning, weights that are not in the caches."""

@@ -250,7 +250,7 @@ class RequestReader:
         groups: list[list[Row]] = []
         for prompt, request in zip(prompts, all_params, strict=True):
             per_text = replace(request, n=1) if isinstance(request, SamplingParams) and request.n > 1 else request
-            first = self._row(len(groups), _single(prompt), per_text, chat)
+            first = self._row(len(groups), _single(prompt), per_text, chat, _name(len(groups), prompts))
             seeds = further_seeds(first.seed, request.n)
             others = [self._row(len(groups), first.tokens, replace(per_text, seed=seed), chat) for seed in seeds]
             for other in others:
@@ -262,7 +262,7 @@ class RequestReader:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
         return [
-            self._row(i, _single(prompt), row_params, chat, f"prompt {i}" if len(prompts) > 1 else "prompt")
+            self._row(i, _single(prompt), row_params, chat, _name(i, prompts))
             for i, (prompt, row_params) in pairs
         ]
 
@@ -355,6 +355,11 @@ def _one_each(params: Any, count: int) -> list[Any]:
     if len(all_params) != count:
         raise UsageError(f"params: {len(all_params)} given for {count} prompts; allowed: one, or one per prompt")
     return all_params
+
+
+def _name(index: int, prompts: Sequence[Any]) -> str:
+    """How messages name a prompt: by its number, if there are several."""
+    return f"prompt {index}" if len(prompts) > 1 else "prompt"
 
 
 def _single(prompt: Any) -> Any:

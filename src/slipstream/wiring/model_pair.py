@@ -21,7 +21,6 @@ from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
-from slipstream.models.heads.head_files import embedded_head, head_files, load_head
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
@@ -71,6 +70,8 @@ class ModelPair:
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
             if draft is None and _has_embedded_head(target, loaded, config):
+                from slipstream.models.heads.head_files import embedded_head
+
                 draft = str(embedded_head())
             loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
@@ -315,7 +316,12 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     for a draft model that is looked at alone.
     """
     options = draft_options_of(config, None if target is None else target.backend.device)
-    files = head_files(draft, options)
+    if draft is not None and target is not None and not is_toy(draft):
+        from slipstream.models.heads.head_files import head_files, load_head  # transformers takes seconds to import
+
+        files = head_files(draft, options)
+    else:
+        files = None
     if files is not None and target is not None:
         for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
             if (value := getattr(config, name)) != "auto":

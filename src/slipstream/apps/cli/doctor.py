@@ -50,7 +50,12 @@ class Fact:
     remedy: str = ""
 
 
-@command("doctor")
+@command(
+    "doctor",
+    "slipstream doctor",
+    "slipstream doctor --json report.json   # for a bug report",
+    "slipstream doctor --json -             # the same on standard output",
+)
 def doctor_command(json_file: Json = None) -> None:
     """Versions, kernels, processor, devices and caches; what is missing, and the command that mends it.
 
