@@ -374,7 +374,9 @@ def test_a_hub_id_without_network_is_one_clear_line(monkeypatch: pytest.MonkeyPa
         raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", unreachable)
-    with pytest.raises(SlipstreamError, match="model 'someone/something' was not found locally, and could not be downloaded") as error:
+    with pytest.raises(
+        SlipstreamError, match="model 'someone/something' was not found locally, and could not be downloaded"
+    ) as error:
         SpeculativeDecoder("someone/something")
     one_line(error)
 

@@ -261,10 +261,7 @@ class RequestReader:
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
         pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
-        return [
-            self._row(i, _single(prompt), row_params, chat, _name(i, prompts))
-            for i, (prompt, row_params) in pairs
-        ]
+        return [self._row(i, _single(prompt), row_params, chat, _name(i, prompts)) for i, (prompt, row_params) in pairs]
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
         if not isinstance(params, SamplingParams):
