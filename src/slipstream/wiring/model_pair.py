@@ -23,7 +23,7 @@ from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
@@ -278,6 +278,8 @@ def _bridged(
 
 def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bool:
     """Whether the package's own head drafts: for the embedded model, on a processor, if nothing else is chosen."""
+    if config.load_options:  # ranks of tensor parallelism must draft alike
+        return False
     chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
     return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
 
@@ -323,6 +325,8 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     else:
         files = None
     if files is not None and target is not None:
+        if PLAN in config.load_options:
+            raise UsageError(f"load_options {PLAN!r} with the draft head {files.source!r}; allowed: a draft model")
         for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
             if (value := getattr(config, name)) != "auto":
                 raise UsageError(f"{name}={value!r} with the draft head {files.source!r}; allowed: 'auto'")
