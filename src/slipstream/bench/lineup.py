@@ -26,7 +26,8 @@ from slipstream.certificate.parity import Difference, TieJudge, coupled, plain_d
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.loaded import LoadOptions
+from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.reproducibility.timing import wait_for_device
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result, Stats
@@ -84,7 +85,7 @@ class Lineup:
     def plain(self) -> SpeculativeDecoder:
         """A decoder over the same models, with weights as transformers loads them."""
         decoder, config = self.decoder, self.decoder.config
-        if not any(loaded is not None and loaded.packed for loaded in (decoder.target, decoder.draft)):
+        if not any(loaded is not None and loaded.packed for loaded in (decoder.target, self._draft_model)):
             return decoder
         target, draft = self._plain_models
         same = {name: getattr(config, name) for name in ("num_draft_tokens", "acceptance", "reproducible")}
@@ -95,8 +96,14 @@ class Lineup:
         """Target and draft model as transformers loads them, the draft model None where there is none."""
         decoder, config = self.decoder, self.decoder.config
         options = LoadOptions(config.dtype, config.device, False, config.load_options)
-        draft = None if decoder.draft is None else plain_model(decoder.draft, options.for_draft(config.dtype))
+        draft = self._draft_model and plain_model(self._draft_model, options.for_draft(config.dtype))
         return plain_model(decoder.target, options), draft
+
+    @property
+    def _draft_model(self) -> Loaded | None:
+        """The draft model; None if there is none, and for a draft head, which transformers does not run."""
+        draft = self.decoder.draft
+        return None if draft is None or isinstance(draft.backend, HeadBackend) else draft
 
     @cached_property
     def _llama_model(self) -> LlamaCppModel:
@@ -170,7 +177,7 @@ class Lineup:
         if loaded.model is None:
             raise no_hf_model(arm, loaded.name)
         assisted = arm.baseline in (ASSISTED, TUNED)
-        if assisted and self.decoder.draft is None:
+        if assisted and self._draft_model is None:
             raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
         target, draft = self._plain_models
         return Baseline(arm, target, draft if assisted else None, loaded.end_ids, self.decoder.config.max_batch_size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, compare
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
@@ -223,3 +223,10 @@ def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none()
         result = decoder.using("model", num_draft_tokens=3).generate(prompt, params)
         assert result.token_ids == plain.generate(prompt, params).token_ids
         assert result.stats.num_output_tokens > 1.3 * result.stats.num_rounds
+
+
+@pytest.mark.smollm2
+def test_a_comparison_beside_transformers_runs_with_the_embedded_head() -> None:
+    decoder = SpeculativeDecoder("smollm2")
+    (told,) = compare(decoder, ["What is rain?"], SamplingParams(max_tokens=8), with_hf=True)
+    assert set(told.runs) == {"plain", "speculative", "hf generate"}
