@@ -170,6 +170,12 @@ class ModelPair:
         """Make the target attend to lengths as its shapes say; a decoder of other shapes may have changed that."""
         set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
 
+    def keep_hidden_states(self, *, wanted: bool) -> None:
+        """Whether the target keeps what a draft head reads; captured graphs do so always."""
+        backend = self.target.backend
+        if self.draft is not None and isinstance(self.draft.backend, HeadBackend) and backend.device.type == "cpu":
+            backend.cache.keeps_hidden = wanted  # type: ignore[attr-defined]
+
     def draft_scorer(self) -> DraftScorer | None:
         """What a draft model of the target's vocabulary drafts with: its session, or one that scores a part of it."""
         session = self.windowed or self.draft_session

@@ -230,3 +230,11 @@ def test_a_comparison_beside_transformers_runs_with_the_embedded_head() -> None:
     decoder = SpeculativeDecoder("smollm2")
     (told,) = compare(decoder, ["What is rain?"], SamplingParams(max_tokens=8), with_hf=True)
     assert set(told.runs) == {"plain", "speculative", "hf generate"}
+
+
+def test_hidden_states_are_kept_in_turns_of_engines_that_read_them(tmp_path: Path) -> None:
+    decoder = decoder_of(write_head(tmp_path, target()))
+    plain, cache = decoder.using("none"), decoder.target.backend.cache  # type: ignore[attr-defined]
+    for user, kept in ((decoder, True), (plain, False), (decoder, True)):
+        user.generate(prompts([9])[0], SamplingParams(max_tokens=4))
+        assert cache.keeps_hidden is kept

@@ -449,8 +449,9 @@ class LayerStack:
         if tokens not in self._scratch:
             self._scratch[tokens] = max(layer_ops.scratch(tokens) for layer_ops in self._ops)
         scratch = ready.space(self._scratch[tokens])
-        for first, end in pairwise(sorted({0, *cache.hidden, len(self._ops)})):
-            if first in cache.hidden:
+        kept = cache.hidden if cache.keeps_hidden else {}
+        for first, end in pairwise(sorted({0, *kept, len(self._ops)})):
+            if first in kept:
                 cache.keep_hidden(first, hidden)
             self._functions.all_layers(
                 ctypes.addressof(self._structs) + first * ctypes.sizeof(StackedLayerStruct),

@@ -144,6 +144,7 @@ class SlotCache(Cache):
 
     states: RecurrentStates | None = None
     spare_positions = 0
+    keeps_hidden = True  # in this engine's turn
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
@@ -241,6 +242,8 @@ class SlotCache(Cache):
 
     def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
         """Write the hidden states [rows, width, size] that enter a layer in this forward."""
+        if not self.keeps_hidden:
+            return
         layer, states = self.hidden[layer_idx], entering.unsqueeze(1)
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(states), self._allocate(states[..., :0])
