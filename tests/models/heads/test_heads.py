@@ -155,6 +155,8 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash"}, "is of type 'dflash'; allowed: 'eagle3'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; allowed: 'silu'"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2; allowed: 1"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3'; allowed: 'default'"),
+        ({"intermediate_size": None}, "config.json has no intermediate_size; allowed: a whole number"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
     ],
 )

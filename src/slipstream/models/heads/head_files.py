@@ -2,7 +2,8 @@
 
 Two layouts: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and NVIDIA's ModelOpt
 share. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently.
-Nothing in the files is trusted: every flag is known or refused, every tensor has the size that the configuration says.
+Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
+configuration says.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 KINDS = ("Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated")
 EMBEDDED_NAME = "smollm2_head"
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
@@ -114,6 +116,8 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
 
 def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any, target: Loaded) -> HeadConfig:
     layer, flags, source = files.layer, files.flags, files.source
+    if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
+        raise UsageError(f"draft head {source!r}: config.json has no {missing[0]}; allowed: a whole number")
     kind = files.settings.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UsageError(f"draft head {source!r} is of type {kind!r}; allowed: 'eagle3'")
@@ -141,8 +145,15 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         )
     heads = layer["num_attention_heads"]
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3"):
-        raise UsageError(f"draft head {source!r} has rope_type={rope['rope_type']!r}; allowed: 'default'")
+    if (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise UsageError(f"draft head {source!r} has rope_type={rope_type!r}; allowed: 'default'")
+    if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
+        raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
+    if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
+        raise UsageError(
+            f"draft head {source!r} has hidden_size={layer['hidden_size']} and no embedding of its own; allowed: "
+            f"{sizes['hidden_size']}, that of {target.name!r}, whose embedding it uses"
+        )
     return HeadConfig(
         layers=layers,
         hidden_size=layer["hidden_size"],
