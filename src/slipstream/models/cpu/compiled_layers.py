@@ -63,9 +63,9 @@ class LayerFunctions:
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
-    out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its first
-    product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x, tokens,
-    size, out). cache: the struct of `whole`'s cache.
+    out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
+    first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
+    tokens, size, out). cache: the struct of `whole`'s cache.
     """
 
     project: Any

@@ -46,8 +46,8 @@ class HeadConfig:
 class HeadWeights:
     """A head's products and norms, by what they do. norms: of one vector each.
 
-    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None. qkv and gate_up are
-    joint.
+    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None. qkv and gate_up
+    are joint.
     """
 
     fc: Linear
