@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +27,13 @@ from slipstream.models.load import load
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
+from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
 from slipstream.tokenization.tokenizer import TokenizerDetails
 from slipstream.tokenization.vocabulary_bridge import bridge_between
 from slipstream.version import __version__
+
+log = logging.getLogger("slipstream")
 
 NOT_TIMED = DraftTimes()
 
@@ -325,7 +328,11 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     """
     options = draft_options_of(config, None if target is None else target.backend.device)
     if draft is not None and target is not None and not is_toy(draft):
-        from slipstream.models.heads.head_files import head_files, load_head  # transformers takes seconds to import
+        from slipstream.models.heads.head_files import (  # transformers takes seconds to import
+            EMBEDDED_NAME,
+            head_files,
+            load_head,
+        )
 
         files = head_files(draft, options)
     else:
@@ -336,7 +343,10 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
         for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
             if (value := getattr(config, name)) != "auto":
                 raise UsageError(f"{name}={value!r} with the draft head {files.source!r}; allowed: 'auto'")
-        return load_head(files, target, options)
+        head = load_head(files, target, options)
+        if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
+            log.warning("%s", tried.line(head.name, target.name))
+        return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)

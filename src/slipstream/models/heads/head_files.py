@@ -169,7 +169,15 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         token_ids=_token_ids(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
+        unclear=_unclear(files),
     )
+
+
+def _unclear(files: HeadFiles) -> tuple[str, ...]:
+    """Flags to try both ways: `norm_output` norms the fed-back output for `speculators`, and only logits elsewhere."""
+    open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
+    is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings
+    return (*open_flags, "norm_output") if is_read_twice else open_flags
 
 
 def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class HeadConfig:
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
     vocabulary] the target's id of each token that the head can propose; None for all, in order.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
+    unclear: those of these flags that the files leave open, or that their readers take in two ways.
     """
 
     layers: tuple[int, ...]
@@ -40,6 +41,7 @@ class HeadConfig:
     token_ids: Tensor | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    unclear: tuple[str, ...] = ()
 
 
 @dataclass
