@@ -77,7 +77,8 @@ class HiddenStates(Protocol):
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         """From now on keep what enters these decoder layers (numbered from 0, ascending); transformers'
-        `hidden_states[i]`. Raises `UsageError` where the model's layers cannot be told.
+        `hidden_states[i]`. Number `num_layers` is what leaves the last layer, before the final norm. Raises
+        `UsageError` where the model's layers cannot be told.
         """
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
@@ -18,13 +19,14 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
-from slipstream.models.heads.head_backend import HeadBackend, HeadSession
+from slipstream.models.heads.features import FeatureReader
+from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
@@ -33,9 +35,10 @@ from slipstream.tokenization.tokenizer import TokenizerDetails
 from slipstream.tokenization.vocabulary_bridge import bridge_between
 from slipstream.version import __version__
 
-log = logging.getLogger("slipstream")
-
 NOT_TIMED = DraftTimes()
+OF_MODELS = ("draft_dtype", "draft_vocabulary", "draft_context")  # settings that draft heads do not have
+
+log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class ModelPair:
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
-        refuse_unused(load_options_of(config), target, draft)
+        refuse_unused(load_options_of(config), target, None if draft == MTP else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
@@ -76,7 +79,10 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
+            if draft is None:
+                loaded_draft = _brought_mtp(loaded, config)
+            else:
+                loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
 
     @classmethod
@@ -176,7 +182,7 @@ class ModelPair:
     def keep_hidden_states(self, *, wanted: bool) -> None:
         """Whether the target keeps what a draft head reads; captured graphs do so always."""
         backend = self.target.backend
-        if self.draft is not None and isinstance(self.draft.backend, HeadBackend) and backend.device.type == "cpu":
+        if self.draft is not None and isinstance(self.draft.backend, FeatureReader) and backend.device.type == "cpu":
             backend.cache.keeps_hidden = wanted  # type: ignore[attr-defined]
 
     def draft_scorer(self) -> DraftScorer | None:
@@ -293,15 +299,33 @@ def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bo
     return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
 
 
+def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
+    """The MTP layers in the target's checkpoint, where drafts are to come from a draft model and none is named."""
+    name = config.drafter.partition(":")[0]
+    drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
+    if not drafts or PLAN in config.load_options or any(getattr(config, name) != "auto" for name in OF_MODELS):
+        return None
+    from slipstream.models.heads.mtp_files import brings_mtp, load_mtp  # transformers takes seconds to import
+
+    options = load_options_of(config)
+    if not brings_mtp(target, options):
+        return None
+    try:
+        return load_mtp(target, options)
+    except SlipstreamError as error:
+        log.warning("%s; drafts come from elsewhere", error)
+        return None
+
+
 def _draft_session(draft: Loaded | None) -> Session | None:
     if draft is None:
         return None
-    return HeadSession(draft.backend) if isinstance(draft.backend, HeadBackend) else make_session(draft.backend)
+    return HeadSession(draft.backend) if isinstance(draft.backend, FeatureReader) else make_session(draft.backend)
 
 
 def _attach(draft: Loaded | None, target: Session) -> None:
     """Show a draft head the target whose hidden states it reads."""
-    if draft is not None and isinstance(draft.backend, HeadBackend):
+    if draft is not None and isinstance(draft.backend, FeatureReader):
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
 
@@ -326,6 +350,13 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None
     for a draft model that is looked at alone.
     """
+    if draft == MTP:
+        if target is None:
+            raise UsageError(f"draft={MTP!r} without a target; allowed: a draft model of its own")
+        _refuse_settings_of_models(config, "the target's MTP layers")
+        from slipstream.models.heads.mtp_files import load_mtp
+
+        return load_mtp(target, load_options_of(config))
     options = draft_options_of(config, None if target is None else target.backend.device)
     if draft is not None and target is not None and not is_toy(draft):
         from slipstream.models.heads.head_files import (  # transformers takes seconds to import
@@ -338,11 +369,7 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     else:
         files = None
     if files is not None and target is not None:
-        if PLAN in config.load_options:
-            raise UsageError(f"load_options {PLAN!r} with the draft head {files.source!r}; allowed: a draft model")
-        for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
-            if (value := getattr(config, name)) != "auto":
-                raise UsageError(f"{name}={value!r} with the draft head {files.source!r}; allowed: 'auto'")
+        _refuse_settings_of_models(config, f"the draft head {files.source!r}")
         head = load_head(files, target, options)
         if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
             log.warning("%s", tried.line(head.name, target.name))
@@ -360,3 +387,12 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     if draft is None:
         return None
     return load(draft, options, tokenizer)
+
+
+def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
+    """Refuse settings that a draft head does not have. head: what it is."""
+    if PLAN in config.load_options:
+        raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
+    for name in OF_MODELS:
+        if (value := getattr(config, name)) != "auto":
+            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto'")

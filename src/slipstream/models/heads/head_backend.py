@@ -1,8 +1,7 @@
 """A draft head as a `Backend`, so that it has slots, reads prompts and drafts as a draft model does.
 
-Row i of a batch has slot i in the target's KV cache and in the head's, so the features of a slot's positions are found
-where the target has kept them. Rows that a draft made from the head's own outputs are computed again with the target's
-features once these are known: `HeadSession` counts them as not cached. Leaving them costs acceptance.
+Rows that a draft made from the head's own outputs are computed again with the target's features once these are known:
+`HeadSession` counts them as not cached. Leaving them costs acceptance.
 """
 
 from __future__ import annotations
@@ -13,38 +12,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.core.kv_slots import SlotState
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.network import HeadNetwork, grouped_attention
 
 UNIT = 256  # positions by which a slot's memory grows
 
 
-class HeadBackend:
-    """See `Backend`. A head's row 0 has no feature; no other row attends to it.
-
-    target: keeps the features; target_slots: what is cached of the target in each slot. Both come with `attach`.
-    """
+class HeadBackend(FeatureReader):
+    """See `Backend`. A head's row 0 has no feature; no other row attends to it."""
 
     attended_unit = 1
 
     def __init__(self, network: HeadNetwork) -> None:
         config = network.config
+        super().__init__(config.layers)
         self.network, self.vocab_size, self.max_length = network, config.vocab_size, config.max_length
         self.device = network.device
-        self.target: HiddenStates | None = None
-        self.target_slots: Sequence[SlotState] = ()
         self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
-        self.num_right: list[int] = []  # positions of each slot, from its first on, that had the target's features
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
-
-    def attach(self, target: HiddenStates, slots: Sequence[SlotState]) -> None:
-        """Draft for this target, whose slots these are."""
-        target.keep_hidden_states(self.network.config.layers)
-        self.target, self.target_slots = target, slots
 
     def reserve(self, rows: int, length: int) -> None:
         slots, _, positions, _ = self._keys.shape
@@ -86,24 +74,15 @@ class HeadBackend:
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
-        known = min(max(0, self._num_read(slot) - (start - 1)), width)
-        if start <= self.num_right[slot]:
-            self.num_right[slot] = start + known
+        known = self.num_known(slot, start, width)
+        self.note_right(slot, start, width)
         before = start - 1
         own = self._outputs[slot, 0, max(0, before) : before + width]
         own = own if start else torch.cat([own.new_zeros(1, own.shape[1]), own])
-        if known <= (start == 0) or self.target is None:
-            return own
-        first = max(0, before)
-        features = self.target.hidden_states(self.network.config.layers, slot, first, before + known)
+        features = self.features(slot, start, known)
         if features is None:
             return own
-        entered = self.network.enter(features)
-        return torch.cat([own[: first - before], entered, own[known:]])
-
-    def _num_read(self, slot: int) -> int:
-        """How many of a slot's positions the target has read."""
-        return self.target_slots[slot].base if slot < len(self.target_slots) else 0
+        return torch.cat([own[: known - len(features)], self.network.enter(features), own[known:]])
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[B, W, V]; tokens that the head cannot propose are impossible."""
@@ -147,7 +126,7 @@ class HeadSession(Session):
         self._drop_wrong()
 
     def _drop_wrong(self) -> None:
-        assert isinstance(self.backend, HeadBackend)
+        assert isinstance(self.backend, FeatureReader)
         for state, count in zip(self.slot_states, self.backend.num_right, strict=False):
             if state.base > count:  # a text was read before the target had read it
                 state.base = state.written = count
