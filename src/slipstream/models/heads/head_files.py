@@ -25,7 +25,7 @@ from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, Linear
-from slipstream.models.heads.rotations import frequencies
+from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
@@ -145,7 +145,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
             f"allowed: 0 to {count - 1}"
         )
     heads = layer["num_attention_heads"]
-    inverse_frequencies, rotation_scale = frequencies(source, layer)
+    inverse_frequencies, rotation_scale = scaled_frequencies(source, layer)
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
     if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
@@ -163,12 +163,13 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
         vocab_size=target.backend.vocab_size,
         eps=layer.get("rms_norm_eps", 1e-6),
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
+        rope_theta=rope_theta(layer),
         max_length=target.backend.max_length,
         token_ids=_token_ids(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
+        inverse_frequencies=inverse_frequencies,
+        rotation_scale=rotation_scale,
         unclear=_unclear(files),
     )
 

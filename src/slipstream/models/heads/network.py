@@ -23,7 +23,8 @@ class HeadConfig:
     layers: those whose entering hidden states are its features, ascending, as transformers numbers `hidden_states`.
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
     vocabulary] the target's id of each token that the head can propose; None for all, in order.
-    inverse_frequencies: [head_dim / 2] of rotary positions; rotation_scale: of their cosines and sines.
+    inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
+    cosines and sines.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
     unclear: those of these flags that the files leave open, or that their readers take in two ways.
     """
@@ -37,12 +38,13 @@ class HeadConfig:
     head_dim: int
     vocab_size: int
     eps: float
-    inverse_frequencies: Tensor
+    rope_theta: float
     max_length: int
-    rotation_scale: float = 1.0
     token_ids: Tensor | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    inverse_frequencies: Tensor | None = None
+    rotation_scale: float = 1.0
     unclear: tuple[str, ...] = ()
 
 
@@ -128,7 +130,11 @@ class HeadNetwork:
 
 def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines [positions, D]."""
-    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * config.inverse_frequencies
+    half = config.head_dim // 2
+    inverse = config.inverse_frequencies
+    if inverse is None:
+        inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse
     cosines, sines = config.rotation_scale * angles.cos(), config.rotation_scale * angles.sin()
     parts = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
     return parts[0].to(device, dtype), parts[1].to(device, dtype)

@@ -16,10 +16,18 @@ KINDS = ("default", "linear", "llama3", "yarn")  # the others depend on the leng
 SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
 
 
-def frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """[D / 2] inverse frequencies, and the factor of cosines and sines. layer: settings of a Llama of the head's size.
+def rope_theta(layer: Mapping[str, Any]) -> float:
+    """The base of the frequencies. layer: settings of a head's decoder layer."""
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    theta: float = given.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    return theta
 
-    Raises `UsageError` for kinds that are not computed, and for settings that are missing.
+
+def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | None, float]:
+    """[D / 2] inverse frequencies, None without scaling, and the factor of cosines and sines.
+
+    layer: settings of a head's decoder layer. Raises `UsageError` for kinds of scaling that are not computed, and for
+    settings that are missing.
     """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     parameters = {name: value for name, value in given.items() if name != "type"}
@@ -27,7 +35,9 @@ def frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor, float]:
     if kind not in KINDS:
         allowed = ", ".join(map(repr, KINDS))
         raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
-    parameters.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return None, 1.0
+    parameters["rope_theta"] = rope_theta(layer)
     settings = {name: layer[name] for name in SETTINGS if layer.get(name) is not None}
     try:
         with quietly():
