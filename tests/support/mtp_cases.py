@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.tiny_models import VOCAB, tokenizer
+from tests.support.tiny_models import VOCAB, WINDOW, tokenizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -55,6 +55,15 @@ QWEN: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "partial_rotary_factor": 0.5,
 }
+MELLUM: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "num_mtp_layers": 1,
+}
 
 
 def _prefixed(prefix: str, names: Mapping[str, str]) -> Callable[[int, int, str], str]:
@@ -90,19 +99,30 @@ def _of_qwen(number: int, num_layers: int, ours: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """A kind of target and how its checkpoints name MTP layers. like: which of its layers they are like."""
+    """A kind of target and how its checkpoints name MTP layers. like: which of its layers they are like.
+
+    rotation: options of the target's rotations in such a layer; window: how many tokens its attention sees.
+    """
 
     config: Callable[[], Any]
     name: Callable[[int, int, str], str]
     like: int
     hidden_first: bool = False
-    counted_as: str = "num_nextn_predict_layers"  # where the configuration tells their number
+    rotation: Mapping[str, str] = field(default_factory=dict)
+    window: int = 1 << 20
 
 
 LAYOUTS: dict[str, Layout] = {
     "deepseek_v3": Layout(lambda: transformers.DeepseekV3Config(**SHAPE | MIXTURE | LATENT), DEEPSEEK, 2),
     "glm4_moe": Layout(lambda: transformers.Glm4MoeConfig(**SHAPE | MIXTURE, head_dim=8), DEEPSEEK, 2),
     "qwen3_5": Layout(lambda: transformers.Qwen3_5TextConfig(**SHAPE | QWEN), _of_qwen, 3),
+    "mellum": Layout(
+        lambda: transformers.MellumConfig(**SHAPE | MELLUM),
+        _of_qwen,
+        1,
+        rotation={"layer_type": "sliding_attention"},
+        window=WINDOW,
+    ),
     "mimo": Layout(lambda: transformers.Qwen2Config(**SHAPE), MIMO, 1, hidden_first=True),
 }
 
@@ -139,3 +159,63 @@ def write_target(folder: Path, kind: str, *, count: int = 1, seed: int = 0, dtyp
         tensors |= {layout.name(number, num_layers, name): tensor.contiguous() for name, tensor in layer.items()}
     save_file(tensors, file, {"format": "pt"})
     return Written(folder, layout, layers)
+
+
+class Transcription:
+    """What the MTP layers of a checkpoint draft, with all rows computed anew for every token and without any cache.
+
+    The decoder layers are those of a target in whose checkpoint they replace the layer that they are like.
+    """
+
+    def __init__(self, written: Written) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(written.folder, dtype="auto").eval()
+        self.layout, self.layers = written.layout, written.layers
+        self._eps = self.model.config.rms_norm_eps
+        self._blocks = [self._block(written, layer) for layer in written.layers]
+
+    def _block(self, written: Written, layer: Mapping[str, Tensor]) -> Any:
+        tensors = load_file(written.folder / "model.safetensors")
+        start = f"model.layers.{self.layout.like}."
+        tensors |= {start + name: layer[name] for name in layer if start + name in tensors}
+        model = type(self.model).from_pretrained(None, config=self.model.config, state_dict=tensors, dtype="auto")
+        return model.eval().get_decoder().layers[self.layout.like]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        norm = type(self.model.get_decoder().norm)(len(weight), self._eps)
+        norm.weight.data = weight
+        return norm(x)
+
+    def _run(self, number: int, tokens: Sequence[int], entering: Tensor, first: int, *, swapped: bool) -> Tensor:
+        """[N, H] of rows at positions first, first + 1, ... with these tokens and hidden states [N, H]."""
+        layer, decoder = self.layers[number], self.model.get_decoder()
+        embedded = self._norm(decoder.embed_tokens(torch.tensor(tokens)), layer["enorm.weight"])
+        parts = [embedded, self._norm(entering, layer["hnorm.weight"])]
+        joined = torch.cat(parts[::-1] if self.layout.hidden_first != swapped else parts, -1)
+        inputs = torch.nn.functional.linear(joined, layer["eh_proj.weight"])[None]
+        positions = torch.arange(first, first + len(tokens))[None]
+        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().triu(1 - self.layout.window)
+        rotated = decoder.rotary_emb(inputs, positions, **self.layout.rotation)
+        out = self._blocks[number](
+            inputs, attention_mask=seen[None, None], position_ids=positions, position_embeddings=rotated, cache=None
+        )
+        return self._norm(out[0], layer["norm.weight"])
+
+    @torch.inference_mode()
+    def logits(self, text: Sequence[int], draft: Sequence[int], *, shift: int = 0, swapped: bool = False) -> Tensor:
+        """[K, V] of each token of a draft after a text. shift, swapped: what is wrong, for a control.
+
+        shift: of the target's features; swapped: the hidden state and the token where the layer is given both.
+        """
+        states = self.model(input_ids=torch.tensor([list(text)]), output_hidden_states=True).hidden_states[-1][0]
+        tokens, newest, logits = list(text), len(text) - 1, list[Tensor]()
+        features = {position: states[max(0, position - shift)] for position in range(newest)}
+        returned: list[dict[int, Tensor]] = [features, *({} for _ in self.layers)]  # of the target, of each layer
+        for step, drafted in enumerate(draft):
+            number = min(step, len(self.layers) - 1)
+            rows = range(number + 1, newest + step + 1)
+            before = [returned[number if row - newest <= number else number + 1][row - 1] for row in rows]
+            out = self._run(number, tokens[rows[0] :], torch.stack(before), rows[0], swapped=swapped)
+            returned[number + 1] |= dict(zip(rows, out, strict=True))
+            logits.append(self.model.lm_head(out[-1]))
+            tokens.append(drafted)
+        return torch.stack(logits)

@@ -1,0 +1,148 @@
+"""Multi-token-prediction layers in a target's checkpoint: they draft what a transcription says, and change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.session import Session
+from slipstream.models.heads.head_backend import HeadSession
+from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_target
+from tests.support.tiny_models import prompts
+
+COUNT, STEPS = 24, 3
+CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
+over_layouts = pytest.mark.parametrize("kind", LAYOUTS)
+over_counts = pytest.mark.parametrize(("kind", "count"), [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)])
+
+
+@cache
+def written(kind: str, count: int = 1) -> Written:
+    return write_target(Path(mkdtemp()), kind, count=count)
+
+
+@cache
+def transcription(kind: str, count: int = 1) -> Transcription:
+    return Transcription(written(kind, count))
+
+
+def decoder_of(target: Written, **settings: Any) -> SpeculativeDecoder:
+    chosen = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3, "fast": False} | settings
+    return SpeculativeDecoder(str(target.folder), **chosen)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A draft after a text: its tokens, and the logits [drafted, V] that they were chosen from."""
+
+    text: list[int]
+    draft: list[int]
+    logits: Tensor
+
+    def gap(self, expected: Transcription, **wrong: Any) -> float:
+        """The largest difference from a transcription's logits, as a share of the largest logit."""
+        logits = expected.logits(self.text, self.draft, **wrong)
+        return float((self.logits - logits).abs().max() / logits.abs().max())
+
+
+def drafts(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[Drafted]:
+    """What is drafted in each round of a text."""
+    assert decoder.draft is not None
+    backend: Any = decoder.draft.backend
+    forward, seen = backend.forward, list[Tensor]()
+
+    def record(tokens: Tensor, starts: list[int], **told: Any) -> Tensor:
+        logits: Tensor = forward(tokens, starts, **told)
+        if told["logits"]:
+            seen.append(logits[0, -1])
+        return logits
+
+    backend.forward = record
+    result = decoder.generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True, **options))
+    text = [*prompt, *result.token_ids]
+    found = [(text[: round.start], list(round.draft)) for round in result.rounds if round.draft]
+    assert len(found) > 3 and len(seen) == sum(len(draft) for _, draft in found)
+    return [Drafted(before, draft, torch.stack([seen.pop(0) for _ in draft])) for before, draft in found]
+
+
+@over_counts
+def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None:
+    for drafted in drafts(decoder_of(written(kind, count)), prompts([17])[0]):
+        assert drafted.gap(transcription(kind, count)) < CLOSE[kind]
+        assert drafted.draft == drafted.logits.argmax(-1).tolist()
+
+
+@over_layouts
+@pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
+def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) -> None:
+    for drafted in drafts(decoder_of(written(kind)), prompts([17])[0]):
+        assert drafted.gap(transcription(kind), **wrong) > 0.01
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)])
+def test_rows_of_drafts_are_computed_again(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
+    favoured = dict.fromkeys((7, 9, 21), 30.0)
+
+    def largest() -> float:
+        found = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favoured)
+        assert any(len(b.text) - len(a.text) > 1 for a, b in pairwise(found))  # something was accepted
+        return max(drafted.gap(transcription(kind, count)) for drafted in found)
+
+    assert largest() < CLOSE[kind]
+    monkeypatch.setattr(HeadSession, "keep_drafts", Session.keep_drafts)
+    monkeypatch.setattr(HeadSession, "_drop_wrong", lambda self: None)
+    assert largest() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    target = written(kind, count)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto").eval()
+    model.config.num_mtp_layers = count
+    # transformers knows the numbers that these layers have in published models
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{model.config.num_hidden_layers}-9]\."]
+    layers = MtpModel.from_pretrained(model)
+    for drafted in drafts(decoder_of(target, num_draft_tokens=count), prompts([17])[0]):
+        ids = torch.tensor([drafted.text])
+        states = model(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        positions = torch.arange(1, ids.shape[1])[None]
+        told = {"attention_mask": None, "position_ids": positions}
+        _, logits, _ = layers(ids[:, 1:], states, mtp_cache=MtpCache(config=model.config.get_mtp_config()), **told)
+        logits = logits[0, : len(drafted.draft)]
+        assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@over_layouts
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    kind: str, drafter: str, options: dict[str, Any]
+) -> None:
+    decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
+    assert decoder.draft is not None and decoder.draft.name == "mtp"
+    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
+    asked = prompts([3, 17, 9, 40, 5])
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    if drafter == "model":
+        assert all(result.stats.num_draft_tokens for result in results)
