@@ -118,11 +118,11 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
 
 def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     """How a draft head agrees with its target, from the cache, or tried and then saved."""
-    from slipstream.models.heads.head_check import HeadAgreement, agreement, head_digest  # transformers takes seconds
+    from slipstream.models.heads.head_check import HeadAgreement, agreement  # transformers takes seconds
 
     if not target.source:  # models in memory, whose weights have no name
         return agreement(draft, target)
-    identity = f"head {head_digest(draft.backend.network)} of {target.source} {_identity(target)}"  # type: ignore[attr-defined]
+    identity = f"{draft.fingerprint} of {target.source} {_identity(target)}"
     cached = _read(identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"]))
     if cached is None and (cached := agreement(draft, target)) is not None:
         _save(identity, asdict(cached))

@@ -359,11 +359,8 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
         return load_mtp(target, load_options_of(config))
     options = draft_options_of(config, None if target is None else target.backend.device)
     if draft is not None and target is not None and not is_toy(draft):
-        from slipstream.models.heads.head_files import (  # transformers takes seconds to import
-            EMBEDDED_NAME,
-            head_files,
-            load_head,
-        )
+        from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
+        from slipstream.models.heads.load import load_head
 
         files = head_files(draft, options)
     else:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from slipstream import SpeculativeDecoder
 from slipstream.models.heads import head_check
 from slipstream.models.heads.head_check import agreement
-from slipstream.models.heads.head_files import head_files, load_head
+from slipstream.models.heads.head_files import head_files
+from slipstream.models.heads.load import load_head
 from slipstream.models.heads.network import HeadNetwork
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions

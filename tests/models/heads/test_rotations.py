@@ -11,7 +11,8 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.heads.head_files import head_files, load_head
+from slipstream.models.heads.head_files import head_files
+from slipstream.models.heads.load import load_head
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from tests.support.head_cases import write_head

@@ -112,7 +112,8 @@ def check(
 def _is_checked_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
     """Whether this is a draft head, which has then guessed tokens of its target."""
     from slipstream.models.heads.head_check import agreement
-    from slipstream.models.heads.head_files import head_files, load_head
+    from slipstream.models.heads.head_files import head_files
+    from slipstream.models.heads.load import load_head
     from slipstream.models.load import load
     from slipstream.models.loaded import LoadOptions, is_toy
 

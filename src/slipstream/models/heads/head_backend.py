@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.network import HeadNetwork, grouped_attention
+from slipstream.models.heads.network import Network, grouped_attention
 
 UNIT = 256  # positions by which a slot's memory grows
 
@@ -25,7 +25,7 @@ class HeadBackend(FeatureReader):
 
     attended_unit = 1
 
-    def __init__(self, network: HeadNetwork) -> None:
+    def __init__(self, network: Network) -> None:
         config = network.config
         super().__init__(config.layers)
         self.network, self.vocab_size, self.max_length = network, config.vocab_size, config.max_length

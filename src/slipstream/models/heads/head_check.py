@@ -6,7 +6,6 @@ head guesses the target's next tokens as its files declare it, and as they might
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.network import HeadConfig, HeadNetwork, grouped_attention
+from slipstream.models.heads.network import HeadConfig, Network, grouped_attention
 from slipstream.models.hf.decoder_layers import decoder_layers
 from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE
@@ -55,7 +54,7 @@ def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     question = tokenizer.chat([{"role": "user", "content": QUESTION}]) if tokenizer.has_chat_template else []
     text = torch.tensor([*question, *tokenizer.bare(FABLE)][:LENGTH], device=draft.backend.device)
     states, likeliest = _states(target, text)
-    settings = dict(_settings(network.config, len(states)))
+    settings = dict(_settings(network.config, len(states) - 1))
     guessed = {
         meant: _guessed(_with_config(network, config), text, states, likeliest) for meant, config in settings.items()
     }
@@ -66,27 +65,19 @@ def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     return HeadAgreement(_share(declared))
 
 
-def head_digest(network: HeadNetwork) -> str:
-    """A name that no other head has: a digest of its settings and its norms."""
-    digest, weights = hashlib.blake2b(repr(network.config).encode(), digest_size=10), network.weights
-    for norm in (weights.token_norm, weights.hidden_norm, weights.middle_norm, weights.final_norm):
-        digest.update(norm.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]]:
     """Configurations by how they differ from the declared one, which has no name."""
-    flags = config.unclear
+    flags = [name for name in config.unclear if name != "layers"]
     for values in product(*([getattr(config, name), not getattr(config, name)] for name in flags)):
         changed = {name: value for name, value in zip(flags, values, strict=True) if value != getattr(config, name)}
         yield ", ".join(f"{name}={value}" for name, value in changed.items()), replace(config, **changed)
-    for shift in (-1, 1):
+    for shift in (-1, 1) if "layers" in config.unclear else ():
         layers = tuple(i + shift for i in config.layers)
-        if min(layers) >= 0 and max(layers) < count:
+        if min(layers) >= 0 and max(layers) <= count:
             yield f"layers {list(layers)} (inputs of layers, from 0)", replace(config, layers=layers)
 
 
-def _with_config(network: HeadNetwork, config: HeadConfig) -> HeadNetwork:
+def _with_config(network: Network, config: HeadConfig) -> Network:
     other = copy(network)  # the weights are shared
     other.config = config
     return other
@@ -94,14 +85,18 @@ def _with_config(network: HeadNetwork, config: HeadConfig) -> HeadNetwork:
 
 @torch.inference_mode()
 def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What enters each of the target's layers [N, H], and its likeliest token after each of the text's [N]."""
+    """What enters each of the target's layers and leaves the last [N, H]; its likeliest token after each token [N]."""
     model, states = target.backend.model, list[Tensor]()  # type: ignore[attr-defined]
     _, layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
 
     def keep(layer: torch.nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
         states.append((inputs[0] if inputs else options["hidden_states"])[0])
 
+    def keep_last(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output)[0])
+
     hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(keep_last))
     try:
         logits = model(input_ids=text[None], use_cache=False).logits[0]
     finally:
@@ -111,7 +106,7 @@ def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def _guessed(network: HeadNetwork, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
+def _guessed(network: Network, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
     """[2N - 3] whether each guess is right: first the text's rows, then the same rows as second steps of drafts.
 
     A second step reads the first's output where it does not know the feature yet, so that flags of both are tried.

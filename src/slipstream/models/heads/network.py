@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Linear = Callable[[Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class HeadConfig:
     inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
     cosines and sines.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
-    unclear: those of these flags that the files leave open, or that their readers take in two ways.
+    unclear: what of these the files leave open, or their readers take in two ways.
     """
 
     layers: tuple[int, ...]
@@ -68,17 +70,39 @@ class HeadWeights:
     feature_norms: list[Tensor] = field(default_factory=list)
 
 
+class Network(Protocol):
+    """The forward of a head of one layer. B rows, W tokens of each, H hidden size."""
+
+    config: HeadConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def enter(self, features: Tensor) -> Tensor:
+        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
+
+    def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
+
+        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
+        """
+
+    def returned(self, outputs: Tensor) -> Tensor:
+        """What the next row is given of a row's output."""
+
+    def draft_logits(self, outputs: Tensor) -> Tensor:
+        """[..., draft vocabulary] of outputs [..., H]."""
+
+
 class HeadNetwork:
-    """A head's forward. B rows, W tokens of each, H hidden size."""
+    """The network of EAGLE-3."""
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, embed: nn.Module) -> None:
         """embed: the target's embedding, or the head's own."""
         self.config, self.weights, self.embed = config, weights, embed
         self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
-        self._cosines, self._sines = _rotations(config, self.dtype, self.device)
+        self._cosines, self._sines = rotations(config, self.dtype, self.device)
 
     def enter(self, features: Tensor) -> Tensor:
-        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
         norms, size = self.weights.feature_norms, self.config.target_hidden_size
         features = features.to(self.dtype)
         if len(norms) == 1 and len(norms[0]) == features.shape[-1]:
@@ -88,17 +112,7 @@ class HeadNetwork:
             features = torch.cat(parts, -1)
         return self.weights.fc(features)
 
-    def layer(
-        self,
-        tokens: Tensor,
-        entered: Tensor,
-        positions: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
-
-        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
-        """
+    def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         config, weights = self.config, self.weights
         normed = self._norm(entered, weights.hidden_norm)
         embedded = self._norm(self.embed(tokens).to(self.dtype), weights.token_norm)
@@ -112,23 +126,24 @@ class HeadNetwork:
         return hidden + weights.down(silu(gate) * up)
 
     def returned(self, outputs: Tensor) -> Tensor:
-        """What the next row is given of a row's output."""
         return self._norm(outputs, self.weights.final_norm) if self.config.norm_output else outputs
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
-        """[..., draft vocabulary] of outputs [..., H]."""
         return self.weights.lm_head(self._norm(outputs, self.weights.final_norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [B, heads, W, D] turned by positions [B, W]."""
-        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
-        return x * cosines + x.roll(self.config.head_dim // 2, -1) * sines
+        return rotated(x, self._cosines[positions][:, None], self._sines[positions][:, None])
 
 
-def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x: [B, heads, W, D] turned by cosines and signed sines [B, 1, W, D]."""
+    return x * cosines + x.roll(x.shape[-1] // 2, -1) * sines
+
+
+def rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines [positions, D]."""
     half = config.head_dim // 2
     inverse = config.inverse_frequencies
