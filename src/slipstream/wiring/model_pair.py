@@ -17,6 +17,7 @@ from slipstream.core.kv_slots import Shapes
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
@@ -186,11 +187,16 @@ class ModelPair:
             backend.cache.keeps_hidden = wanted  # type: ignore[attr-defined]
 
     def draft_scorer(self) -> DraftScorer | None:
-        """What a draft model of the target's vocabulary drafts with: its session, or one that scores a part of it."""
+        """What a draft model of the target's vocabulary drafts with: its session, perhaps within others that score a
+        part of the vocabulary, or a whole draft at once.
+        """
         session = self.windowed or self.draft_session
-        if self.draft is None or session is None or self.draft.restricted is None:
+        if self.draft is None or session is None:
             return session
-        return RestrictedScorer(session, self.draft.restricted)
+        restricted = self.draft.restricted
+        scorer = session if restricted is None else RestrictedScorer(session, restricted)
+        mask_token = parallel_mask(self.draft)
+        return scorer if mask_token is None else ParallelScorer(scorer, mask_token)
 
     @property
     def draft_reader(self) -> PromptReader | None:
@@ -315,6 +321,17 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     except SlipstreamError as error:
         log.warning("%s; drafts come from elsewhere", error)
         return None
+
+
+def parallel_mask(draft: Loaded) -> int | None:
+    """The token in place of tokens to come, for a draft model that was trained to score a whole draft at once."""
+    model = getattr(draft.backend, "model", None)
+    token = None if model is None else getattr(model.config, "pard_token", None)
+    if token is not None and (not isinstance(token, int) or not 0 <= token < draft.backend.vocab_size):
+        raise UsageError(
+            f"draft model {draft.name!r} has pard_token={token!r}; allowed: 0 to {draft.backend.vocab_size - 1}"
+        )
+    return token
 
 
 def _draft_session(draft: Loaded | None) -> Session | None:

@@ -26,6 +26,7 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import bin_of, sibling_bin
 from slipstream.draft_length.planner import MODEL, Planner
 from slipstream.drafters import Setup, load
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
 
 MIN_DRAFT_PROB = 0.4  # of a draft so far, where drafts must depend on the row alone
@@ -153,6 +154,8 @@ class ModelDrafter:
                 self.session.keep_drafts(chain_lengths)
                 drafted = drafted.to(sampler.device, non_blocking=True)
                 return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
+        if isinstance(self.session, ParallelScorer):
+            self.session.num_tokens = width
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
         distributions = list[Tensor]()
         lines = [Line() for _ in rows]
