@@ -86,3 +86,14 @@ class HiddenStates(Protocol):
 
         Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
         """
+
+
+@runtime_checkable
+class ParallelDrafts(Protocol):
+    """Optional capability: a backend that fills in whole blocks, the newest token and mask tokens after it.
+
+    The logits in a mask token's place are those of the token there. block_size: tokens of every block.
+    """
+
+    mask_token: int
+    block_size: int

@@ -21,7 +21,7 @@ from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
+from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadSession
@@ -195,6 +195,8 @@ class ModelPair:
             return session
         restricted = self.draft.restricted
         scorer = session if restricted is None else RestrictedScorer(session, restricted)
+        if isinstance(self.draft.backend, ParallelDrafts):
+            return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend.block_size)
         mask_token = parallel_mask(self.draft)
         return scorer if mask_token is None else ParallelScorer(scorer, mask_token)
 

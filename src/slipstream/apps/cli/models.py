@@ -126,10 +126,13 @@ def _is_checked_as_head(target: str, draft: str, text: Path | None, json_file: P
     loaded = load(target, options)
     head = load_head(files, loaded, options)
     tried = agreement(head, loaded)
-    if tried is None:
-        raise SlipstreamError(f"target {target!r} has no tokenizer, so that draft head {draft!r} cannot be tried")
-    write_json(json_file, {"target": target, "draft": draft, **asdict(tried)})
-    out.print(("Works: " if tried.best is None else "Works badly: ") + tried.line(draft, target), soft_wrap=True)
+    write_json(json_file, {"target": target, "draft": draft, **({} if tried is None else asdict(tried))})
+    line = (
+        f"draft head {draft!r} fits {target!r}; its guesses were not tried"
+        if tried is None
+        else tried.line(draft, target)
+    )
+    out.print(("Works badly: " if tried and tried.meant else "Works: ") + line, soft_wrap=True)
     return True
 
 

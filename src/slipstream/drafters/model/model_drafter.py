@@ -146,6 +146,9 @@ class ModelDrafter:
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
         chain_lengths = list(map(partial(self._chain_length, 1 + siblings if self.stop is None else 1), rows, lengths))
+        if isinstance(self.session, ParallelScorer):
+            chain_lengths = [min(length, self.session.longest) for length in chain_lengths]
+            self.session.num_tokens = max(chain_lengths, default=0)
         width, ends = max(chain_lengths, default=0), list(chain_lengths)
         records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not siblings:
@@ -154,8 +157,6 @@ class ModelDrafter:
                 self.session.keep_drafts(chain_lengths)
                 drafted = drafted.to(sampler.device, non_blocking=True)
                 return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
-        if isinstance(self.session, ParallelScorer):
-            self.session.num_tokens = width
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
         distributions = list[Tensor]()
         lines = [Line() for _ in rows]

@@ -39,7 +39,7 @@ class HeadBackend(FeatureReader):
         if rows > slots or length > positions:
             slots, positions = max(rows, slots), -(-max(length, positions) // UNIT) * UNIT
             self._keys, self._values, self._outputs = (
-                _enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
+                enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
             )
 
         self.num_right += [0] * (slots - len(self.num_right))
@@ -132,7 +132,8 @@ class HeadSession(Session):
                 state.base = state.written = count
 
 
-def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+def enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+    """A head's cache [slots, heads, positions, size] with more room."""
     larger = cached.new_zeros(slots, cached.shape[1], positions, cached.shape[3])
     larger[: cached.shape[0], :, : cached.shape[2]] = cached
     return larger

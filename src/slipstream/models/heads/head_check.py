@@ -46,11 +46,11 @@ class HeadAgreement:
 
 
 def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
-    """How a head agrees with its target on a fixed text; None where the target has no tokenizer to read it with."""
-    assert isinstance(draft.backend, HeadBackend)
-    tokenizer, network = target.tokenizer, draft.backend.network
-    if tokenizer is None:
+    """How a head of one layer agrees with its target on a fixed text; None for others, and without a tokenizer."""
+    tokenizer = target.tokenizer
+    if tokenizer is None or not isinstance(draft.backend, HeadBackend):
         return None
+    network = draft.backend.network
     question = tokenizer.chat([{"role": "user", "content": QUESTION}]) if tokenizer.has_chat_template else []
     text = torch.tensor([*question, *tokenizer.bare(FABLE)][:LENGTH], device=draft.backend.device)
     states, likeliest = _states(target, text)

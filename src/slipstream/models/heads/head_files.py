@@ -31,14 +31,15 @@ from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-EAGLE1, EAGLE3 = "eagle1", "eagle3"
+DFLASH, EAGLE1, EAGLE3 = "dflash", "eagle1", "eagle3"
 KINDS = {  # the kind of head, by the architecture that a config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated"), EAGLE3),
+    "DFlashDraftModel": DFLASH,
 }
 EMBEDDED_NAME = "smollm2_head"
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
-NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
@@ -130,12 +131,17 @@ def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
 
 
-def check_layer(files: HeadFiles) -> None:
-    """Raise `UsageError` for settings of a decoder layer that heads are not computed with."""
+def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
+    """Raise `UsageError` for settings of a decoder layer that heads are not computed with.
+
+    several_layers: there may be any number; then `layer_types` says which of them have the window.
+    """
     layer, source = files.layer, files.source
     if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
         raise UsageError(f"draft head {source!r}: config.json has no {missing[0]}; allowed: a whole number")
     for name, expected in REFUSED.items():
+        if several_layers and name in ("num_hidden_layers", "sliding_window"):
+            continue
         if layer.get(name, expected) not in (expected, None):
             raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
     if layer.get("hidden_act", "silu") != "silu":
@@ -185,7 +191,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         eps=layer.get("rms_norm_eps", 1e-6),
         rope_theta=rope_theta(layer),
         max_length=target.backend.max_length,
-        token_ids=_token_ids(files, tensors, target.backend.vocab_size),
+        token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
         inverse_frequencies=inverse_frequencies,
@@ -213,7 +219,7 @@ def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
 
 
-def _token_ids(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
     """The target's id of each draft token, from their offsets `d2t`."""
     offsets = tensors.get("d2t")
     if offsets is None:

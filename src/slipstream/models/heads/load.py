@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
+from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.head_files import EAGLE1, EAGLE3, HeadFiles, read_eagle3, read_tensors
-from slipstream.models.heads.network import Network
+from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, HeadFiles, read_eagle3, read_tensors
 from slipstream.models.loaded import Loaded, LoadOptions
 
-READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Network]] = {
-    EAGLE3: read_eagle3,
-    EAGLE1: read_eagle1,
+READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {
+    DFLASH: read_dflash,
+    EAGLE1: lambda *files: HeadBackend(read_eagle1(*files)),
+    EAGLE3: lambda *files: HeadBackend(read_eagle3(*files)),
 }
 
 
@@ -31,16 +33,12 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
         allowed = ", ".join(map(repr, sorted(READERS)))
         raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
     tensors = read_tensors(files, options)
-    network = READERS[files.kind](files, tensors, target)
-    config = network.config
-    sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, len(config.layers))
-    drafted = 0 if config.token_ids is None else len(config.token_ids)
     return Loaded(
-        HeadBackend(network),
+        READERS[files.kind](files, tensors, target),
         files.source,
         target.end_ids,
         target.tokenizer,
-        fingerprint=" ".join(map(str, (files.kind, *sizes, drafted, _digest(files, tensors)))),
+        fingerprint=f"{files.kind} {_digest(files, tensors)}",
         source=files.folder,
     )
 
