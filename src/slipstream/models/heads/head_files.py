@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -32,6 +32,7 @@ from slipstream.models.weights.safetensors_files import file_of
 FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 DFLASH, EAGLE1, EAGLE3 = "dflash", "eagle1", "eagle3"
+PARD = "pard"  # an ordinary model that drafts with mask tokens
 KINDS = {  # the kind of head, by the architecture that a config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated"), EAGLE3),
@@ -76,6 +77,25 @@ class HeadFiles:
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named; None if this names something else."""
+    found = _described(source, options)
+    if found is None:
+        return None
+    kind = _kind(found.settings, found.folder, options)
+    shown = EMBEDDED_NAME if Path(found.folder) == embedded_head() else found.source
+    return None if kind is None else replace(found, source=shown, kind=kind)
+
+
+def trained_kind(draft: str) -> str | None:
+    """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
+    options = LoadOptions()
+    found = _described(draft, options)
+    if found is None:
+        return None
+    return _kind(found.settings, found.folder, options) or (PARD if "pard_token" in found.settings else None)
+
+
+def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
+    """A folder with a config.json, of whatever kind; None if there is none."""
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
@@ -91,9 +111,7 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # what is wrong with it, the reader of models says
-    kind = _kind(settings, folder, options) if isinstance(settings, dict) else None
-    shown = EMBEDDED_NAME if Path(folder) == embedded_head() else name
-    return None if kind is None else HeadFiles(shown, folder, settings, kind)
+    return HeadFiles(name, folder, settings) if isinstance(settings, dict) else None
 
 
 def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str | None:
