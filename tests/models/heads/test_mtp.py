@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
-from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_target
+from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import prompts
 
 COUNT, STEPS = 24, 3
@@ -146,3 +146,38 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
+
+
+@over_layouts
+def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: str) -> None:
+    """Negative control: they look for the token where they are given the hidden state; greedy texts soon repeat."""
+    greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
+
+    def rates(decoder: SpeculativeDecoder, params: SamplingParams) -> list[float]:
+        return [result.stats.acceptance_rate for result in decoder.generate(prompts([3, 17, 9]), params)]
+
+    decoder = decoder_of(write_copying_target(tmp_path / "right", kind))
+    assert min(rates(decoder, greedy) + rates(decoder, seeded)) == 1
+    assert max(rates(decoder_of(write_copying_target(tmp_path / "wrong", kind, swapped=True)), seeded)) < 0.5
+
+
+FAST: dict[str, dict[str, Any]] = {
+    "packed": {"fast": True, "dtype": "bfloat16"},
+    "int4": {"fast": "auto", "quantize": "int4"},
+    "int8": {"fast": "auto", "quantize": "int8"},
+}
+
+
+@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
+def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Heads of 64 numbers and whole groups of inputs, as the kernels take them."""
+    target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
+    decoder = decoder_of(target, **settings)
+    assert decoder.target.packed
+    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
+    asked = prompts([3, 17, 9])
+    for options in ({}, {"temperature": 0.8, "seed": 5}):
+        params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+        results = decoder.generate(asked, params)
+        assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+        assert min(result.stats.acceptance_rate for result in results) > 0.9

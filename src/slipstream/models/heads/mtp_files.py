@@ -1,16 +1,12 @@
-"""Finds and reads the multi-token-prediction layers in a target's own checkpoint, which transformers leaves out.
+"""Reads the multi-token-prediction layers in a target's own checkpoint.
 
-They are told by the names of their tensors: after the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5),
-under `mtp` (Qwen3-Next and Qwen3.5) or `model.mtp_layers` (MiMo). Transformers reads the decoder layer in each as
-that of a model of one layer, so that its own conversions apply.
+Transformers reads the decoder layer in each as that of a model of one layer, so that its own conversions apply.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,31 +16,13 @@ from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
+from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
-AFTER_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
-IN_LAYERS = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
-OF_ALL = re.compile(r"mtp\.(.+)")  # one for all layers
-PARTS = {  # of a layer, beside its decoder layer
-    "token_norm": ("enorm.weight", "pre_fc_norm_embedding.weight", "token_layernorm.weight"),
-    "hidden_norm": ("hnorm.weight", "pre_fc_norm_hidden.weight", "hidden_layernorm.weight"),
-    "project": ("eh_proj.weight", "fc.weight", "input_proj.weight"),
-    "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
-}
-PART_OF = {name: part for part, names in PARTS.items() for name in names}
 HIDDEN_FIRST = "input_proj.weight"  # has the hidden state before the token
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 SPARSE = ".experts."  # in the names of tensors of a mixture of experts
-
-
-@dataclass
-class LayerTensors:
-    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own."""
-
-    parts: dict[str, str] = field(default_factory=dict)
-    block: dict[str, str] = field(default_factory=dict)
 
 
 def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
@@ -56,32 +34,6 @@ def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     except SlipstreamError:
         return False  # of other files than safetensors, in which MTP layers are not looked for
     return files is not None and bool(mtp_layers(files.shapes, _num_layers(target)))
-
-
-def mtp_layers(names: Mapping[str, Any], num_layers: int) -> list[LayerTensors]:
-    """The MTP layers among a checkpoint's tensors, in order. num_layers: the target's own."""
-    layers, of_all = dict[int, LayerTensors](), dict[str, str]()
-    for name in names:
-        if match := IN_LAYERS.fullmatch(name):
-            number = int(match[1])
-        elif match := AFTER_LAYERS.fullmatch(name):
-            number = int(match[1]) - num_layers
-        elif (match := OF_ALL.fullmatch(name)) and match[1] in PART_OF:
-            of_all[PART_OF[match[1]]] = name
-            continue
-        else:
-            continue
-        if number < 0 or match[2] in SHARED:
-            continue
-        layer = layers.setdefault(number, LayerTensors())
-        if match[2] in PART_OF:
-            layer.parts[PART_OF[match[2]]] = name
-        else:
-            layer.block[match[2]] = name
-    found = [layers[number] for number in sorted(layers)]
-    for layer in found:
-        layer.parts = of_all | layer.parts
-    return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
 
 
 def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
