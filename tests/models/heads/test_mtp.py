@@ -20,7 +20,7 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import fast, prompts
 
 COUNT, STEPS = 24, 3
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
@@ -181,3 +181,73 @@ def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, setting
         results = decoder.generate(asked, params)
         assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
         assert min(result.stats.acceptance_rate for result in results) > 0.9
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = fast("qwen2", torch.bfloat16, head_dim=64)
+    if backend.stack is None:
+        pytest.skip("needs a C compiler and a processor with AVX2")
+    if not in_one_call:
+        monkeypatch.setattr(backend, "stack", None)
+    backend.keep_hidden_states([backend.num_layers])
+    backend.reserve(1, 64)
+    logits = backend.forward(torch.arange(3, 15)[None], [0], first_slot=0, logits=True)[0]
+    hidden = backend.hidden_states([backend.num_layers], 0, 0, 12)
+    assert hidden is not None
+    expected = backend.model.lm_head(backend.model.model.norm(hidden))
+    assert (logits - expected).abs().max() < 0.02 * logits.abs().max()
+
+
+def test_a_loaded_model_has_the_layers_of_its_files_where_they_are_asked_for() -> None:
+    target = written("glm4_moe")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")
+    named = SpeculativeDecoder(model, "mtp", drafter="model", num_draft_tokens=STEPS)
+    for drafted in drafts(named, prompts([17])[0]):
+        assert drafted.gap(transcription("glm4_moe")) < 1e-5
+    assert SpeculativeDecoder(model).draft is None
+
+
+def test_layers_draft_by_themselves_only_where_nothing_else_is_chosen() -> None:
+    target = written("glm4_moe")
+    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").drafter_name == "hybrid"
+    for chosen in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
+        assert decoder_of(target, **chosen).draft is None
+    with pytest.raises(SlipstreamError, match="draft_dtype='int4', but there is no draft model"):
+        decoder_of(target, drafter="auto", num_draft_tokens="auto", draft_dtype="int4")
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Written:
+    target = write_target(tmp_path, "glm4_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.3.self_attn.q_proj.weight"), "1 tensors do not fit, first 'layers.0.self_attn"),
+        (lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}), r"is \[32, 32\]; allowed: \[32, 64\]"),
+        (lambda t: t.pop("model.layers.3.hnorm.weight"), "have no MTP layers; allowed: a draft model or none"),
+    ],
+    ids=["block", "shape", "part"],
+)
+def test_layers_that_do_not_fit_are_refused_in_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = changed(tmp_path, change)
+    with pytest.raises(SlipstreamError, match=message) as raised:
+        SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
+    assert "\n" not in str(raised.value)
+    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # where they were not asked for
+    assert ("drafts come from elsewhere" in caplog.text) is ("no MTP layers" not in message)
+
+
+def test_targets_and_settings_that_they_do_not_go_with_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
+        SpeculativeDecoder("toy", "mtp", drafter="model")
+    with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto'"):
+        SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", draft_dtype="int4")

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
@@ -65,7 +69,7 @@ def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
         backend.max_length,
         backend.device,
     )
-    reader = _Reader(files, decoder, model.dtype, backend.device)
+    reader = _Reader(files, decoder, model.dtype, backend.device, may_pack=options.fast is not False)
     layers = [reader.layer(number, names) for number, names in enumerate(found)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
@@ -89,12 +93,13 @@ def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads layers for a target's decoder, in its type and on its device."""
+    """Reads layers for a target's decoder, in its type and on its device. may_pack: their weights."""
 
     files: CheckpointFiles
     decoder: Any
     dtype: torch.dtype
     device: torch.device
+    may_pack: bool
 
     def layer(self, number: int, names: LayerTensors) -> MtpLayer:
         size = self.decoder.config.hidden_size
@@ -107,6 +112,10 @@ class _Reader:
             _with_weight(decoder.norm, self._tensor(names.parts[part], size)) for part in ("token_norm", "hidden_norm")
         )
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST)
+        if self.may_pack and unsupported(decoder) is None:
+            convert = partial(rounded, bits="int4") if _is_large(decoder) else compressed_or_packed
+            pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
+            return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)
         return MtpLayer(decoder, token_norm, hidden_norm, project, hidden_first=hidden_first)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
@@ -138,6 +147,11 @@ class _Reader:
                 f"{len(wrong)} tensors do not fit, first {wrong[0]!r}; allowed: another draft model"
             )
         return decoder.to(self.device).eval()
+
+
+def _is_large(decoder: Any) -> bool:
+    """Whether 4 bits make it faster: between two drafts the target's weights displace a layer's from the caches."""
+    return num_weights(decoder) >= SMALLEST and is_faster(decoder.dtype)
 
 
 def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:
