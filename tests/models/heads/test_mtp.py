@@ -39,7 +39,12 @@ def transcription(kind: str, count: int = 1) -> Transcription:
 
 
 def decoder_of(target: Written, **settings: Any) -> SpeculativeDecoder:
-    chosen = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3, "fast": False} | settings
+    chosen: dict[str, Any] = {
+        "drafter": "model",
+        "num_draft_tokens": STEPS,
+        "max_batch_size": 3,
+        "fast": False,
+    } | settings
     return SpeculativeDecoder(str(target.folder), **chosen)
 
 
@@ -154,7 +159,7 @@ def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: 
     greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
 
     def rates(decoder: SpeculativeDecoder, params: SamplingParams) -> list[float]:
-        return [result.stats.acceptance_rate for result in decoder.generate(prompts([3, 17, 9]), params)]
+        return [result.stats.acceptance_rate or 0.0 for result in decoder.generate(prompts([3, 17, 9]), params)]
 
     decoder = decoder_of(write_copying_target(tmp_path / "right", kind))
     assert min(rates(decoder, greedy) + rates(decoder, seeded)) == 1
@@ -176,11 +181,11 @@ def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, setting
     assert decoder.target.packed
     plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
     asked = prompts([3, 17, 9])
-    for options in ({}, {"temperature": 0.8, "seed": 5}):
-        params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=5)
         results = decoder.generate(asked, params)
         assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
-        assert min(result.stats.acceptance_rate for result in results) > 0.9
+        assert min(result.stats.acceptance_rate or 0.0 for result in results) > 0.9
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])
@@ -230,7 +235,10 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Writ
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.3.self_attn.q_proj.weight"), "1 tensors do not fit, first 'layers.0.self_attn"),
-        (lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}), r"is \[32, 32\]; allowed: \[32, 64\]"),
+        (
+            lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
+            r"is \[32, 32\]; allowed: \[32, 64\]",
+        ),
         (lambda t: t.pop("model.layers.3.hnorm.weight"), "have no MTP layers; allowed: a draft model or none"),
     ],
     ids=["block", "shape", "part"],
