@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
+from slipstream.models.weights.mtp_tensors import mtp_layers, without_mtp
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
 
@@ -259,3 +260,14 @@ def test_targets_and_settings_that_they_do_not_go_with_are_refused() -> None:
         SpeculativeDecoder("toy", "mtp", drafter="model")
     with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto'"):
         SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", draft_dtype="int4")
+
+
+def test_layers_are_told_by_their_names_in_checkpoints_with_images_too() -> None:
+    parts = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    start = "model.language_model.layers."
+    own = [f"{start}{number}.mlp.up_proj.weight" for number in range(3)]
+    behind = [f"{start}3.{name}" for name in (*parts, "mlp.up_proj.weight", "embed_tokens.weight")]
+    (layer,) = mtp_layers([*own, *behind], 3)
+    assert layer.block == {"mlp.up_proj.weight": f"{start}3.mlp.up_proj.weight"}
+    assert mtp_layers([*own, *behind[1:]], 3) == []
+    assert without_mtp([*behind, "visual.weight"]) == ["visual.weight"]

@@ -178,6 +178,7 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         "layer_types": [kinds[number] if kinds else "full_attention"],
         "per_layer_config": getattr(config, "mtp_per_layer_config", None),
         "pad_token_id": None,
+        "num_nextn_predict_layers": 0,  # decoders of a repository's own code hold theirs, too
         **sparse,
     }
     for name, value in changes.items():

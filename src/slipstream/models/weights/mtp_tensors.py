@@ -25,10 +25,18 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the tar
 
 @dataclass
 class LayerTensors:
-    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own."""
+    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own.
+
+    copies: of the target's, which are not needed.
+    """
 
     parts: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.parts.values(), *self.block.values(), *self.copies]
 
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
@@ -44,11 +52,13 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
             continue
         else:
             continue
-        if number < 0 or match[2] in SHARED:
+        if number < 0:
             continue
         layer = layers.setdefault(number, LayerTensors())
         if match[2] in PART_OF:
             layer.parts[PART_OF[match[2]]] = name
+        elif match[2] in SHARED:
+            layer.copies.append(name)
         else:
             layer.block[match[2]] = name
     found = [layers[number] for number in sorted(layers)]
@@ -61,5 +71,5 @@ def without_mtp(names: Iterable[str]) -> list[str]:
     """Names of tensors that a target does not use, without those of MTP layers."""
     unused = list(names)
     layers = mtp_layers(unused, 0)  # whatever their numbers: the target's own layers are used
-    of_mtp = {name for layer in layers for name in (*layer.parts.values(), *layer.block.values())}
+    of_mtp = {name for layer in layers for name in layer.names}
     return [name for name in unused if name not in of_mtp]
