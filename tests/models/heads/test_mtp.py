@@ -154,6 +154,29 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("mellum", 1), ("deepseek_v3", 3)])
+def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
+    """Rows that enter, leave and move to other slots keep what was kept of their hidden states."""
+    asked = prompts([3, 17, 9, 40, 5, 30])
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(asked))]
+    results = decoder_of(written(kind, count)).generate(asked, params)
+    for prompt, result in zip(asked, results, strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in result.rounds:
+            if draft := list(round.draft):
+                assert draft == transcription(kind, count).logits(text[: round.start], draft).argmax(-1).tolist()
+
+
+def test_trees_of_their_drafts_change_no_text(tmp_path: Path) -> None:
+    target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
+    decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
+    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
+    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, seed=5)
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+    assert any(round.parents for result in results for round in result.rounds)
+
+
 @over_layouts
 def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: str) -> None:
     """Negative control: they look for the token where they are given the hidden state; greedy texts soon repeat."""
@@ -208,6 +231,7 @@ def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pyte
 def test_a_loaded_model_has_the_layers_of_its_files_where_they_are_asked_for() -> None:
     target = written("glm4_moe")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")
+    model.config.quantization_config = {"quant_method": "fp8"}  # says nothing of these layers
     named = SpeculativeDecoder(model, "mtp", drafter="model", num_draft_tokens=STEPS)
     for drafted in drafts(named, prompts([17])[0]):
         assert drafted.gap(transcription("glm4_moe")) < 1e-5

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
@@ -31,30 +32,30 @@ SPARSE = ".experts."  # in the names of tensors of a mixture of experts
 
 def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     """Whether a target that was loaded by name has MTP layers which can be run. options: the target's."""
-    if not hasattr(target.backend, "keep_hidden_states") or not target.source or is_gguf(target.source):
+    if not isinstance(target.backend, HiddenStates) or not target.source or is_gguf(target.source):
         return False
     try:
         files = _files(target, options)
     except SlipstreamError:
         return False  # of other files than safetensors, in which MTP layers are not looked for
-    return files is not None and bool(mtp_layers(files.shapes, _num_layers(target)))
+    return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
 
 
 def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
     """The MTP layers of a target as its draft model. options: the target's."""
-    model = getattr(target.backend, "model", None)
-    if model is None or not hasattr(target.backend, "keep_hidden_states"):
+    backend, model = target.backend, getattr(target.backend, "model", None)
+    if model is None or not isinstance(backend, HiddenStates):
         raise UsageError(
             f"draft={MTP!r} with target {target.name!r}, whose hidden states cannot be read; "
             "allowed: with models that run on Slipstream's own KV cache"
         )
     files = _files(target, options)
-    found = [] if files is None else mtp_layers(files.shapes, _num_layers(target))
+    found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not found:
         raise UsageError(
             f"draft={MTP!r}, but the files of {target.name!r} have no MTP layers; allowed: a draft model or none"
         )
-    decoder, backend = model.get_decoder(), target.backend
+    decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
     if norm is None:
         raise UsageError(
@@ -64,21 +65,16 @@ def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
         model.get_input_embeddings(),
         norm,
         model.get_output_embeddings(),
-        _num_layers(target),
-        backend.vocab_size,
-        backend.max_length,
-        backend.device,
+        backend.num_layers,
+        target.backend.vocab_size,
+        target.backend.max_length,
+        target.backend.device,
     )
-    reader = _Reader(files, decoder, model.dtype, backend.device, may_pack=options.fast is not False)
+    reader = _Reader(files, decoder, model.dtype, shared.device, may_pack=options.fast is not False)
     layers = [reader.layer(number, names) for number, names in enumerate(found)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
     return Loaded(MtpBackend(layers, shared), MTP, target.end_ids, target.tokenizer, fingerprint=fingerprint)
-
-
-def _num_layers(target: Loaded) -> int:
-    count: int = target.backend.num_layers  # type: ignore[attr-defined]
-    return count
 
 
 def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
@@ -185,4 +181,5 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         if getattr(one, name, None) is not None:
             setattr(one, name, value)
     one.num_hidden_layers, one.vocab_size = 1, 1
+    vars(one).pop("quantization_config", None)  # of the target's own layers: these are read unquantised
     return one
