@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,29 +137,56 @@ class Written:
     layers: list[dict[str, Tensor]]
 
 
-def write_target(folder: Path, kind: str, *, count: int = 1, seed: int = 0, dtype: Any = torch.float32) -> Written:
-    """A random target of this kind with `count` MTP layers."""
-    layout = LAYOUTS[kind]
+def write_target(folder: Path, kind: str, *, count: int = 1, dtype: Any = torch.float32, **changes: Any) -> Written:
+    """A random target of this kind with `count` MTP layers. changes: of its configuration."""
+    layout, gen = LAYOUTS[kind], torch.Generator().manual_seed(1)
+    config = layout.config()
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(layout.config(), dtype=dtype)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    file = folder / "model.safetensors"
-    tensors, gen = load_file(file), torch.Generator().manual_seed(seed + 1)
-    size, num_layers = SHAPE["hidden_size"], model.config.num_hidden_layers
-    start = f"model.layers.{layout.like}."
-    layers = list[dict[str, Tensor]]()
+    start, size, layers = f"model.layers.{layout.like}.", config.hidden_size, list[dict[str, Tensor]]()
+    stored = load_file(folder / "model.safetensors")
     for _ in range(count):
-        block = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+        block = {name.removeprefix(start): tensor for name, tensor in stored.items() if name.startswith(start)}
         layer = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=gen) for name, tensor in block.items()}
         layer |= {f"{name}.weight": 1 + 0.3 * torch.randn(size, generator=gen) for name in ("enorm", "hnorm", "norm")}
         layer["eh_proj.weight"] = torch.randn(size, 2 * size, generator=gen) / size**0.5
         layers.append({name: tensor.to(dtype) for name, tensor in layer.items()})
-    for number, layer in enumerate(layers):
-        tensors |= {layout.name(number, num_layers, name): tensor.contiguous() for name, tensor in layer.items()}
-    save_file(tensors, file, {"format": "pt"})
-    return Written(folder, layout, layers)
+    written = Written(folder, layout, layers)
+    _store(written, stored, config.num_hidden_layers)
+    return written
+
+
+def write_copying_target(folder: Path, kind: str, *, swapped: bool = False, **options: Any) -> Written:
+    """A target whose next token depends on the newest alone, and MTP layers that know which: no layer adds anything.
+
+    swapped: they look for the token where they are given the hidden state.
+    """
+    written = write_target(folder, kind, **options)
+    stored, layers = load_file(folder / "model.safetensors"), list[dict[str, Tensor]]()
+    adding = [name for name in stored if re.search(r"(o_proj|out_proj|down_proj)\.weight", name)]
+    stored |= {name: torch.zeros_like(stored[name]) for name in adding}
+    for layer in written.layers:
+        adding = [name for name in layer if re.search(r"(o_proj|down_proj)\.weight", name)]
+        ones, norm = torch.ones_like(layer["enorm.weight"]), stored["model.norm.weight"]
+        halves = [torch.eye(len(ones)), torch.zeros(len(ones), len(ones))]
+        project = torch.cat(halves[::-1] if written.layout.hidden_first != swapped else halves, 1).to(norm.dtype)
+        parts = {"enorm.weight": ones, "hnorm.weight": ones, "norm.weight": norm, "eh_proj.weight": project}
+        layers.append(layer | {name: torch.zeros_like(layer[name]) for name in adding} | parts)
+    copying = replace(written, layers=layers)
+    _store(copying, stored, written.layout.config().num_hidden_layers)
+    return copying
+
+
+def _store(written: Written, tensors: dict[str, Tensor], num_layers: int) -> None:
+    for number, layer in enumerate(written.layers):
+        named = {written.layout.name(number, num_layers, name): tensor for name, tensor in layer.items()}
+        tensors |= {name: tensor.clone().contiguous() for name, tensor in named.items()}
+    save_file(tensors, written.folder / "model.safetensors", {"format": "pt"})
 
 
 class Transcription:

@@ -64,7 +64,10 @@ class ModelPair:
     def load(
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
-        """Load both and choose the target's forward shapes. The embedded model has a head of its own, for "auto"."""
+        """Load both and choose the target's forward shapes.
+
+        The embedded model has a head of its own, for "auto"; other targets may bring MTP layers.
+        """
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
@@ -80,9 +83,8 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            if draft is None:
-                loaded_draft = _brought_mtp(loaded, config)
-            else:
+            loaded_draft = None if draft is not None else _brought_mtp(loaded, config)
+            if loaded_draft is None:
                 loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
 

@@ -1,104 +1,61 @@
-"""Finds and reads the multi-token-prediction layers in a target's own checkpoint, which transformers leaves out.
+"""Reads the multi-token-prediction layers in a target's own checkpoint.
 
-They are told by the names of their tensors: after the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5),
-under `mtp` (Qwen3-Next and Qwen3.5) or `model.mtp_layers` (MiMo). Transformers reads the decoder layer in each as
-that of a model of one layer, so that its own conversions apply.
+Transformers reads the decoder layer in each as that of a model of one layer, so that its own conversions apply.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
+from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
-AFTER_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
-IN_LAYERS = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
-OF_ALL = re.compile(r"mtp\.(.+)")  # one for all layers
-PARTS = {  # of a layer, beside its decoder layer
-    "token_norm": ("enorm.weight", "pre_fc_norm_embedding.weight", "token_layernorm.weight"),
-    "hidden_norm": ("hnorm.weight", "pre_fc_norm_hidden.weight", "hidden_layernorm.weight"),
-    "project": ("eh_proj.weight", "fc.weight", "input_proj.weight"),
-    "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
-}
-PART_OF = {name: part for part, names in PARTS.items() for name in names}
 HIDDEN_FIRST = "input_proj.weight"  # has the hidden state before the token
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 SPARSE = ".experts."  # in the names of tensors of a mixture of experts
-
-
-@dataclass
-class LayerTensors:
-    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own."""
-
-    parts: dict[str, str] = field(default_factory=dict)
-    block: dict[str, str] = field(default_factory=dict)
 
 
 def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     """Whether a target that was loaded by name has MTP layers which can be run. options: the target's."""
-    if not hasattr(target.backend, "keep_hidden_states") or not target.source or is_gguf(target.source):
+    if not isinstance(target.backend, HiddenStates) or not target.source or is_gguf(target.source):
         return False
     try:
         files = _files(target, options)
     except SlipstreamError:
         return False  # of other files than safetensors, in which MTP layers are not looked for
-    return files is not None and bool(mtp_layers(files.shapes, _num_layers(target)))
-
-
-def mtp_layers(names: Mapping[str, Any], num_layers: int) -> list[LayerTensors]:
-    """The MTP layers among a checkpoint's tensors, in order. num_layers: the target's own."""
-    layers, of_all = dict[int, LayerTensors](), dict[str, str]()
-    for name in names:
-        if match := IN_LAYERS.fullmatch(name):
-            number = int(match[1])
-        elif match := AFTER_LAYERS.fullmatch(name):
-            number = int(match[1]) - num_layers
-        elif (match := OF_ALL.fullmatch(name)) and match[1] in PART_OF:
-            of_all[PART_OF[match[1]]] = name
-            continue
-        else:
-            continue
-        if number < 0 or match[2] in SHARED:
-            continue
-        layer = layers.setdefault(number, LayerTensors())
-        if match[2] in PART_OF:
-            layer.parts[PART_OF[match[2]]] = name
-        else:
-            layer.block[match[2]] = name
-    found = [layers[number] for number in sorted(layers)]
-    for layer in found:
-        layer.parts = of_all | layer.parts
-    return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
+    return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
 
 
 def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
     """The MTP layers of a target as its draft model. options: the target's."""
-    model = getattr(target.backend, "model", None)
-    if model is None or not hasattr(target.backend, "keep_hidden_states"):
+    backend, model = target.backend, getattr(target.backend, "model", None)
+    if model is None or not isinstance(backend, HiddenStates):
         raise UsageError(
             f"draft={MTP!r} with target {target.name!r}, whose hidden states cannot be read; "
             "allowed: with models that run on Slipstream's own KV cache"
         )
     files = _files(target, options)
-    found = [] if files is None else mtp_layers(files.shapes, _num_layers(target))
+    found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not found:
         raise UsageError(
             f"draft={MTP!r}, but the files of {target.name!r} have no MTP layers; allowed: a draft model or none"
         )
-    decoder, backend = model.get_decoder(), target.backend
+    decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
     if norm is None:
         raise UsageError(
@@ -108,21 +65,16 @@ def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
         model.get_input_embeddings(),
         norm,
         model.get_output_embeddings(),
-        _num_layers(target),
-        backend.vocab_size,
-        backend.max_length,
-        backend.device,
+        backend.num_layers,
+        target.backend.vocab_size,
+        target.backend.max_length,
+        target.backend.device,
     )
-    reader = _Reader(files, decoder, model.dtype, backend.device)
+    reader = _Reader(files, decoder, model.dtype, shared.device, may_pack=options.fast is not False)
     layers = [reader.layer(number, names) for number, names in enumerate(found)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
     return Loaded(MtpBackend(layers, shared), MTP, target.end_ids, target.tokenizer, fingerprint=fingerprint)
-
-
-def _num_layers(target: Loaded) -> int:
-    count: int = target.backend.num_layers  # type: ignore[attr-defined]
-    return count
 
 
 def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
@@ -137,12 +89,13 @@ def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads layers for a target's decoder, in its type and on its device."""
+    """Reads layers for a target's decoder, in its type and on its device. may_pack: their weights."""
 
     files: CheckpointFiles
     decoder: Any
     dtype: torch.dtype
     device: torch.device
+    may_pack: bool
 
     def layer(self, number: int, names: LayerTensors) -> MtpLayer:
         size = self.decoder.config.hidden_size
@@ -155,6 +108,10 @@ class _Reader:
             _with_weight(decoder.norm, self._tensor(names.parts[part], size)) for part in ("token_norm", "hidden_norm")
         )
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST)
+        if self.may_pack and unsupported(decoder) is None:
+            convert = partial(rounded, bits="int4") if _is_large(decoder) else compressed_or_packed
+            pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
+            return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)
         return MtpLayer(decoder, token_norm, hidden_norm, project, hidden_first=hidden_first)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
@@ -188,6 +145,11 @@ class _Reader:
         return decoder.to(self.device).eval()
 
 
+def _is_large(decoder: Any) -> bool:
+    """Whether 4 bits make it faster: between two drafts the target's weights displace a layer's from the caches."""
+    return num_weights(decoder) >= SMALLEST and is_faster(decoder.dtype)
+
+
 def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:
     """A norm like this one with another weight."""
     other = copy(norm)
@@ -212,10 +174,12 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         "layer_types": [kinds[number] if kinds else "full_attention"],
         "per_layer_config": getattr(config, "mtp_per_layer_config", None),
         "pad_token_id": None,
+        "num_nextn_predict_layers": 0,  # decoders of a repository's own code hold theirs, too
         **sparse,
     }
     for name, value in changes.items():
         if getattr(one, name, None) is not None:
             setattr(one, name, value)
     one.num_hidden_layers, one.vocab_size = 1, 1
+    vars(one).pop("quantization_config", None)  # of the target's own layers: these are read unquantised
     return one
