@@ -5,10 +5,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.bench.tuning.engine_settings import config_of, engine_settings, files_for
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
+from tests.support.dflash_cases import write_dflash
+from tests.support.eagle1_cases import write_eagle1
+from tests.support.head_cases import write_head
 from tests.support.markers import subcases
+from tests.support.tiny_models import fresh
 
 VLLM = {
     *("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
@@ -95,6 +101,36 @@ def test_what_has_no_counterpart_is_said_in_a_comment() -> None:
     assert "hybrid has no counterpart: vLLM" in notes and "hybrid has no counterpart: SGLang" in notes
     _, _, llamacpp, notes = parsed(AUTO, stops_early=True)
     assert llamacpp["--spec-draft-p-min"] == "0.4" and "would not pay" in notes and "GGUF" not in notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "algorithm", "spec_type"),
+    [
+        ("eagle3", "eagle3", "EAGLE3", "draft-eagle3"),
+        ("eagle1", "eagle", "EAGLE", None),
+        ("dflash", "dflash", "DFLASH", "draft-dflash"),
+        ("pard", "draft_model", "STANDALONE", "draft-simple"),
+        ("plain", "draft_model", "STANDALONE", "draft-simple"),
+    ],
+)
+def test_a_draft_head_has_the_engines_own_name(
+    tmp_path: Path, kind: str, method: str, algorithm: str, spec_type: str | None
+) -> None:
+    model, folder = fresh("llama", num_hidden_layers=5), str(tmp_path / "draft")
+    if kind in ("pard", "plain"):
+        if kind == "pard":
+            model.config.pard_token = 5
+        model.save_pretrained(folder)
+    else:
+        {"eagle3": write_head, "eagle1": write_eagle1, "dflash": write_dflash}[kind](Path(folder), model)
+    value, sglang, llamacpp, notes = parsed(Candidate("model", 4, folder))
+    parallel = {"parallel_drafting": True} if kind == "pard" else {}
+    assert value == {"method": method, "model": folder, "num_speculative_tokens": 4, **parallel}
+    assert set(sglang) <= SGLANG and sglang["--speculative-algorithm"] == algorithm
+    assert sglang["--speculative-draft-model-path"] == folder and sglang["--speculative-num-draft-tokens"] == "5"
+    assert ("--speculative-num-steps" in sglang) == (kind != "dflash")
+    assert llamacpp.get("--spec-type") == spec_type and ("runs no draft heads" in notes) == (spec_type is None)
+    assert ("drafts token by token" in notes) == (kind == "pard")
 
 
 def test_not_to_speculate_is_a_comment_and_no_flag() -> None:

@@ -35,9 +35,13 @@ def write_head(
     layers: Sequence[int] = (1, 2, 4),
     seed: int = 0,
     tokens: Sequence[int] = (),
+    layer: Mapping[str, Any] | None = None,
     **flags: Any,
 ) -> Written:
-    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: its settings."""
+    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: its settings.
+
+    layer: further settings of its decoder layer.
+    """
     config, gen = model.config, torch.Generator().manual_seed(seed)
     size, heads, key_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = size // heads
@@ -71,6 +75,7 @@ def write_head(
     if flags.get("norm_before_fc"):
         tensors["input_norm.weight"] = norm(len(layers) * size)
     layer = {
+        **(layer or {}),
         "model_type": "llama",
         "hidden_size": size,
         "intermediate_size": INNER,

@@ -26,7 +26,7 @@ from slipstream.certificate.parity import Difference, TieJudge, coupled, plain_d
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.features import FeatureReader
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.reproducibility.timing import wait_for_device
 from slipstream.sampling.params import SamplingParams
@@ -103,7 +103,7 @@ class Lineup:
     def _draft_model(self) -> Loaded | None:
         """The draft model; None if there is none, and for a draft head, which transformers does not run."""
         draft = self.decoder.draft
-        return None if draft is None or isinstance(draft.backend, HeadBackend) else draft
+        return None if draft is None or isinstance(draft.backend, FeatureReader) else draft
 
     @cached_property
     def _llama_model(self) -> LlamaCppModel:

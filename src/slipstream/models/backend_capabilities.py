@@ -77,7 +77,8 @@ class HiddenStates(Protocol):
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         """From now on keep what enters these decoder layers (numbered from 0, ascending); transformers'
-        `hidden_states[i]`. Raises `UsageError` where the model's layers cannot be told.
+        `hidden_states[i]`. Number `num_layers` is what leaves the last layer, before the final norm. Raises
+        `UsageError` where the model's layers cannot be told.
         """
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
@@ -85,3 +86,14 @@ class HiddenStates(Protocol):
 
         Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
         """
+
+
+@runtime_checkable
+class ParallelDrafts(Protocol):
+    """Optional capability: a backend that fills in whole blocks, the newest token and mask tokens after it.
+
+    The logits in a mask token's place are those of the token there. block_size: tokens of every block.
+    """
+
+    mask_token: int
+    block_size: int

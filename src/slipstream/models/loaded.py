@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
+MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction layers
 # load options of how files are fetched and whether their code may run; they hold for the draft model's files, too
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
 # load options that select a repository's files

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,6 +25,9 @@ from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate, progress_bar
 from slipstream.reproducibility.timing import DraftTimes
+
+if TYPE_CHECKING:
+    from slipstream.models.heads.head_check import HeadAgreement
 
 log = logging.getLogger("slipstream")
 
@@ -111,6 +114,19 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
     times = measure()
     _save(identity, asdict(times))
     return times
+
+
+def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
+    """How a draft head agrees with its target, from the cache, or tried and then saved."""
+    from slipstream.models.heads.head_check import HeadAgreement, agreement  # transformers takes seconds
+
+    if not target.source:  # models in memory, whose weights have no name
+        return agreement(draft, target)
+    identity = f"{draft.fingerprint} of {target.source} {_identity(target)}"
+    cached = _read(identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"]))
+    if cached is None and (cached := agreement(draft, target)) is not None:
+        _save(identity, asdict(cached))
+    return cached
 
 
 def _identity(loaded: Loaded) -> str:

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
-from slipstream.errors import UsageError
-from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, Releasing
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
-from slipstream.models.heads.head_backend import HeadBackend, HeadSession
+from slipstream.models.heads.features import FeatureReader
+from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
+from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
 from slipstream.tokenization.tokenizer import TokenizerDetails
 from slipstream.tokenization.vocabulary_bridge import bridge_between
 from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
+OF_MODELS = ("draft_dtype", "draft_vocabulary", "draft_context")  # settings that draft heads do not have
+
+log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,14 @@ class ModelPair:
     def load(
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
-        """Load both and choose the target's forward shapes. The embedded model has a head of its own, for "auto"."""
+        """Load both and choose the target's forward shapes.
+
+        The embedded model has a head of its own, for "auto"; other targets may bring MTP layers.
+        """
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
-        refuse_unused(load_options_of(config), target, draft)
+        refuse_unused(load_options_of(config), target, None if draft == MTP else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
@@ -73,7 +83,9 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
+            loaded_draft = None if draft is not None else _brought_mtp(loaded, config)
+            if loaded_draft is None:
+                loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
             return cls._of_loaded(loaded, loaded_draft, config)
 
     @classmethod
@@ -173,15 +185,22 @@ class ModelPair:
     def keep_hidden_states(self, *, wanted: bool) -> None:
         """Whether the target keeps what a draft head reads; captured graphs do so always."""
         backend = self.target.backend
-        if self.draft is not None and isinstance(self.draft.backend, HeadBackend) and backend.device.type == "cpu":
+        if self.draft is not None and isinstance(self.draft.backend, FeatureReader) and backend.device.type == "cpu":
             backend.cache.keeps_hidden = wanted  # type: ignore[attr-defined]
 
     def draft_scorer(self) -> DraftScorer | None:
-        """What a draft model of the target's vocabulary drafts with: its session, or one that scores a part of it."""
+        """What a draft model of the target's vocabulary drafts with: its session, perhaps within others that score a
+        part of the vocabulary, or a whole draft at once.
+        """
         session = self.windowed or self.draft_session
-        if self.draft is None or session is None or self.draft.restricted is None:
+        if self.draft is None or session is None:
             return session
-        return RestrictedScorer(session, self.draft.restricted)
+        restricted = self.draft.restricted
+        scorer = session if restricted is None else RestrictedScorer(session, restricted)
+        if isinstance(self.draft.backend, ParallelDrafts):
+            return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend.block_size)
+        mask_token = parallel_mask(self.draft)
+        return scorer if mask_token is None else ParallelScorer(scorer, mask_token)
 
     @property
     def draft_reader(self) -> PromptReader | None:
@@ -290,15 +309,44 @@ def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bo
     return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
 
 
+def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
+    """The MTP layers in the target's checkpoint, where drafts are to come from a draft model and none is named."""
+    name = config.drafter.partition(":")[0]
+    drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
+    if not drafts or PLAN in config.load_options or any(getattr(config, name) != "auto" for name in OF_MODELS):
+        return None
+    from slipstream.models.heads.mtp_files import brings_mtp, load_mtp  # transformers takes seconds to import
+
+    options = load_options_of(config)
+    if not brings_mtp(target, options):
+        return None
+    try:
+        return load_mtp(target, options)
+    except SlipstreamError as error:
+        log.warning("%s; drafts come from elsewhere", error)
+        return None
+
+
+def parallel_mask(draft: Loaded) -> int | None:
+    """The token in place of tokens to come, for a draft model that was trained to score a whole draft at once."""
+    model = getattr(draft.backend, "model", None)
+    token = None if model is None else getattr(model.config, "pard_token", None)
+    if token is not None and (not isinstance(token, int) or not 0 <= token < draft.backend.vocab_size):
+        raise UsageError(
+            f"draft model {draft.name!r} has pard_token={token!r}; allowed: 0 to {draft.backend.vocab_size - 1}"
+        )
+    return token
+
+
 def _draft_session(draft: Loaded | None) -> Session | None:
     if draft is None:
         return None
-    return HeadSession(draft.backend) if isinstance(draft.backend, HeadBackend) else make_session(draft.backend)
+    return HeadSession(draft.backend) if isinstance(draft.backend, FeatureReader) else make_session(draft.backend)
 
 
 def _attach(draft: Loaded | None, target: Session) -> None:
     """Show a draft head the target whose hidden states it reads."""
-    if draft is not None and isinstance(draft.backend, HeadBackend):
+    if draft is not None and isinstance(draft.backend, FeatureReader):
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
 
@@ -323,20 +371,27 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None
     for a draft model that is looked at alone.
     """
+    if draft == MTP:
+        if target is None:
+            raise UsageError(f"draft={MTP!r} without a target; allowed: a draft model of its own")
+        _refuse_settings_of_models(config, "the target's MTP layers")
+        from slipstream.models.heads.mtp_files import load_mtp
+
+        return load_mtp(target, load_options_of(config))
     options = draft_options_of(config, None if target is None else target.backend.device)
     if draft is not None and target is not None and not is_toy(draft):
-        from slipstream.models.heads.head_files import head_files, load_head  # transformers takes seconds to import
+        from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
+        from slipstream.models.heads.load import load_head
 
         files = head_files(draft, options)
     else:
         files = None
     if files is not None and target is not None:
-        if PLAN in config.load_options:
-            raise UsageError(f"load_options {PLAN!r} with the draft head {files.source!r}; allowed: a draft model")
-        for name in ("draft_dtype", "draft_vocabulary", "draft_context"):
-            if (value := getattr(config, name)) != "auto":
-                raise UsageError(f"{name}={value!r} with the draft head {files.source!r}; allowed: 'auto'")
-        return load_head(files, target, options)
+        _refuse_settings_of_models(config, f"the draft head {files.source!r}")
+        head = load_head(files, target, options)
+        if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
+            log.warning("%s", tried.line(head.name, target.name))
+        return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
@@ -350,3 +405,12 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     if draft is None:
         return None
     return load(draft, options, tokenizer)
+
+
+def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
+    """Refuse settings that a draft head does not have. head: what it is."""
+    if PLAN in config.load_options:
+        raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
+    for name in OF_MODELS:
+        if (value := getattr(config, name)) != "auto":
+            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto'")

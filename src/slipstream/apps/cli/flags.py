@@ -276,7 +276,7 @@ DraftModel = Annotated[
     option(
         MODELS,
         "--draft",
-        text="draft model, of any vocabulary, named like the target",
+        text="draft model, of any vocabulary, named like the target; mtp: the target's own MTP layers",
         metavar="MODEL",
         autocompletion=_complete_model,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, writ
 from slipstream.apps.cli.command_classes import Command, Group
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.weights.model_files import EMBEDDED
 
 models_app = typer.Typer(cls=Group, rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
@@ -82,12 +83,15 @@ def check(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="all that was compared, and what follows")] = False,
     json_file: Json = None,
 ) -> None:
-    """Can DRAFT draft for TARGET? The answer comes first; no weights are loaded.
+    """Can DRAFT draft for TARGET? The answer comes first; no weights are loaded, unless DRAFT is a draft head.
 
     Compares tokens, heads, special tokens and templates. A draft model of another vocabulary drafts through bytes; how
-    much of its drafts that can lose is tried on a text. Exit code 1 if it cannot draft at all.
+    much of its drafts that can lose is tried on a text. A draft head guesses the target's tokens, as its config.json
+    says and as that may have been meant. Exit code 1 if DRAFT cannot draft at all.
     """
     quiet_libraries()
+    if _is_checked_as_head(target, draft, text, json_file):
+        return
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
     from slipstream.text.prompt_sets import read_prompts
     from slipstream.wiring.vocabulary_report import compare_vocabularies
@@ -103,6 +107,33 @@ def check(
         raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")
     if not verbose:
         err.print("-v shows what was compared", style="dim")
+
+
+def _is_checked_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
+    """Whether this is a draft head, which has then guessed tokens of its target."""
+    from slipstream.models.heads.head_check import agreement
+    from slipstream.models.heads.head_files import head_files
+    from slipstream.models.heads.load import load_head
+    from slipstream.models.load import load
+    from slipstream.models.loaded import LoadOptions, is_toy
+
+    options = LoadOptions()
+    files = None if is_toy(draft) else head_files(draft, options)
+    if files is None:
+        return False
+    if text is not None:
+        raise UsageError(f"--text {str(text)!r} with the draft head {draft!r}; allowed: with a draft model")
+    loaded = load(target, options)
+    head = load_head(files, loaded, options)
+    tried = agreement(head, loaded)
+    write_json(json_file, {"target": target, "draft": draft, **({} if tried is None else asdict(tried))})
+    line = (
+        f"draft head {draft!r} fits {target!r}; its guesses were not tried"
+        if tried is None
+        else tried.line(draft, target)
+    )
+    out.print(("Works badly: " if tried and tried.meant else "Works: ") + line, soft_wrap=True)
+    return True
 
 
 def size(num_bytes: int) -> str:

@@ -18,8 +18,17 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
+from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, PARD, trained_kind
 from slipstream.models.weights.model_files import is_gguf
 
+# a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type
+ENGINE_NAMES = {
+    None: ("draft_model", "STANDALONE", "draft-simple"),
+    PARD: ("draft_model", "STANDALONE", "draft-simple"),
+    DFLASH: ("dflash", "DFLASH", "draft-dflash"),
+    EAGLE1: ("eagle", "EAGLE", ""),
+    EAGLE3: ("eagle3", "EAGLE3", "draft-eagle3"),
+}
 NOTHING = "do not speculate: no setting measured gains anything here"
 
 
@@ -61,18 +70,24 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
         }
         value = {"method": "suffix", **value, **bounds}
     else:
-        value = {"method": "draft_model", "model": candidate.draft, "num_speculative_tokens": _model_tokens(candidate)}
+        kind = _trained_kind(candidate)
+        value = {"method": ENGINE_NAMES[kind][0], "model": candidate.draft}
+        value |= {"num_speculative_tokens": _model_tokens(candidate)}
+        value |= {"parallel_drafting": True} if kind == PARD else {}
         notes = _model_notes(candidate, stops_early, "vLLM")
     return Settings("vllm", ("--speculative-config", json.dumps(value)), tuple(notes), value)
 
 
 def _sglang(candidate: Candidate, stops_early: bool) -> Settings:
     if candidate.kind in ("model", "hybrid"):
-        steps = _model_tokens(candidate)
-        flags = [*("--speculative-algorithm", "STANDALONE"), *("--speculative-draft-model-path", str(candidate.draft))]
-        flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
+        steps, kind = _model_tokens(candidate), _trained_kind(candidate)
+        flags = ["--speculative-algorithm", ENGINE_NAMES[kind][1]]
+        flags += ["--speculative-draft-model-path", str(candidate.draft)]
+        if kind != DFLASH:  # which drafts a block in one step
+            flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
         flags += ["--speculative-num-draft-tokens", str(steps + 1)]
-        return Settings("sglang", tuple(flags), tuple(_model_notes(candidate, stops_early, "SGLang")))
+        notes = [*_model_notes(candidate, stops_early, "SGLang"), *_token_by_token(kind, "SGLang")]
+        return Settings("sglang", tuple(flags), tuple(notes))
     matching = {"ngram": "BFS", "suffix": "PROB"}[candidate.kind]  # the most recent match, or the most frequent
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(candidate.tokens + 1)]
     flags += ["--speculative-ngram-max-bfs-breadth", "1", "--speculative-ngram-match-type", matching]
@@ -89,8 +104,12 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         notes.append(
             f"{candidate.kind} has no exact counterpart: ngram-simple (matches of exactly {size} tokens) is the nearest"
         )
-    if candidate.kind in ("model", "hybrid"):
-        types.append("draft-simple")
+    kind = _trained_kind(candidate)
+    if candidate.kind in ("model", "hybrid") and not (name := ENGINE_NAMES[kind][2]):
+        notes.append(f"llama.cpp runs no draft heads of the kind of {candidate.draft}")
+    elif candidate.kind in ("model", "hybrid"):
+        types.append(name)
+        notes += _token_by_token(kind, "llama.cpp")
         unsure = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
         flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
@@ -98,7 +117,15 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
             notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
         if not is_gguf(str(candidate.draft)):
             notes.append(f"llama.cpp reads GGUF files: put that of {candidate.draft} in its place")
-    return Settings("llamacpp", ("--spec-type", ",".join(types), *flags), tuple(notes))
+    return Settings("llamacpp", ("--spec-type", ",".join(types), *flags) if types else (), tuple(notes))
+
+
+def _trained_kind(candidate: Candidate) -> str | None:
+    return None if candidate.draft is None else trained_kind(candidate.draft)
+
+
+def _token_by_token(kind: str | None, engine: str) -> list[str]:
+    return [f"{engine} drafts token by token with a model of PARD, which drafts at once here"] if kind == PARD else []
 
 
 def _model_tokens(candidate: Candidate) -> int:

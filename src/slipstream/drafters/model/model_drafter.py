@@ -26,6 +26,7 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import bin_of, sibling_bin
 from slipstream.draft_length.planner import MODEL, Planner
 from slipstream.drafters import Setup, load
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
 
 MIN_DRAFT_PROB = 0.4  # of a draft so far, where drafts must depend on the row alone
@@ -145,6 +146,9 @@ class ModelDrafter:
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
         chain_lengths = list(map(partial(self._chain_length, 1 + siblings if self.stop is None else 1), rows, lengths))
+        if isinstance(self.session, ParallelScorer):
+            chain_lengths = [min(length, self.session.longest) for length in chain_lengths]
+            self.session.num_tokens = max(chain_lengths, default=0)
         width, ends = max(chain_lengths, default=0), list(chain_lengths)
         records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not siblings:

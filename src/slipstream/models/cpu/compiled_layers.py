@@ -468,6 +468,8 @@ class LayerStack:
                 ctypes.addressof(pointers),
                 scratch.data_ptr(),
             )
+        if len(self._ops) in kept:
+            cache.keep_hidden(len(self._ops), hidden)
 
 
 def _decoder_module(model: Any, count: int) -> nn.Module:

@@ -1,6 +1,6 @@
 """A head's layer after its joint projection, in one call of the kernels, for bfloat16 on a processor.
 
-A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.finish` is
+A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.layer` is
 the specification, operator by operator.
 """
 
@@ -23,11 +23,12 @@ NO_NORM = NormStruct(None, 0.0, 0)
 
 
 class CompiledLayer:
-    """The kernels' struct of a layer. most_tokens: that one call takes."""
+    """The kernels' struct of a network's layer. most_tokens: that one call takes. rope: as `HeadNetwork.rope`."""
 
     def __init__(self, network: HeadNetwork, products: list[KernelLinear], library: Any) -> None:
         """products: the network's qkv, out, gate_up and down."""
         config, weights = network.config, network.weights
+        self.network, self.rope = network, network.rope
         self.most_tokens = most_tokens((weights.qkv, weights.out, weights.gate_up, weights.down))
         self._norm, self._products = weights.middle_norm.float().contiguous(), products  # the struct has addresses only
         norm = NormStruct(address(self._norm), config.eps, 0)

@@ -1,8 +1,7 @@
 """A draft head as a `Backend`, so that it has slots, reads prompts and drafts as a draft model does.
 
-Row i of a batch has slot i in the target's KV cache and in the head's, so the features of a slot's positions are found
-where the target has kept them. Rows that a draft made from the head's own outputs are computed again with the target's
-features once these are known: `HeadSession` counts them as not cached. Leaving them costs acceptance.
+Rows that a draft made from the head's own outputs are computed again with the target's features once these are known:
+`HeadSession` counts them as not cached. Leaving them costs acceptance.
 """
 
 from __future__ import annotations
@@ -13,47 +12,36 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.core.kv_slots import SlotState
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.heads.compiled_layer import CompiledLayer, compiled_layer
-from slipstream.models.heads.network import HeadNetwork, grouped_attention
+from slipstream.models.heads.features import FeatureReader
+from slipstream.models.heads.network import HeadNetwork, Network, grouped_attention
 
 UNIT = 256  # positions by which a slot's memory grows
 
 
-class HeadBackend:
-    """See `Backend`. A head's row 0 has no feature; no other row attends to it.
-
-    target: keeps the features; target_slots: what is cached of the target in each slot. Both come with `attach`.
-    """
+class HeadBackend(FeatureReader):
+    """See `Backend`. A head's row 0 has no feature; no other row attends to it."""
 
     attended_unit = 1
 
-    def __init__(self, network: HeadNetwork) -> None:
+    def __init__(self, network: Network) -> None:
         config = network.config
+        super().__init__(config.layers)
         self.network, self.vocab_size, self.max_length = network, config.vocab_size, config.max_length
         self.device = network.device
-        self.target: HiddenStates | None = None
-        self.target_slots: Sequence[SlotState] = ()
         self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
-        self.num_right: list[int] = []  # positions of each slot, from its first on, that had the target's features
-        self._compiled = compiled_layer(network)
+        self._compiled = compiled_layer(network) if isinstance(network, HeadNetwork) else None
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
-
-    def attach(self, target: HiddenStates, slots: Sequence[SlotState]) -> None:
-        """Draft for this target, whose slots these are."""
-        target.keep_hidden_states(self.network.config.layers)
-        self.target, self.target_slots = target, slots
 
     def reserve(self, rows: int, length: int) -> None:
         slots, _, positions, _ = self._keys.shape
         if rows > slots or length > positions:
             slots, positions = max(rows, slots), -(-max(length, positions) // UNIT) * UNIT
             self._keys, self._values, self._outputs = (
-                _enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
+                enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
             )
 
         self.num_right += [0] * (slots - len(self.num_right))
@@ -66,32 +54,31 @@ class HeadBackend:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         batch, width = tokens.shape
-        entered = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
-        residual, heads = self.network.project(tokens, entered[0][None] if batch == 1 else torch.stack(entered))
-        place = _Place(first_slot, starts, width)
+        of_rows = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
+        entered, place = of_rows[0][None] if batch == 1 else torch.stack(of_rows), _Place(first_slot, starts, width)
         if self._compiled is not None and batch * width <= self._compiled.most_tokens:
-            outputs = self._finish_compiled(self._compiled, place, residual, heads)
+            outputs = self._layer_compiled(self._compiled, place, tokens, entered)
         else:
             positions = place.positions(self.device)
             turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
-            attend = partial(self._attend, place, positions)
-            outputs = self.network.finish(residual, heads, turned, attend)
+            outputs = self.network.layer(tokens, entered, turned, partial(self._attend, place, positions))
         for row, start in enumerate(starts):
             if start == 0:
                 outputs[row, 0] = 0  # it has no feature
         place.write(self._outputs, self.network.returned(outputs)[:, None])
         return self._logits(outputs) if logits else outputs.new_empty(0)
 
-    def _finish_compiled(self, compiled: CompiledLayer, place: _Place, residual: Tensor, heads: Tensor) -> Tensor:
+    def _layer_compiled(self, compiled: CompiledLayer, place: _Place, tokens: Tensor, entered: Tensor) -> Tensor:
+        residual, heads = compiled.network.project(tokens, entered)
         positions = [position for start in place.starts for position in range(start, start + place.width)]
         slots = [place.first_slot + i for i in range(len(place.starts)) for _ in range(place.width)]
         places = [position - 1 for position in positions]  # behind that of position 0, which no other row sees
         where = torch.tensor([slots, [max(0, i) for i in places], places])
         last = self.max_length - 1
         if len(place.starts) == 1 and positions[-1] <= last:
-            rope = self.network.rope[:, positions[0] : positions[-1] + 1]
+            rope = compiled.rope[:, positions[0] : positions[-1] + 1]
         else:
-            rope = self.network.rope[:, torch.tensor(positions).clamp_(max=last)]
+            rope = compiled.rope[:, torch.tensor(positions).clamp_(max=last)]
         return compiled(residual, heads, rope, where, self._keys[:, :, 1:], self._values[:, :, 1:])
 
     def _attend(self, place: _Place, positions: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -108,25 +95,17 @@ class HeadBackend:
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
-        before = start - 1
-        known = min(max(0, self.num_read(slot) - before), width)
-        if start <= self.num_right[slot]:
-            self.num_right[slot] = start + known
-        features, first = None, max(0, before)
-        if before + known > first and self.target is not None:
-            features = self.target.hidden_states(self.network.config.layers, slot, first, before + known)
+        known, before = self.num_known(slot, start, width), start - 1
+        self.note_right(slot, start, width)
+        features = self.features(slot, start, known)
         if features is None:
-            known = first - before
+            known = int(start == 0)
         entered = [] if features is None else [self.network.enter(features)]
         if start == 0:
             entered.insert(0, self._outputs.new_zeros(1, self._outputs.shape[3]))
         if known < width:
             entered.append(self._outputs[slot, 0, before + known : before + width])
         return entered[0] if len(entered) == 1 else torch.cat(entered)
-
-    def num_read(self, slot: int) -> int:
-        """How many of a slot's positions the target has read."""
-        return self.target_slots[slot].base if slot < len(self.target_slots) else 0
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[B, W, V]; tokens that the head cannot propose are impossible."""
@@ -176,13 +155,14 @@ class HeadSession(Session):
 
     def _drop_wrong(self) -> None:
         backend = self.backend
-        assert isinstance(backend, HeadBackend)
+        assert isinstance(backend, FeatureReader)
         for slot, (state, count) in enumerate(zip(self.slot_states, backend.num_right, strict=False)):
             if state.base > count and backend.num_read(slot) >= count:  # the text was read before the target read it
                 state.base = state.written = count
 
 
-def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+def enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+    """A head's cache [slots, heads, positions, size] with more room."""
     larger = cached.new_zeros(slots, cached.shape[1], positions, cached.shape[3])
     larger[: cached.shape[0], :, : cached.shape[2]] = cached
     return larger

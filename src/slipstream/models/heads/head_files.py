@@ -1,6 +1,6 @@
-"""Reads draft heads of the EAGLE-3 type from the files that their trainers write.
+"""Reads draft heads from the files that their trainers write, and those of the EAGLE-3 type as networks.
 
-Two layouts: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and NVIDIA's ModelOpt
+Two layouts of EAGLE-3: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and ModelOpt
 share. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently.
 Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
 configuration says.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -23,17 +23,24 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
-from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, Linear
+from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
+FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-KINDS = ("Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated")
+DFLASH, EAGLE1, EAGLE3 = "dflash", "eagle1", "eagle3"
+PARD = "pard"  # an ordinary model that drafts with mask tokens
+KINDS = {  # the kind of head, by the architecture that a config.json names
+    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated"), EAGLE3),
+    "DFlashDraftModel": DFLASH,
+}
 EMBEDDED_NAME = "smollm2_head"
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
-NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
@@ -49,11 +56,12 @@ def embedded_head() -> Path:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's folder. source: as the user named it; settings: config.json's."""
+    """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one."""
 
     source: str
     folder: str
     settings: Mapping[str, Any]
+    kind: str = EAGLE3
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -69,6 +77,25 @@ class HeadFiles:
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named; None if this names something else."""
+    found = _described(source, options)
+    if found is None:
+        return None
+    kind = _kind(found.settings, found.folder, options)
+    shown = EMBEDDED_NAME if Path(found.folder) == embedded_head() else found.source
+    return None if kind is None else replace(found, source=shown, kind=kind)
+
+
+def trained_kind(draft: str) -> str | None:
+    """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
+    options = LoadOptions()
+    found = _described(draft, options)
+    if found is None:
+        return None
+    return _kind(found.settings, found.folder, options) or (PARD if "pard_token" in found.settings else None)
+
+
+def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
+    """A folder with a config.json, of whatever kind; None if there is none."""
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
@@ -84,58 +111,76 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # what is wrong with it, the reader of models says
-    kinds = settings.get("architectures") or [] if isinstance(settings, dict) else []
-    is_head = isinstance(settings, dict) and ("speculators_model_type" in settings or set(kinds) & set(KINDS))
-    shown = EMBEDDED_NAME if Path(folder) == embedded_head() else name
-    return HeadFiles(shown, folder, settings) if is_head else None
+    return HeadFiles(name, folder, settings) if isinstance(settings, dict) else None
 
 
-def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
-    """A head as a draft model for this target."""
-    model = getattr(target.backend, "model", None)
-    if model is None or not hasattr(target.backend, "keep_hidden_states"):
-        raise UsageError(
-            f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
-            "allowed: with models that run on Slipstream's own KV cache"
-        )
-    tensors = _tensors(files, options)
+def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str | None:
+    """The kind of a head; None for a model. Those of EAGLE-1 call themselves a Llama of one layer."""
+    if "speculators_model_type" in settings:
+        return str(settings["speculators_model_type"])
+    named = next((KINDS[name] for name in settings.get("architectures") or [] if name in KINDS), None)
+    if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _names(folder, options):
+        return EAGLE1
+    return named
+
+
+def _names(folder: str, options: LoadOptions) -> Collection[str]:
+    """The names of the tensors in a folder."""
+    from safetensors import safe_open
+
+    path = next((path for name in WEIGHTS if (path := file_of(folder, name, options.files)) is not None), None)
+    if path is None:
+        return ()
+    try:
+        if path.suffix != ".safetensors":
+            names: Mapping[str, Tensor] = torch.load(path, map_location="meta", weights_only=True)
+            return names.keys()
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except Exception:  # of many kinds; what is wrong with it, the reader of models says
+        return ()
+
+
+def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
+    """The network of a head of the EAGLE-3 type."""
+    model = target.backend.model  # type: ignore[attr-defined]
     config = _config(files, tensors, model.config.get_text_config(), target)
-    embed = _embedding(files, tensors, config) or model.get_input_embeddings()
-    network = HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
-    backend = HeadBackend(network)
-    fingerprint = f"head 2 {config.hidden_size} {config.intermediate_size} {backend.vocab_size} {len(config.layers)}"
-    return Loaded(
-        backend,
-        files.source,
-        target.end_ids,
-        target.tokenizer,
-        fingerprint=fingerprint + f" {0 if config.token_ids is None else len(config.token_ids)}",
-        source=files.folder,
-    )
+    embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
+    return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
 
 
-def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any, target: Loaded) -> HeadConfig:
-    layer, flags, source = files.layer, files.flags, files.source
+def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
+    """Raise `UsageError` for settings of a decoder layer that heads are not computed with.
+
+    several_layers: there may be any number; then `layer_types` says which of them have the window.
+    """
+    layer, source = files.layer, files.source
     if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
         raise UsageError(f"draft head {source!r}: config.json has no {missing[0]}; allowed: a whole number")
-    kind = files.settings.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise UsageError(f"draft head {source!r} is of type {kind!r}; allowed: 'eagle3'")
     for name, expected in REFUSED.items():
+        if several_layers and name in ("num_hidden_layers", "sliding_window"):
+            continue
         if layer.get(name, expected) not in (expected, None):
             raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
     if layer.get("hidden_act", "silu") != "silu":
         raise UsageError(f"draft head {source!r} has hidden_act={layer['hidden_act']!r}; allowed: 'silu'")
+
+
+def check_size(files: HeadFiles, target: Loaded, name: str, size: int, expected: int) -> None:
+    """Raise `UsageError` unless a head has the size of its target."""
+    if size != expected:
+        raise UsageError(
+            f"draft head {files.source!r} is another target's: its {name} is {size}, that of {target.name!r} {expected}"
+        )
+
+
+def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any, target: Loaded) -> HeadConfig:
+    layer, flags, source = files.layer, files.flags, files.source
+    check_layer(files)
     sizes = {"hidden_size": target_config.hidden_size, "vocab_size": target.backend.vocab_size}
     target_size = flags.get("target_hidden_size") or layer["hidden_size"]
-    for name, own, expected in (
-        ("target_hidden_size", target_size, sizes["hidden_size"]),
-        ("vocab_size", layer["vocab_size"], sizes["vocab_size"]),
-    ):
-        if own != expected:
-            raise UsageError(
-                f"draft head {source!r} is another target's: its {name} is {own}, that of {target.name!r} {expected}"
-            )
+    check_size(files, target, "target_hidden_size", target_size, sizes["hidden_size"])
+    check_size(files, target, "vocab_size", layer["vocab_size"], sizes["vocab_size"])
     count = target_config.num_hidden_layers
     layers = _layers(files, count)
     if max(layers) >= count or min(layers) < 0:
@@ -144,9 +189,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
             f"allowed: 0 to {count - 1}"
         )
     heads = layer["num_attention_heads"]
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise UsageError(f"draft head {source!r} has rope_type={rope_type!r}; allowed: 'default'")
+    inverse_frequencies, rotation_scale = scaled_frequencies(source, layer)
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
     if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
@@ -164,12 +207,25 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
         vocab_size=target.backend.vocab_size,
         eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or layer.get("rope_theta") or 10000.0,
+        rope_theta=rope_theta(layer),
         max_length=target.backend.max_length,
-        token_ids=_token_ids(files, tensors, target.backend.vocab_size),
+        token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
+        inverse_frequencies=inverse_frequencies,
+        rotation_scale=rotation_scale,
+        unclear=_unclear(files),
     )
+
+
+def _unclear(files: HeadFiles) -> tuple[str, ...]:
+    """What to try in other ways too: layer numbers, flags that are not set, and one that has two meanings.
+
+    `norm_output` norms what is fed back for `speculators`, and for others what is scored.
+    """
+    open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
+    is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings
+    return ("layers", *open_flags, *(("norm_output",) if is_read_twice else ()))
 
 
 def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
@@ -181,7 +237,7 @@ def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
 
 
-def _token_ids(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
     """The target's id of each draft token, from their offsets `d2t`."""
     offsets = tensors.get("d2t")
     if offsets is None:
@@ -195,7 +251,8 @@ def _token_ids(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int)
     return ids
 
 
-def _tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
+def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
+    """A head's tensors by the names of `speculators`, those of numbers in the type of its projection of features."""
     from safetensors.torch import load_file
 
     for name in WEIGHTS:
@@ -213,7 +270,7 @@ def _tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             ) from error
         named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
         tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
-        dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.bfloat16
+        dtype = tensors[FEATURES].dtype if FEATURES in tensors else torch.bfloat16
         return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
     raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
 
@@ -231,15 +288,15 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         config.vocab_size if config.token_ids is None else len(config.token_ids),
     )
     layer, middle = "layers.0.", config.intermediate_size
-    read = _Reader(files.source, tensors, device)
-    product = partial(_convert, num_weights=sum(tensor.numel() for tensor in tensors.values()))
+    read = TensorReader(files.source, tensors, device)
+    product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
     projections = [
         read(f"{layer}self_attn.{name}_proj.weight", count * config.head_dim, 2 * size)
         for name, count in zip("qkv", heads, strict=True)
     ]
     gates = [read(f"{layer}mlp.{name}_proj.weight", middle, size) for name in ("gate", "up")]
     return HeadWeights(
-        fc=product(read("fc.weight", size, len(config.layers) * target)),
+        fc=product(read(FEATURES, size, len(config.layers) * target)),
         qkv=product(torch.cat(projections)),
         out=product(read(f"{layer}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
         gate_up=product(torch.cat(gates)),
@@ -253,7 +310,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     )
 
 
-def _feature_norms(files: HeadFiles, read: _Reader, config: HeadConfig) -> Tensor | None:
+def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Tensor | None:
     count, size = len(config.layers), config.target_hidden_size
     if files.flags.get("fc_norm"):
         return torch.stack([read(f"fc_norm.{i}.weight", size) for i in range(count)])
@@ -261,7 +318,7 @@ def _feature_norms(files: HeadFiles, read: _Reader, config: HeadConfig) -> Tenso
 
 
 @dataclass(frozen=True)
-class _Reader:
+class TensorReader:
     """Reads a head's tensors, all of one type: the layer's own."""
 
     source: str
@@ -277,7 +334,7 @@ class _Reader:
         return tensor.to(self.device)
 
 
-def _convert(weight: Tensor, num_weights: int) -> Linear:
+def as_product(weight: Tensor, num_weights: int) -> Linear:
     """The product with a weight [outputs, inputs]; on a processor in 4 bits, if the head is large and that is faster.
 
     Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
@@ -291,7 +348,7 @@ def _convert(weight: Tensor, num_weights: int) -> Linear:
     return compressed_or_packed(linear)
 
 
-def _embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
+def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
     """The head's own embedding, if it brings one."""
     weight = tensors.get("embed_tokens.weight")
     if weight is None:

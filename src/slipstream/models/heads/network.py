@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Linear = Callable[[Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,10 @@ class HeadConfig:
     layers: those whose entering hidden states are its features, ascending, as transformers numbers `hidden_states`.
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
     vocabulary] the target's id of each token that the head can propose; None for all, in order.
+    inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
+    cosines and sines.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
+    unclear: what of these the files leave open, or their readers take in two ways.
     """
 
     layers: tuple[int, ...]
@@ -40,6 +45,9 @@ class HeadConfig:
     token_ids: Tensor | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    inverse_frequencies: Tensor | None = None
+    rotation_scale: float = 1.0
+    unclear: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,41 +71,62 @@ class HeadWeights:
     feature_norms: Tensor | None = None
 
 
+class Network(Protocol):
+    """The forward of a head of one layer. B rows, W tokens of each, H hidden size."""
+
+    config: HeadConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def enter(self, features: Tensor) -> Tensor:
+        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
+
+    def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
+
+        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
+        """
+
+    def returned(self, outputs: Tensor) -> Tensor:
+        """What the next row is given of a row's output."""
+
+    def draft_logits(self, outputs: Tensor) -> Tensor:
+        """[..., draft vocabulary] of outputs [..., H]."""
+
+
 class HeadNetwork:
-    """A head's forward. B rows, W tokens of each, H hidden size."""
+    """The network of EAGLE-3."""
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, embed: nn.Module) -> None:
         """embed: the target's embedding, or the head's own."""
         self.config, self.weights, self.embed = config, weights, embed
         self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
-        self.rope = _rotations(config, self.dtype, self.device)  # [2, positions, D]
+        self._cosines, self._sines = rotations(config, self.dtype, self.device)
+
+    @property
+    def rope(self) -> Tensor:
+        """[2, positions, D] cosines and sines."""
+        half = self.config.head_dim // 2
+        return torch.stack([self._cosines, torch.cat([-self._sines[:, :half], self._sines[:, half:]], -1)])
 
     def enter(self, features: Tensor) -> Tensor:
-        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
         norms, features = self.weights.feature_norms, features.to(self.dtype)
         if norms is not None:
             features = self._norm(features.unflatten(-1, norms.shape), None).mul_(norms).flatten(-2)
         return self.weights.fc(features)
 
+    def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self._finish(*self.project(tokens, entered), positions, attend)
+
     def project(self, tokens: Tensor, entered: Tensor) -> tuple[Tensor, Tensor]:
-        """For rows with tokens [B, W] and entered [B, W, H]: the residual [B, W, H], to which attention's output is
-        added, and queries, keys and values [B, W, all heads * D]."""
+        """The residual [B, W, H], to which attention's output is added, and queries, keys and values [B, W, all heads *
+        D] of `layer`."""
         normed = self._norm(entered, self.weights.hidden_norm)
         embedded = self._norm(self.embed(tokens).to(self.dtype), self.weights.token_norm)
         heads = self.weights.qkv(torch.cat([embedded, normed], -1))
         return normed if self.config.norm_before_residual else entered, heads
 
-    def finish(
-        self,
-        residual: Tensor,
-        heads: Tensor,
-        positions: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """[B, W, H] outputs of what `project` returned for rows at positions [B, W].
-
-        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
-        """
+    def _finish(self, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         config, weights = self.config, self.weights
         qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         both = config.num_heads + config.num_key_heads
@@ -108,30 +137,33 @@ class HeadNetwork:
         return hidden + weights.down(silu(gate) * up)
 
     def returned(self, outputs: Tensor) -> Tensor:
-        """What the next row is given of a row's output."""
         return self._norm(outputs, self.weights.final_norm) if self.config.norm_output else outputs
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
-        """[..., draft vocabulary] of outputs [..., H]."""
         return self.weights.lm_head(self._norm(outputs, self.weights.final_norm))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return rms_norm(x, x.shape[-1:], weight, self.config.eps)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [B, heads, W, D] turned by positions [B, W]."""
-        cosines, sines = self.rope[:, positions, None].transpose(2, 3)
-        half = self.config.head_dim // 2
-        signed = torch.cat([-sines[..., :half], sines[..., half:]], -1)
-        return x * cosines + x.roll(half, -1) * signed
+        return rotated(x, self._cosines[positions][:, None], self._sines[positions][:, None])
 
 
-def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosines and sines [2, positions, D]."""
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x: [B, heads, W, D] turned by cosines and signed sines [B, 1, W, D]."""
+    return x * cosines + x.roll(x.shape[-1] // 2, -1) * sines
+
+
+def rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [positions, D]."""
     half = config.head_dim // 2
-    inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
-    angles = (torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse).repeat(1, 2)
-    return torch.stack([angles.cos(), angles.sin()]).to(device, dtype)
+    inverse = config.inverse_frequencies
+    if inverse is None:
+        inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse
+    cosines, sines = config.rotation_scale * angles.cos(), config.rotation_scale * angles.sin()
+    parts = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
+    return parts[0].to(device, dtype), parts[1].to(device, dtype)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

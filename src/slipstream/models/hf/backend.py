@@ -180,7 +180,10 @@ class HFBackend:
         for i in layers:
             if i not in self.cache.hidden:
                 self.cache.hidden[i] = SlotLayer()
-                decoder[i].register_forward_pre_hook(partial(_keep, self.cache, i), with_kwargs=True)
+                if i < self.num_layers:
+                    decoder[i].register_forward_pre_hook(partial(_keep, self.cache, i), with_kwargs=True)
+                else:
+                    decoder[-1].register_forward_hook(partial(_keep_last, self.cache, i), with_kwargs=True)
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         return self.cache.hidden_states(layers, slot, start, stop)
@@ -284,3 +287,11 @@ def _keep(
     """Before a decoder layer: keep what enters it, in forwards over this cache."""
     if given_cache(options) is cache:
         cache.keep_hidden(layer_idx, inputs[0] if inputs else options["hidden_states"])
+
+
+def _keep_last(
+    cache: RaggedCache, index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], out: Any
+) -> None:
+    """After the last decoder layer: keep what leaves it."""
+    if given_cache(options) is cache:
+        cache.keep_hidden(index, out[0] if isinstance(out, tuple) else out)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.model_files import NO_OPTIONS
+from slipstream.models.weights.mtp_tensors import without_mtp
 from slipstream.models.weights.transformers_reader import READER_ERRORS, extra_bias, warn_of_unused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -85,7 +86,7 @@ class CheckpointFiles:
 
     def check_unused(self) -> None:
         """Refuse unused biases, except those of zeros, which some quantisers add; warn of other unused tensors."""
-        unused = [name for name in self.shapes if name not in self.used]
+        unused = without_mtp(name for name in self.shapes if name not in self.used)
         for name in [name for name in unused if name.endswith(".bias")]:
             if bool(self.tensor(name, None, FLOATS).any()):
                 raise extra_bias(self.source, name)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.weights.mtp_tensors import without_mtp
 
 log = logging.getLogger("slipstream")
 
@@ -78,8 +79,8 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
 
 
 def warn_of_unused(source: str, names: Iterable[str]) -> None:
-    """Log how many weights of the files a model does not use, if any."""
-    if unused := sorted(names):
+    """Log how many weights of the files a model does not use, if any; those of MTP layers are a draft model's."""
+    if unused := sorted(without_mtp(names)):
         log.warning("model %s: %d weights of the file are not used, first %s", source, len(unused), unused[0])
 
 

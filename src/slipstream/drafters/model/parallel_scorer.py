@@ -1,0 +1,52 @@
+"""A draft model that scores all tokens of a draft in one forward, with mask tokens in place of those to come.
+
+PARD (An et al. 2025, arXiv 2504.18583) trains ordinary models for that, DFlash heads. The distribution of each token is
+given the text alone, whatever the draft's other tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend, DraftScorer
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.types import Row
+
+MOST = 8  # tokens that a forward scores; a longer draft goes on from its own tokens, with another forward
+
+
+class ParallelScorer:
+    """See `DraftScorer`. num_tokens: how many tokens the next draft asks for. longest: the most that it can have."""
+
+    def __init__(self, session: DraftScorer, mask_token: int, block_size: int | None = None) -> None:
+        """block_size: of a backend with `ParallelDrafts`; None for a model, whose rows score the token after theirs."""
+        self.session, self.mask_token, self.block_size = session, mask_token, block_size
+        self.longest = MAX_DRAFT_TOKENS if block_size is None else block_size - 1
+        self.num_tokens = MOST
+        self._first, self._logits = 0, torch.empty(0, 0, 0)  # scored last: from which token of the draft on
+
+    @property
+    def backend(self) -> Backend:
+        return self.session.backend
+
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        """The logits after the draft's last token, one position: `keep` is 1."""
+        drafted = draft.shape[1]
+        if not drafted or drafted >= self._first + self._logits.shape[1]:
+            masks = max(0, min(MOST, self.num_tokens - drafted) - 1) if self.block_size is None else self.longest
+            scored = masks + 1 if self.block_size is None else masks
+            inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
+            longer = [length + masks for length in lengths]
+            self._first, self._logits = drafted, self.session.score(rows, inputs, longer, keep=scored)
+            self.session.keep_drafts(lengths)  # what the masks left in the cache is no text
+        place = drafted - self._first
+        return self._logits[:, place : place + 1]
+
+    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
+        return None  # a draft is one forward already
+
+    def keep_drafts(self, lengths: Sequence[int]) -> None:
+        self.session.keep_drafts([min(length, self._first) for length in lengths])

@@ -1,0 +1,54 @@
+"""Which rows of a head have the target's features: of the rest, drafts' above all, the head's cache is read again.
+
+Row i of a batch has slot i in the target's KV cache and in the head's, so the features of a slot's positions are found
+where the target has kept them. The feature of a head's row s is the target's at position s - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slipstream.core.kv_slots import SlotState
+from slipstream.models.backend_capabilities import HiddenStates
+
+
+class FeatureReader:
+    """What the backends of all heads share.
+
+    feature_layers: whose entering hidden states are the features. target: keeps them; target_slots: what is cached of
+    the target in each slot; both come with `attach`. num_right: rows of each slot, from its first on, that had the
+    target's features.
+    """
+
+    def __init__(self, feature_layers: Sequence[int]) -> None:
+        self.feature_layers = tuple(feature_layers)
+        self.target: HiddenStates | None = None
+        self.target_slots: Sequence[SlotState] = ()
+        self.num_right: list[int] = []
+
+    def attach(self, target: HiddenStates, slots: Sequence[SlotState]) -> None:
+        """Draft for this target, whose slots these are."""
+        target.keep_hidden_states(self.feature_layers)
+        self.target, self.target_slots = target, slots
+
+    def num_read(self, slot: int) -> int:
+        """How many of a slot's positions the target has read."""
+        return self.target_slots[slot].base if slot < len(self.target_slots) else 0
+
+    def num_known(self, slot: int, start: int, width: int) -> int:
+        """How many of `width` rows from `start` on have the target's features."""
+        return min(max(0, self.num_read(slot) - (start - 1)), width)
+
+    def note_right(self, slot: int, start: int, width: int) -> None:
+        """Note that these rows were computed, with the target's features as far as they are known."""
+        if start <= self.num_right[slot]:
+            self.num_right[slot] = start + self.num_known(slot, start, width)
+
+    def features(self, slot: int, start: int, known: int) -> Tensor | None:
+        """The features of the rows from `start` on that have one, [known, H], or one less if `start` is 0; or None."""
+        first, end = max(0, start - 1), start - 1 + known
+        if end <= first or self.target is None:
+            return None
+        return self.target.hidden_states(self.feature_layers, slot, first, end)

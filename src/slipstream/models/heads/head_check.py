@@ -1,0 +1,154 @@
+"""Tries a draft head on a text: a wrong layer number or flag is no error anywhere, it only makes drafts bad.
+
+Trainers number a target's layers in two ways, and readers differ in what a flag means that a file does not state. So a
+head guesses the target's next tokens as its files declare it, and as they might have been meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.network import HeadConfig, Network, grouped_attention
+from slipstream.models.hf.decoder_layers import decoder_layers
+from slipstream.models.loaded import Loaded
+from slipstream.models.toy import FABLE
+
+LENGTH = 160  # tokens of the text
+CLEAR = 3.0  # standard deviations of the difference between two settings that are equally good
+QUESTION = "Tell me a fable about a heron."
+
+
+@dataclass(frozen=True)
+class HeadAgreement:
+    """Shares of a text's positions at which a head guesses the target's likeliest token, over two steps of a draft.
+
+    declared: as its files have it. best: as they might have been meant, `meant` saying how, if that is clearly better.
+    """
+
+    declared: float
+    best: float | None = None
+    meant: str = ""
+
+    def line(self, head: str, target: str) -> str:
+        """What was found, in one line."""
+        shares = f"draft head {head!r} guesses {self.declared:.0%} of the tokens of {target!r}"
+        if self.best is None:
+            return shares
+        return f"{shares} as its config.json says, but {self.best:.0%} with {self.meant}: its config.json may be wrong"
+
+
+def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
+    """How a head of one layer agrees with its target on a fixed text; None for others, and without a tokenizer."""
+    tokenizer = target.tokenizer
+    if tokenizer is None or not isinstance(draft.backend, HeadBackend):
+        return None
+    network = draft.backend.network
+    question = tokenizer.chat([{"role": "user", "content": QUESTION}]) if tokenizer.has_chat_template else []
+    text = torch.tensor([*question, *tokenizer.bare(FABLE)][:LENGTH], device=draft.backend.device)
+    states, likeliest = _states(target, text)
+    settings = dict(_settings(network.config, len(states) - 1))
+    guessed = {
+        meant: _guessed(_with_config(network, config), text, states, likeliest) for meant, config in settings.items()
+    }
+    declared = guessed.pop("")
+    meant = max(guessed, key=lambda name: int(guessed[name].sum()), default="")
+    if meant and _is_clearly_better(guessed[meant], declared):
+        return HeadAgreement(_share(declared), _share(guessed[meant]), meant)
+    return HeadAgreement(_share(declared))
+
+
+def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]]:
+    """Configurations by how they differ from the declared one, which has no name."""
+    flags = [name for name in config.unclear if name != "layers"]
+    for values in product(*([getattr(config, name), not getattr(config, name)] for name in flags)):
+        changed = {name: value for name, value in zip(flags, values, strict=True) if value != getattr(config, name)}
+        yield ", ".join(f"{name}={value}" for name, value in changed.items()), replace(config, **changed)
+    for shift in (-1, 1) if "layers" in config.unclear else ():
+        layers = tuple(i + shift for i in config.layers)
+        if min(layers) >= 0 and max(layers) <= count:
+            yield f"layers {list(layers)} (inputs of layers, from 0)", replace(config, layers=layers)
+
+
+def _with_config(network: Network, config: HeadConfig) -> Network:
+    other = copy(network)  # the weights are shared
+    other.config = config
+    return other
+
+
+@torch.inference_mode()
+def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What enters each of the target's layers and leaves the last [N, H]; its likeliest token after each token [N]."""
+    model, states = target.backend.model, list[Tensor]()  # type: ignore[attr-defined]
+    _, layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
+
+    def keep(layer: torch.nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
+        states.append((inputs[0] if inputs else options["hidden_states"])[0])
+
+    def keep_last(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output)[0])
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(keep_last))
+    try:
+        logits = model(input_ids=text[None], use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return states, logits.argmax(-1)
+
+
+@torch.inference_mode()
+def _guessed(network: Network, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
+    """[2N - 3] whether each guess is right: first the text's rows, then the same rows as second steps of drafts.
+
+    A second step reads the first's output where it does not know the feature yet, so that flags of both are tried.
+    """
+    token_ids = network.config.token_ids
+    features = torch.cat([states[i] for i in network.config.layers], -1)[:-1]
+    positions = torch.arange(1, len(text), device=text.device)[None]
+    cached: list[Tensor] = []
+    first = network.layer(text[None, 1:], network.enter(features)[None], positions, partial(_attend, cached))
+    later = network.layer(
+        text[None, 2:], network.returned(first)[:, :-1], positions[:, 1:], partial(_attend_later, cached)
+    )
+    right = []
+    for skipped, outputs in ((1, first), (2, later)):
+        guesses = network.draft_logits(outputs)[0].argmax(-1)
+        guesses = guesses if token_ids is None else token_ids.to(guesses.device)[guesses]
+        right.append(guesses == likeliest[skipped:])
+    return torch.cat(right)
+
+
+def _attend(cached: list[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    cached[:] = key, value
+    return grouped_attention(query, key, value, _triangle(query)[None])
+
+
+def _attend_later(cached: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each row sees the first step's rows up to the one before it, and itself."""
+    keys, values = (torch.cat([old[:, :, :-1], new], 2) for old, new in zip(cached, (key, value), strict=True))
+    before = _triangle(query)
+    return grouped_attention(query, keys, values, torch.cat([before, before & before.T], -1)[None])
+
+
+def _triangle(query: Tensor) -> Tensor:
+    width = query.shape[2]
+    return torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
+
+
+def _share(guessed: Tensor) -> float:
+    return float(guessed.float().mean())
+
+
+def _is_clearly_better(one: Tensor, other: Tensor) -> bool:
+    """Whether `one` is right where `other` is wrong, more often than the reverse and than chance explains."""
+    gained, lost = int((one & ~other).sum()), int((other & ~one).sum())
+    return gained - lost > CLEAR * max(1, gained + lost) ** 0.5

@@ -1,0 +1,52 @@
+"""From a draft head's folder to a draft model for a target, by the kind of head."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend
+from slipstream.errors import UsageError
+from slipstream.models.heads.dflash_files import read_dflash
+from slipstream.models.heads.eagle1 import read_eagle1
+from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, HeadFiles, read_eagle3, read_tensors
+from slipstream.models.loaded import Loaded, LoadOptions
+
+READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {
+    DFLASH: read_dflash,
+    EAGLE1: lambda *files: HeadBackend(read_eagle1(*files)),
+    EAGLE3: lambda *files: HeadBackend(read_eagle3(*files)),
+}
+
+
+def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
+    """A head as a draft model for this target."""
+    if not hasattr(target.backend, "model") or not hasattr(target.backend, "keep_hidden_states"):
+        raise UsageError(
+            f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
+            "allowed: with models that run on Slipstream's own KV cache"
+        )
+    if files.kind not in READERS:
+        allowed = ", ".join(map(repr, sorted(READERS)))
+        raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
+    tensors = read_tensors(files, options)
+    return Loaded(
+        READERS[files.kind](files, tensors, target),
+        files.source,
+        target.end_ids,
+        target.tokenizer,
+        fingerprint=f"{files.kind} {_digest(files, tensors)}",
+        source=files.folder,
+    )
+
+
+def _digest(files: HeadFiles, tensors: Mapping[str, Tensor]) -> str:
+    """A name that no other head has: a digest of its settings and of its tensors of one dimension."""
+    digest = hashlib.blake2b(repr(files.settings).encode(), digest_size=10)
+    for _, tensor in sorted(tensors.items()):
+        if tensor.dim() == 1:
+            digest.update((tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Which tensors of a checkpoint are multi-token-prediction layers, told by their names.
+
+They stand behind the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), under `mtp` (Qwen3-Next, Qwen3.5)
+or under `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+AFTER_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
+IN_LAYERS = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
+OF_ALL = re.compile(r"mtp\.(.+)")  # one for all layers
+PARTS = {  # of a layer, beside its decoder layer
+    "token_norm": ("enorm.weight", "pre_fc_norm_embedding.weight", "token_layernorm.weight"),
+    "hidden_norm": ("hnorm.weight", "pre_fc_norm_hidden.weight", "hidden_layernorm.weight"),
+    "project": ("eh_proj.weight", "fc.weight", "input_proj.weight"),
+    "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
+}
+PART_OF = {name: part for part, names in PARTS.items() for name in names}
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
+
+
+@dataclass
+class LayerTensors:
+    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own.
+
+    copies: of the target's, which are not needed.
+    """
+
+    parts: dict[str, str] = field(default_factory=dict)
+    block: dict[str, str] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.parts.values(), *self.block.values(), *self.copies]
+
+
+def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
+    """The MTP layers among a checkpoint's tensors, in order. num_layers: the target's own."""
+    layers, of_all = dict[int, LayerTensors](), dict[str, str]()
+    for name in names:
+        if match := IN_LAYERS.fullmatch(name):
+            number = int(match[1])
+        elif match := AFTER_LAYERS.fullmatch(name):
+            number = int(match[1]) - num_layers
+        elif (match := OF_ALL.fullmatch(name)) and match[1] in PART_OF:
+            of_all[PART_OF[match[1]]] = name
+            continue
+        else:
+            continue
+        if number < 0:
+            continue
+        layer = layers.setdefault(number, LayerTensors())
+        if match[2] in PART_OF:
+            layer.parts[PART_OF[match[2]]] = name
+        elif match[2] in SHARED:
+            layer.copies.append(name)
+        else:
+            layer.block[match[2]] = name
+    found = [layers[number] for number in sorted(layers)]
+    for layer in found:
+        layer.parts = of_all | layer.parts
+    return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
+
+
+def without_mtp(names: Iterable[str]) -> list[str]:
+    """Names of tensors that a target does not use, without those of MTP layers."""
+    unused = list(names)
+    layers = mtp_layers(unused, 0)  # whatever their numbers: the target's own layers are used
+    of_mtp = {name for layer in layers for name in layer.names}
+    return [name for name in unused if name not in of_mtp]

@@ -1,0 +1,138 @@
+"""Heads of DFlash: every step of a block is that of a plain transcription, and no text changes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.session import Session
+from slipstream.models.heads.dflash import DFlashBackend
+from slipstream.models.heads.head_backend import HeadSession
+from tests.support.dflash_cases import BLOCK, DFlash, transcribed, write_dflash
+from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.tiny_models import VOCAB, fresh, prompts, tokenizer
+
+STEPS = BLOCK - 1
+FAVOURED = {7: 60.0, 9: 60.0}
+
+
+@cache
+def target() -> Any:
+    return fresh("llama", num_hidden_layers=5)
+
+
+def decoder_of(head: DFlash, **settings: Any) -> SpeculativeDecoder:
+    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
+
+
+@pytest.mark.parametrize("layout", ["official", "speculators"])
+def test_every_step_is_that_of_the_transcription(tmp_path: Path, layout: str) -> None:
+    head = write_dflash(tmp_path, target(), layout=layout)
+    pair = pair_of(target(), head.folder)
+    for text in prompts([2, 17, 40]):
+        found, expected = step_logits(pair, text, STEPS), transcribed(head, target(), text, STEPS)
+        real = expected[0].isfinite()
+        assert all(same_logits([x[real] for x in found], [x[real] for x in expected]))
+        assert all(torch.equal(x.isfinite(), real) for x in found)
+
+
+@pytest.mark.parametrize("wrong", [{"shift": 1}, {"causal": True}, {"slot": 0}], ids=str)
+def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    head = write_dflash(tmp_path, target())
+    text = prompts([17])[0]
+    found = step_logits(pair_of(target(), head.folder), text, STEPS - 1)
+    assert not any(same_logits(found, transcribed(head, target(), text, STEPS - 1, **wrong)))
+
+
+def drafts_agree(decoder: SpeculativeDecoder, head: DFlash) -> bool:
+    """Whether the drafts of a batch are those of the transcription. Two tokens are favoured, so that some are kept."""
+    asked, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
+    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
+    results = decoder.generate(asked, SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED))
+    drafts = []
+    for prompt, result in zip(asked, results, strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in (round for round in result.rounds if round.draft):
+            expected = transcribed(head, target(), text[: round.start], len(round.draft))
+            drafts.append(list(round.draft) == [int((logits + bias).argmax()) for logits in expected])
+    assert len(drafts) > 8 and sum(result.stats.num_accepted_tokens for result in results) > 3
+    return all(drafts)
+
+
+def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = write_dflash(tmp_path, target())
+    decoder, forwards, inner = decoder_of(head), [], DFlashBackend.forward
+
+    def forward(backend: DFlashBackend, tokens: Any, *rest: Any, logits: bool, **more: Any) -> Any:
+        forwards.append(logits)
+        return inner(backend, tokens, *rest, logits=logits, **more)
+
+    monkeypatch.setattr(DFlashBackend, "forward", forward)
+    assert drafts_agree(decoder, head)
+    assert sum(forwards) <= 16
+    monkeypatch.setattr(HeadSession, "keep_drafts", Session.keep_drafts)
+    monkeypatch.setattr(HeadSession, "_drop_wrong", lambda self: None)
+    assert not drafts_agree(decoder_of(head), head)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("drafter", "length"), [("model", 4), ("model", 9), ("auto", "auto")])
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    tmp_path: Path, drafter: str, length: int | str, options: dict[str, Any]
+) -> None:
+    decoder = decoder_of(write_dflash(tmp_path, target()), drafter=drafter, num_draft_tokens=length)
+    plain = decoder.using("none")
+    asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    drafts = [round.draft for result in results for round in result.rounds if round.draft]
+    assert max(map(len, drafts), default=0) <= STEPS and (drafter == "auto" or drafts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 99}, "its vocab_size is 99, that of"),
+        ({"hidden_size": 48}, "its hidden_size is 48, that of"),
+        ({"block_size": 1}, "block_size=1; allowed: 2 to 255"),
+        ({"mask_token_id": None}, "mask_token_id=None; allowed: 0 to 60"),
+        ({"mask_token_id": 61}, "mask_token_id=61; allowed: 0 to 60"),
+        ({"target_layer_ids": [1, 9]}, "reads layers [2, 10] of its target"),
+        ({"target_layer_ids": None}, "reads layers None of its target"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types with 'sliding_attention'; allowed: 'full_attention'"),
+        ({"is_causal": True}, "is_causal=True; allowed: False"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0; allowed: None"),
+        ({"num_hidden_layers": 3}, "tensor 'layers.2.self_attn.q_proj.weight' is missing; allowed: [32, 32]"),
+        ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    head = write_dflash(tmp_path, target())
+    file = head.folder / "config.json"
+    settings = json.loads(file.read_text())
+    for name, value in change.items():
+        (settings["dflash_config"] if name in settings["dflash_config"] else settings)[name] = value
+    file.write_text(json.dumps(settings))
+    with pytest.raises(SlipstreamError) as raised:
+        decoder_of(head)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_vocabulary_without_an_output_layer_is_refused(tmp_path: Path) -> None:
+    head = write_dflash(tmp_path, target(), layout="speculators")
+    file = head.folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
+    with pytest.raises(SlipstreamError, match=r"has d2t without 'lm_head\.weight'; allowed: both or neither"):
+        decoder_of(head)

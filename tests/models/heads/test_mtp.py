@@ -1,0 +1,297 @@
+"""Multi-token-prediction layers in a target's checkpoint: they draft what a transcription says, and change no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.session import Session
+from slipstream.models.heads.head_backend import HeadSession
+from slipstream.models.weights.mtp_tensors import mtp_layers, without_mtp
+from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
+from tests.support.tiny_models import fast, prompts
+
+COUNT, STEPS = 24, 3
+CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
+over_layouts = pytest.mark.parametrize("kind", LAYOUTS)
+over_counts = pytest.mark.parametrize(("kind", "count"), [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)])
+
+
+@cache
+def written(kind: str, count: int = 1) -> Written:
+    return write_target(Path(mkdtemp()), kind, count=count)
+
+
+@cache
+def transcription(kind: str, count: int = 1) -> Transcription:
+    return Transcription(written(kind, count))
+
+
+def decoder_of(target: Written, **settings: Any) -> SpeculativeDecoder:
+    chosen: dict[str, Any] = {
+        "drafter": "model",
+        "num_draft_tokens": STEPS,
+        "max_batch_size": 3,
+        "fast": False,
+    } | settings
+    return SpeculativeDecoder(str(target.folder), **chosen)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A draft after a text: its tokens, and the logits [drafted, V] that they were chosen from."""
+
+    text: list[int]
+    draft: list[int]
+    logits: Tensor
+
+    def gap(self, expected: Transcription, **wrong: Any) -> float:
+        """The largest difference from a transcription's logits, as a share of the largest logit."""
+        logits = expected.logits(self.text, self.draft, **wrong)
+        return float((self.logits - logits).abs().max() / logits.abs().max())
+
+
+def drafts(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[Drafted]:
+    """What is drafted in each round of a text."""
+    assert decoder.draft is not None
+    backend: Any = decoder.draft.backend
+    forward, seen = backend.forward, list[Tensor]()
+
+    def record(tokens: Tensor, starts: list[int], **told: Any) -> Tensor:
+        logits: Tensor = forward(tokens, starts, **told)
+        if told["logits"]:
+            seen.append(logits[0, -1])
+        return logits
+
+    backend.forward = record
+    result = decoder.generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True, **options))
+    text = [*prompt, *result.token_ids]
+    found = [(text[: round.start], list(round.draft)) for round in result.rounds if round.draft]
+    assert len(found) > 3 and len(seen) == sum(len(draft) for _, draft in found)
+    return [Drafted(before, draft, torch.stack([seen.pop(0) for _ in draft])) for before, draft in found]
+
+
+@over_counts
+def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None:
+    for drafted in drafts(decoder_of(written(kind, count)), prompts([17])[0]):
+        assert drafted.gap(transcription(kind, count)) < CLOSE[kind]
+        assert drafted.draft == drafted.logits.argmax(-1).tolist()
+
+
+@over_layouts
+@pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
+def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) -> None:
+    for drafted in drafts(decoder_of(written(kind)), prompts([17])[0]):
+        assert drafted.gap(transcription(kind), **wrong) > 0.01
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)])
+def test_rows_of_drafts_are_computed_again(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
+    favoured = dict.fromkeys((7, 9, 21), 30.0)
+
+    def largest() -> float:
+        found = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favoured)
+        assert any(len(b.text) - len(a.text) > 1 for a, b in pairwise(found))  # something was accepted
+        return max(drafted.gap(transcription(kind, count)) for drafted in found)
+
+    assert largest() < CLOSE[kind]
+    monkeypatch.setattr(HeadSession, "keep_drafts", Session.keep_drafts)
+    monkeypatch.setattr(HeadSession, "_drop_wrong", lambda self: None)
+    assert largest() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    target = written(kind, count)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto").eval()
+    model.config.num_mtp_layers = count
+    # transformers knows the numbers that these layers have in published models
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{model.config.num_hidden_layers}-9]\."]
+    layers = MtpModel.from_pretrained(model)
+    for drafted in drafts(decoder_of(target, num_draft_tokens=count), prompts([17])[0]):
+        ids = torch.tensor([drafted.text])
+        states = model(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        positions = torch.arange(1, ids.shape[1])[None]
+        told = {"attention_mask": None, "position_ids": positions}
+        _, logits, _ = layers(ids[:, 1:], states, mtp_cache=MtpCache(config=model.config.get_mtp_config()), **told)
+        logits = logits[0, : len(drafted.draft)]
+        assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@over_layouts
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    kind: str, drafter: str, options: dict[str, Any]
+) -> None:
+    decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
+    assert decoder.draft is not None and decoder.draft.name == "mtp"
+    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
+    asked = prompts([3, 17, 9, 40, 5])
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    if drafter == "model":
+        assert all(result.stats.num_draft_tokens for result in results)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("mellum", 1), ("deepseek_v3", 3)])
+def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
+    """Rows that enter, leave and move to other slots keep what was kept of their hidden states."""
+    asked = prompts([3, 17, 9, 40, 5, 30])
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(asked))]
+    results = decoder_of(written(kind, count)).generate(asked, params)
+    for prompt, result in zip(asked, results, strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in result.rounds:
+            if draft := list(round.draft):
+                assert draft == transcription(kind, count).logits(text[: round.start], draft).argmax(-1).tolist()
+
+
+def test_trees_of_their_drafts_change_no_text(tmp_path: Path) -> None:
+    target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
+    decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
+    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
+    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, seed=5)
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+    assert any(round.parents for result in results for round in result.rounds)
+
+
+@over_layouts
+def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: str) -> None:
+    """Negative control: they look for the token where they are given the hidden state; greedy texts soon repeat."""
+    greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
+
+    def rates(decoder: SpeculativeDecoder, params: SamplingParams) -> list[float]:
+        return [result.stats.acceptance_rate or 0.0 for result in decoder.generate(prompts([3, 17, 9]), params)]
+
+    decoder = decoder_of(write_copying_target(tmp_path / "right", kind))
+    assert min(rates(decoder, greedy) + rates(decoder, seeded)) == 1
+    assert max(rates(decoder_of(write_copying_target(tmp_path / "wrong", kind, swapped=True)), seeded)) < 0.5
+
+
+FAST: dict[str, dict[str, Any]] = {
+    "packed": {"fast": True, "dtype": "bfloat16"},
+    "int4": {"fast": "auto", "quantize": "int4"},
+    "int8": {"fast": "auto", "quantize": "int8"},
+}
+
+
+@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
+def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Heads of 64 numbers and whole groups of inputs, as the kernels take them."""
+    target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
+    decoder = decoder_of(target, **settings)
+    assert decoder.target.packed
+    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
+    asked = prompts([3, 17, 9])
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=5)
+        results = decoder.generate(asked, params)
+        assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+        assert min(result.stats.acceptance_rate or 0.0 for result in results) > 0.9
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = fast("qwen2", torch.bfloat16, head_dim=64)
+    if backend.stack is None:
+        pytest.skip("needs a C compiler and a processor with AVX2")
+    if not in_one_call:
+        monkeypatch.setattr(backend, "stack", None)
+    backend.keep_hidden_states([backend.num_layers])
+    backend.reserve(1, 64)
+    logits = backend.forward(torch.arange(3, 15)[None], [0], first_slot=0, logits=True)[0]
+    hidden = backend.hidden_states([backend.num_layers], 0, 0, 12)
+    assert hidden is not None
+    expected = backend.model.lm_head(backend.model.model.norm(hidden))
+    assert (logits - expected).abs().max() < 0.02 * logits.abs().max()
+
+
+def test_a_loaded_model_has_the_layers_of_its_files_where_they_are_asked_for() -> None:
+    target = written("glm4_moe")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}  # says nothing of these layers
+    named = SpeculativeDecoder(model, "mtp", drafter="model", num_draft_tokens=STEPS)
+    for drafted in drafts(named, prompts([17])[0]):
+        assert drafted.gap(transcription("glm4_moe")) < 1e-5
+    assert SpeculativeDecoder(model).draft is None
+
+
+def test_layers_draft_by_themselves_only_where_nothing_else_is_chosen() -> None:
+    target = written("glm4_moe")
+    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").drafter_name == "hybrid"
+    for chosen in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
+        assert decoder_of(target, **chosen).draft is None
+    with pytest.raises(SlipstreamError, match="draft_dtype='int4', but there is no draft model"):
+        decoder_of(target, drafter="auto", num_draft_tokens="auto", draft_dtype="int4")
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Written:
+    target = write_target(tmp_path, "glm4_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.3.self_attn.q_proj.weight"), "1 tensors do not fit, first 'layers.0.self_attn"),
+        (
+            lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
+            r"is \[32, 32\]; allowed: \[32, 64\]",
+        ),
+        (lambda t: t.pop("model.layers.3.hnorm.weight"), "have no MTP layers; allowed: a draft model or none"),
+    ],
+    ids=["block", "shape", "part"],
+)
+def test_layers_that_do_not_fit_are_refused_in_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = changed(tmp_path, change)
+    with pytest.raises(SlipstreamError, match=message) as raised:
+        SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
+    assert "\n" not in str(raised.value)
+    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # where they were not asked for
+    assert ("drafts come from elsewhere" in caplog.text) is ("no MTP layers" not in message)
+
+
+def test_targets_and_settings_that_they_do_not_go_with_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
+        SpeculativeDecoder("toy", "mtp", drafter="model")
+    with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto'"):
+        SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", draft_dtype="int4")
+
+
+def test_layers_are_told_by_their_names_in_checkpoints_with_images_too() -> None:
+    parts = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    start = "model.language_model.layers."
+    own = [f"{start}{number}.mlp.up_proj.weight" for number in range(3)]
+    behind = [f"{start}3.{name}" for name in (*parts, "mlp.up_proj.weight", "embed_tokens.weight")]
+    (layer,) = mtp_layers([*own, *behind], 3)
+    assert layer.block == {"mlp.up_proj.weight": f"{start}3.mlp.up_proj.weight"}
+    assert mtp_layers([*own, *behind[1:]], 3) == []
+    assert without_mtp([*behind, "visual.weight"]) == ["visual.weight"]
