@@ -23,8 +23,7 @@ from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
-from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts
-from slipstream.predicted_outputs.row_predictions import RowPredictions
+from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
