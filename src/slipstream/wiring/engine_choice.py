@@ -152,7 +152,7 @@ def make_drafter(
         siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
         fixed_tree=choice.siblings > 0,
         depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
-        steps=MAX_DRAFT_TOKENS if planner is None else planner.steps,
+        steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
     )
     return drafters.load(picked, setup)
 
