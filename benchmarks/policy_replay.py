@@ -298,7 +298,7 @@ def replay_of(
         coupled=True,
         planner=planner,
         acceptance_probs=planner is not None,
-        steps=LONGEST if planner is None else planner.steps,
+        steps=LONGEST if planner is None else STEPS,
         siblings=int(planner is not None and recording.costs.trees is not None and traits(drafter).branches),
     )
     if planner is not None:

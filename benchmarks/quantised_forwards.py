@@ -5,10 +5,11 @@
     python benchmarks/quantised_forwards.py FOLDER --quantize int4,int8 --activations int8 --beside FOLDER --kl 160
 
 Widths take turns; medians count. MODEL: a GGUF file or a folder of quantised weights, or, with --quantize, of others.
-beside: another model to time, such as the same one unpacked to bfloat16. kl: so many tokens of the package's own
-prompts through the model in float32 (4 bytes a weight), before it is quantised at load; --llama-cpp (extra `llama`)
-compares llama.cpp's numbers with those too. Memory is the process's anonymous memory (Linux) on top of what it was
-before the model and its tokenizer were loaded.
+beside: another model to time, such as the same one unpacked to bfloat16. draft_dtype: the folder's weights as a draft
+model has them too, "int4" or "int8"; with --quantize int4 that compares the two ways to compute with 4 bits. kl: so
+many tokens of the package's own prompts through the model in float32 (4 bytes a weight), before it is quantised at
+load; --llama-cpp (extra `llama`) compares llama.cpp's numbers with those too. Memory is the process's anonymous memory
+(Linux) on top of what it was before the model and its tokenizer were loaded.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 
 from slipstream.bench.llama_cpp import BATCH, LlamaCppModel, gguf_file
+from slipstream.checks import check_choice
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.cpu.quantised_linear import BITS
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
@@ -78,28 +81,37 @@ def main(
     kl: int = 0,
     json_file: JsonFile = None,
     llama_cpp: Annotated[bool, typer.Option(help="with --kl: that of llama.cpp on the same file too")] = False,
+    draft_dtype: str = "none",
 ) -> None:
     """Print milliseconds and ratios per width, memory over the size of the file, and whether bits are the same."""
     quiet()
     if llama_cpp and not kl:
         raise UsageError("llama_cpp without kl; allowed: both")
+    check_choice("draft_dtype", draft_dtype, ("none", *BITS))
+    if draft_dtype != "none" and target.endswith(".gguf"):
+        raise UsageError(f"draft_dtype={draft_dtype!r} with {target!r}, which keeps its bits; allowed: with a folder")
     file = gguf_file(target, "llama_cpp") if llama_cpp else None
     sizes, size = numbers("--widths", widths), _size(Path(target).expanduser())
     _warm_up()
     models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
-    for rounding in quantize.split(","):
-        for kind in activations.split(","):
-            name = kind if rounding == "none" else f"{rounding}, {kind}"
-            watch = Watch()
-            watch.start()
-            models[name] = load(target, LoadOptions(activations=kind, rounding=rounding))
-            stays = _anonymous() - watch.before
-            peak = watch.stop()
-            found[name] = {"peak": peak / size, "stays": stays / size, "megabytes": stays / MEGA}
-            console.print(
-                f"{models[name].name}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes "
-                f"{peak / MEGA:.0f} MB ({peak / size:.2f}) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
-            )
+    options = {
+        kind if rounding == "none" else f"{rounding}, {kind}": LoadOptions(activations=kind, rounding=rounding)
+        for rounding in quantize.split(",")
+        for kind in activations.split(",")
+    }
+    if draft_dtype != "none":
+        options[f"draft model, {draft_dtype}"] = LoadOptions(quantise=draft_dtype)
+    for name, chosen in options.items():
+        watch = Watch()
+        watch.start()
+        models[name] = load(target, chosen)
+        stays = _anonymous() - watch.before
+        peak = watch.stop()
+        found[name] = {"peak": peak / size, "stays": stays / size, "megabytes": stays / MEGA}
+        console.print(
+            f"{models[name].name}, {models[name].arithmetic or name}: file {size / MEGA:.0f} MB, loading takes "
+            f"{peak / MEGA:.0f} MB ({peak / size:.2f}) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
+        )
     if beside is not None:
         models[beside] = load(beside, LoadOptions())
     most = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))

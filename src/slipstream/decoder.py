@@ -133,7 +133,7 @@ class SpeculativeDecoder(EngineAccess):
         )
 
     def __dir__(self) -> list[str]:
-        """The public interface."""
+        """The names of public methods and facts, for completion in notebooks and shells."""
         return [*(name for name in vars(SpeculativeDecoder) if not name.startswith("_") and name.islower()), *FACTS]
 
     @overload

@@ -238,7 +238,7 @@ def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducibl
         assert costs.ragged is not None and min(costs.ragged.forward[3]) == 4
         assert costs.ragged.forward[1] == costs.target[1]
         assert costs.trees is not None and costs.move > 0 and costs.trees.forward[1].keys() <= {3, 5, 7}
-        assert predicted_speed_up(costs, Acceptance.constant(0.7, 3, [0.1]), 3, 3) > 0
+        assert predicted_speed_up(costs, Acceptance.constant(0.7, [0.1]), 3, 3) > 0
     assert decoder.generate(prompt, params).token_ids == before
 
 

@@ -189,13 +189,13 @@ def costs(step: float) -> Costs:
     ],
 )
 def test_stage_one_takes_the_best_predicted_length_and_says_what_it_leaves_out(step, alpha, length, out) -> None:
-    entry = Screened(Candidate("model", draft="d"), Acceptance.constant(alpha, 8), costs(step)).entry(1, 8)
+    entry = Screened(Candidate("model", draft="d"), Acceptance.by_position([alpha] * 8), costs(step)).entry(1, 8)
     assert entry.candidate == Candidate("model", length, "d") and entry.out == out
     assert entry.predicted is not None and (entry.predicted < 0.8) == (out is not None)
 
 
 def test_what_cannot_be_predicted_is_measured_all_the_same() -> None:
-    known = Screened(Candidate("suffix"), Acceptance.constant(0.9, 7), costs(0.0))
+    known = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
     unknown, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
     assert [one.candidate.setting for one in shortlist([known, unknown], [], 1, 8)] == ["suffix@7", "ngram@7", "auto"]
     assert [one.candidate.setting for one in shortlist([unknown], [], 1, 4)] == ["ngram@4", "auto"]

@@ -42,6 +42,23 @@ def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
 
 
+def test_the_weights_of_a_draft_model_stand_beside_those_quantised_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
+    fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    out = tmp_path / "out.json"
+    quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int8", "int4", kl=24, json_file=out, draft_dtype="int4")
+    found = json.loads(out.read_text())
+    assert found.keys() - {"target", "file"} == {"int4, int8", "draft model, int4"}
+    assert set(found["draft model, int4"]["milliseconds"]) == {"1", "3"} and found["draft model, int4"]["kl"] > 1e-6
+    with pytest.raises(UsageError, match="draft_dtype='int3'; allowed: none, int4, int8"):
+        quantised_forwards.main(str(tmp_path), draft_dtype="int3")
+    with pytest.raises(UsageError, match=r"draft_dtype='int4' with 'a\.gguf', which keeps its bits"):
+        quantised_forwards.main("a.gguf", draft_dtype="int4")
+
+
 def test_other_models_are_refused() -> None:
     with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file, or a folder"):
         quantised_forwards.main("smollm2")

@@ -13,7 +13,7 @@ from slipstream.core.rounds import Round, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import LATEST, MODEL, SOONEST, Pause, Planner, awaited_together
+from slipstream.draft_length.planner import LATEST, MODEL, SOONEST, STEPS, Pause, Planner, awaited_together
 from slipstream.draft_length.policies import Heuristic
 from slipstream.draft_length.tree_growth import RETRIEVAL
 
@@ -139,11 +139,11 @@ def test_a_draft_model_that_brings_nothing_is_left_alone() -> None:
     asked = []
     for _ in range(60):
         asked.append(in_vain(one, of))
-    assert asked[0] == one.steps
+    assert asked[0] == STEPS
     rested = asked[asked.index(0) :]
-    assert set(rested) == {0, one.steps} and rested.count(one.steps) <= 4
+    assert set(rested) == {0, STEPS} and rested.count(STEPS) <= 4
     other = row(1)
-    assert one.lengths([other]) == [one.steps]  # a new row gets its chance, for a time
+    assert one.lengths([other]) == [STEPS]  # a new row gets its chance, for a time
 
 
 def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
@@ -185,12 +185,14 @@ def test_yields_follow_the_row_and_the_rows_together() -> None:
     for _ in range(40):
         happened(of, 6, 5, source=MODEL)
         of.rounds[-1] = replace(of.rounds[-1], origin=RowDraft(MODEL, None, (10,) * 4))  # two came from elsewhere
-        assert learned.learn(of) == 4
+        learned.learn(of)
     assert learned.of(of).accepted == pytest.approx(4, abs=0.1) == learned.of(of).drafted
     assert FIRST_YIELD.accepted < learned.of(row(1)).accepted < 4
     assert learned.of(of).cut(2).drafted == pytest.approx(2)
+    before = learned.of(of)
     happened(of, 0, 0)
-    assert learned.learn(of) is None
+    learned.learn(of)
+    assert learned.of(of) == before  # an empty draft says nothing
 
 
 def test_pauses_become_longer_and_end_with_a_success() -> None:

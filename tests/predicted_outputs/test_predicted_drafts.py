@@ -11,8 +11,7 @@ import torch
 from slipstream import Draft, SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.predicted_outputs.predicted_drafts import FLOOR, PredictedDrafts
-from slipstream.predicted_outputs.row_predictions import Proposal, RowPredictions
+from slipstream.predicted_outputs.predicted_drafts import FLOOR, PredictedDrafts, Proposal, RowPredictions
 from slipstream.sampling.sampler import Sampler
 
 CPU, SIZE = torch.device("cpu"), 200

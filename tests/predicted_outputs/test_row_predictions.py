@@ -9,8 +9,8 @@ import pytest
 from slipstream import Round, SamplingParams
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
-from slipstream.predicted_outputs import row_predictions
-from slipstream.predicted_outputs.row_predictions import FIRST_CREDIT, GUESSED, MIN_FIRST_PROB, NOTHING, RowPredictions
+from slipstream.predicted_outputs import predicted_drafts
+from slipstream.predicted_outputs.predicted_drafts import FIRST_CREDIT, GUESSED, MIN_FIRST_PROB, NOTHING, RowPredictions
 
 PROMPT = [500, 501]
 OLD = list(range(250))
@@ -115,12 +115,12 @@ def test_proposals_depend_on_the_text_alone(step: int) -> None:
         other.tokens += text[start : start + step]
 
 
-@pytest.mark.parametrize(("most", "long"), [(row_predictions.MAX_LOST, True), (64.0, False)])
+@pytest.mark.parametrize(("most", "long"), [(predicted_drafts.MAX_LOST, True), (64.0, False)])
 def test_an_edit_in_a_long_draft_takes_little_of_what_was_earned(
     most: float, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
-    monkeypatch.setattr(row_predictions, "MAX_LOST", most)
+    monkeypatch.setattr(predicted_drafts, "MAX_LOST", most)
     made, source = row(), predictions()
     for start in range(0, 96, 24):
         drafted(made, source, OLD[start : start + 24])

@@ -56,10 +56,10 @@ class Comparison:
         return self.runs[arm].tokens_per_second / self.runs[PLAIN].tokens_per_second
 
     def log_speed_ups(self, arm: str) -> list[float]:
-        """Of each repeat, the log of the arm's speed relative to that of plain decoding in the same repeat."""
+        """For each repeat, the logarithm of how many times as fast as plain decoding the arm was."""
         run, plain = self.runs[arm], self.runs[PLAIN]
         tokens = log(len(run.token_ids) / len(plain.token_ids))
-        return [tokens + log(base / own) for own, base in zip(run.repeats, plain.repeats, strict=True)]
+        return [tokens + log(base / seconds) for seconds, base in zip(run.repeats, plain.repeats, strict=True)]
 
 
 def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:

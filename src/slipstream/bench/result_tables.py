@@ -116,7 +116,7 @@ class TerminalTable:
 
 
 def terminal_table(table: Table) -> TerminalTable:
-    """For a terminal."""
+    """A table that fits itself to the width of the terminal it is printed on."""
     return TerminalTable(table)
 
 

@@ -80,7 +80,7 @@ class Draft:
 
     @property
     def acceptance_probs(self) -> list[Sequence[float] | None]:
-        """Each row's `RowDraft.acceptance_probs`."""
+        """For each row, the probability that its first 1, 2, ... tokens are all accepted; None where unknown."""
         return [row.acceptance_probs for row in self.records]
 
     def cut(self, lengths: Sequence[int]) -> Draft:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-CERTAIN = 0.995  # no acceptance probability exceeds this
 BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
 
@@ -31,7 +30,7 @@ class AcceptanceModel:
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
-        self._prior = [_logit(chance) for chance in prior]
+        self._prior = [log(chance / (1 - chance)) for chance in prior]
         self._kinds = list(self._prior)
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
         self._shared, self._row_step = shared, row_step
@@ -43,7 +42,7 @@ class AcceptanceModel:
     def chances(self, row: Row) -> Callable[[int], float]:
         """`chance` of one row as a function of the kind, valid until something is learned; cheaper for many kinds."""
         kinds, weight = self._kinds, self._rows.get(row, 0.0)
-        return lambda kind: min(CERTAIN, 1 / (1 + exp(-weight - kinds[kind])))
+        return lambda kind: 1 / (1 + exp(-weight - kinds[kind]))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
         """Compare a draft with the text at its place: its tokens count as accepted up to the first that differs.
@@ -51,29 +50,18 @@ class AcceptanceModel:
         kinds: of the drafted tokens. text: may be shorter or longer than the draft.
         """
         for kind, token, actual in zip(kinds, drafted, text, strict=False):
-            self._learn(row, kind, token == actual)
+            row_weight = self._rows.get(row, 0.0)
+            error = (token == actual) - 1 / (1 + exp(-self._kinds[kind] - row_weight))
+            self._rows[row] = row_weight + self._row_step * error
+            if self._shared:
+                self._kinds[kind] += 0.05 * error
             if token != actual:
                 break
-
-    def _learn(self, row: Row, kind: int, accepted: bool) -> None:
-        row_weight = self._rows.get(row, 0.0)
-        error = accepted - _sigmoid(self._kinds[kind] + row_weight)
-        self._rows[row] = row_weight + self._row_step * error
-        if self._shared:
-            self._kinds[kind] += 0.05 * error
 
     def forget(self) -> None:
         """Return to the prior."""
         self._kinds = list(self._prior)
         self._rows.clear()
-
-
-def _sigmoid(log_odds: float) -> float:
-    return 1 / (1 + exp(-log_odds))
-
-
-def _logit(chance: float) -> float:
-    return log(chance / (1 - chance))
 
 
 @dataclass(frozen=True)
@@ -112,23 +100,18 @@ class ModelDrafts:
         self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
         self._all = FIRST_YIELD
 
-    def learn(self, row: Row) -> int | None:
-        """Learn from the row's newest round, which the draft model drafted: how many of its tokens were accepted.
-
-        None if the draft was empty.
-        """
+    def learn(self, row: Row) -> None:
+        """Learn from the row's newest round, which the draft model drafted."""
         newest = row.rounds[-1].without_forced
         drafted = len(newest.origin.kinds) or len(newest.chain)  # also where none of it was worth verifying
         if not drafted:
-            return None
+            return
         self._learn_chances(row, newest)
-        accepted = min(drafted, newest.num_accepted_on_chain)
         self._by_position.learn(row, newest, drafted)
-        if row.remaining > 0:  # a last round is cut short by the end of the text
-            observed = Yield(drafted, accepted + (newest.num_accepted_tokens - newest.num_accepted_on_chain))
-            self._rows[row] = self.of(row).towards(observed, weight=0.15)
-            self._all = self._all.towards(observed, weight=0.03)
-        return accepted
+        beside = newest.num_accepted_tokens - newest.num_accepted_on_chain
+        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + beside)
+        self._rows[row] = self.of(row).towards(observed, weight=0.15)
+        self._all = self._all.towards(observed, weight=0.03)
 
     def _learn_chances(self, row: Row, newest: Round) -> None:
         place, runners_up = newest.num_accepted_on_chain, newest.origin.runners_up

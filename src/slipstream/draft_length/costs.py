@@ -76,50 +76,6 @@ class Forward(NamedTuple):
     measured: float
 
 
-@dataclass(frozen=True)
-class MeasuredForwards:
-    """Looks up forwards in the calibration, and extrapolates beyond it. The fields are those of `CostModel`."""
-
-    pad: Callable[[int, int], int]
-    ragged: Callable[[int, int], int | None]
-    measured: Mapping[int, float]
-    together: Mapping[int, float]
-    max_batch_size: int
-    _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # by arguments
-    _units_by_shape: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
-
-    def forward(self, rows: int, longest: int, drafted: int) -> Forward:
-        """The forward that verifies up to `longest` tokens per row, `drafted` in all."""
-        key = rows, longest, drafted
-        if key not in self._forwards:  # every round asks for many, mostly the same ones
-            tokens = self._tokens(rows, longest, drafted)
-            plain = self._units(rows, self._tokens(rows, 0, 0))
-            self._forwards[key] = Forward((rows, tokens), plain, self._units(rows, tokens))
-        return self._forwards[key]
-
-    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
-        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
-        return even if ragged is None else min(even, ragged)
-
-    def _units(self, rows: int, tokens: int) -> float:
-        if (rows, tokens) not in self._units_by_shape:
-            # noisy measurements must not make a forward free
-            self._units_by_shape[rows, tokens] = max(1e-3, self._extrapolated(rows, tokens))
-        return self._units_by_shape[rows, tokens]
-
-    def _extrapolated(self, rows: int, tokens: int) -> float:
-        if len(self.measured) < 2:
-            return 1 + COLUMN * (tokens - 1)
-        if rows == 1 or len(self.together) < 2:
-            return between(self.measured, tokens)
-        fewest = min(self.together)
-        all_rows_add = self.together[fewest] - between(self.measured, fewest)
-        each_row_adds = max(0.0, all_rows_add) / (self.max_batch_size - 1)
-        if tokens < fewest:
-            return between(self.measured, tokens) + (rows - 1) * each_row_adds
-        return between(self.together, tokens) - (self.max_batch_size - rows) * each_row_adds
-
-
 def between(measured: Mapping[int, float], tokens: int) -> float:
     """Interpolate linearly between the two nearest measurements, of which there must be two at least."""
     counts = sorted(measured)
@@ -161,10 +117,8 @@ class CostModel:
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
     _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # kept until something is learned
+    _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict)  # by what `verify` is asked
     _last_step: int = -1
-
-    def __post_init__(self) -> None:
-        self._forwards = MeasuredForwards(self.pad, self.ragged, self.measured, self.together, self.max_batch_size)
 
     def learn(self, rows: Sequence[Row], read: int = 0) -> None:
         """Learn from the rows' newest round, once. read: tokens of texts that the draft model read before drafting."""
@@ -185,16 +139,13 @@ class CostModel:
         if has_first_round or read or len(rounds) < count or total <= 0:
             return
         drafted = sum(len(round.draft) for round in rounds)
-        if self.timed:
-            verifying, drafting = first.seconds.verify, first.seconds.draft
-        else:  # the device works on while the host reads the clock: only the total is right
-            verifying = (
-                min(self.verify(count, longest, drafted), total)
-                if self._learned.speed is not None
-                else total / (1 + STEP * steps)
-            )
-            verifying, drafting = (verifying, total - verifying) if steps else (total, 0.0)
-        self._learn_forward(self._forwards.forward(count, longest, drafted), verifying)
+        verifying, drafting = first.seconds.verify, first.seconds.draft
+        if not self.timed:  # the device works on while the host reads the clock: only the total is right
+            is_first = self._learned.speed is None
+            verifying = total / (1 + STEP * steps) if is_first else self.verify(count, longest, drafted)
+            verifying = min(verifying, total) if steps else total
+            drafting = total - verifying
+        self._learn_forward(self._forward(count, longest, drafted), verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
 
@@ -210,10 +161,36 @@ class CostModel:
         """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
         key = rows, longest, rows * longest if drafted is None else drafted
         if key not in self._verify_seconds:
-            shape, plain, measured = self._forwards.forward(*key)
+            shape, plain, measured = self._forward(*key)
             seconds = self._learned.seconds(plain, measured) * exp(self._corrections.get(shape, 0.0))
             self._verify_seconds[key] = seconds
         return self._verify_seconds[key]
+
+    def _forward(self, rows: int, longest: int, drafted: int) -> Forward:
+        key = rows, longest, drafted
+        if key not in self._forwards:  # every round asks for many, mostly the same ones
+            tokens = self._tokens(rows, longest, drafted)
+            # noisy measurements must not make a forward free
+            plain, measured = (max(1e-3, self._units(rows, n)) for n in (self._tokens(rows, 0, 0), tokens))
+            self._forwards[key] = Forward((rows, tokens), plain, measured)
+        return self._forwards[key]
+
+    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
+        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
+        return even if ragged is None else min(even, ragged)
+
+    def _units(self, rows: int, tokens: int) -> float:
+        """What the calibration says of a forward, between its measurements and beyond them."""
+        if len(self.measured) < 2:
+            return 1 + COLUMN * (tokens - 1)
+        if rows == 1 or len(self.together) < 2:
+            return between(self.measured, tokens)
+        fewest = min(self.together)
+        all_rows_add = self.together[fewest] - between(self.measured, fewest)
+        each_row_adds = max(0.0, all_rows_add) / (self.max_batch_size - 1)
+        if tokens < fewest:
+            return between(self.measured, tokens) + (rows - 1) * each_row_adds
+        return between(self.together, tokens) - (self.max_batch_size - rows) * each_row_adds
 
     @property
     def even(self) -> bool:

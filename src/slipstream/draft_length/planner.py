@@ -3,9 +3,10 @@
 Every round each source that can draft for a row makes an offer: how likely its 1st, 2nd, ... token is to be accepted,
 and how many seconds drafting takes. The planner starts from plain decoding and adds the likeliest token of all offers
 as long as that raises the expected tokens per second of the batch (`best_lengths`). How likely tokens are is counted
-per kind of token, in this row first, then in all (`acceptance_model.py`); seconds are the calibration, corrected by
-what rounds took (`costs.py`). A draft model that must read a text first pays for that with the tokens that the text is
-expected to have left. A source that was passed over is tried again after 4, 8, ... 64 rounds.
+per kind of token over all rows, and corrected by this row (`acceptance_model.py`); seconds are the calibration,
+corrected by what rounds took (`costs.py`). A draft model that must read a text first pays for that with the tokens that
+the text is expected to have left. A source that was passed over is tried again after 4, 8, ... 64 rounds; a draft model
+that would have to read a text first, after as many texts.
 
 Choices between tokens are never made: a sampled draft is not cut, it ends (docs/exactness.md). `observe` learns;
 everything else answers and changes nothing.
@@ -158,8 +159,8 @@ class RowPlan:
 class Planner:
     """The policy of one decoder, which its drafters ask as well.
 
-    longest: most tokens of a retrieval draft. steps: most steps of a draft model in a round; room: most tokens it may
-    draft in them, runners-up included.
+    longest: most tokens of a retrieval draft. room: most tokens a draft model may draft in the STEPS steps of a round,
+    runners-up included.
     has_model: a draft model, or another drafter that takes a forward for each token. asks_model: nothing else drafts,
     so `lengths` decides whether it pays; else the drafter asks. is_plain: nothing drafts but predictions.
     reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's ahead of
@@ -170,7 +171,6 @@ class Planner:
 
     costs: CostModel
     longest: int = LONGEST
-    steps: int = STEPS
     room: int = STEPS
     has_model: bool = False
     asks_model: bool = False
@@ -190,7 +190,7 @@ class Planner:
     _search_seconds: float = 0.0  # per row
 
     def __post_init__(self) -> None:
-        self.model_drafts, self._positions = ModelDrafts(self.steps), Positions(self.longest)
+        self.model_drafts, self._positions = ModelDrafts(STEPS), Positions(self.longest)
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row, which may have been its last."""
@@ -225,7 +225,7 @@ class Planner:
         """
         count = len(rows)
         lengths, other_rate = best_lengths(offers, partial(self.costs.verify, count), count, even=self.costs.even)
-        yields = [self.model_drafts.of(row).cut(min(n, self.steps)) for row, n in zip(rows, room, strict=True)]
+        yields = [self.model_drafts.of(row).cut(min(n, STEPS)) for row, n in zip(rows, room, strict=True)]
         better = [model.accepted > sum(probs[:n]) for model, probs, n in zip(yields, offers, lengths, strict=True)]
         if not any(better):
             return [0] * count

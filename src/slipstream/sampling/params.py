@@ -177,8 +177,8 @@ class SamplingParams:
     def __repr__(self) -> str:
         """What differs from the defaults."""
         defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
-        given = [f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name]]
-        return f"{type(self).__name__}({', '.join(given)})"
+        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 explained_fields(SamplingParams)

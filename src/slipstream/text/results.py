@@ -230,9 +230,9 @@ def with_token_texts(reported: Sequence[TokenLogprobs], tokenizer: Tokenizer | N
     ]
 
 
-def _round(done: Round) -> dict[str, Any]:
-    told = asdict(replace(done, origin=RowDraft(), logprobs=None)) | {"forced": done.forced}
-    return {name: value for name, value in told.items() if name not in ("origin", "logprobs")}
+def _round(round: Round) -> dict[str, Any]:
+    fields = asdict(replace(round, origin=RowDraft(), logprobs=None)) | {"forced": round.forced}
+    return {name: value for name, value in fields.items() if name not in ("origin", "logprobs")}
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
-from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts
-from slipstream.predicted_outputs.row_predictions import RowPredictions
+from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
@@ -153,7 +152,7 @@ def make_drafter(
         siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
         fixed_tree=choice.siblings > 0,
         depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
-        steps=MAX_DRAFT_TOKENS if planner is None else planner.steps,
+        steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
     )
     return drafters.load(picked, setup)
 

@@ -353,15 +353,15 @@ def _attach(draft: Loaded | None, target: Session) -> None:
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
     """How the target is loaded."""
-    own = {"activations": config.activations, "rounding": config.quantize}
-    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
+    of_target = {"activations": config.activations, "rounding": config.quantize}  # not of its draft model
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **of_target)
 
 
-def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) -> LoadOptions:
-    """How the draft model is loaded. beside: where the target is, if its load options have put it there."""
+def draft_options_of(config: DecoderConfig, target_device: torch.device | None = None) -> LoadOptions:
+    """How the draft model is loaded. target_device: where the target is, if its load options have put it there."""
     options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
-    if "device_map" in config.load_options and options.device == "auto" and beside is not None:
-        options = replace(options, device=str(beside))  # the map names the target's layers
+    if "device_map" in config.load_options and options.device == "auto" and target_device is not None:
+        options = replace(options, device=str(target_device))  # the map names the target's layers
     return options
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.kernel_libraries import library_for
+from slipstream.models.cpu.kernel_libraries import block_recipe, library_of
 from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, NoKernelsError, Processor, isa_of, processor
 from slipstream.models.cpu.structs import FORMATS, BlockFormat, check_layout
 from tests.support.gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
@@ -21,7 +21,7 @@ from tests.support.gguf_files import BY_NAME, HALVES, dequantised, part_of, rand
 pytest.importorskip("gguf")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None or HERE == ["plain"], reason="needs a C compiler and AVX2")
-LIBRARY = library_for(HERE[0]) if shutil.which("cc") and HERE != ["plain"] else None
+LIBRARY = library_of(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
 over_formats = pytest.mark.parametrize("block", FORMATS, ids=lambda block: block.name)
 
 
@@ -102,7 +102,7 @@ def test_a_bias_stays_where_the_kernels_read_it_when_the_model_changes_its_type(
 def mixed(isa: str, activations: str) -> BlockLinear:
     """All formats in one layer, and outputs that are no multiple of a panel."""
     raws = [random_blocks(block, 21 + i, 512, seed=i) for i, block in enumerate(FORMATS)]
-    parts = [part_of(block, raw, 512, library_for(isa)) for block, raw in zip(FORMATS, raws, strict=True)]
+    parts = [part_of(block, raw, 512, library_of(block_recipe(isa))) for block, raw in zip(FORMATS, raws, strict=True)]
     return BlockLinear(parts, None, activations)
 
 

@@ -59,10 +59,10 @@ def text_verdicts(data: Data) -> str:
 def advice(data: Data) -> list[Advice]:
     """What to use at each batch size and temperature."""
     kinds = dict.fromkeys((arm.batch, data.references[arm.arm]) for arm in data.summaries)
-    found = (
+    choices = (
         _advice(data, [a for a in _usable(data, batch) if data.references[a.arm] == base]) for batch, base in kinds
     )
-    return [one for one in found if one is not None]
+    return [choice for choice in choices if choice is not None]
 
 
 def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
@@ -117,7 +117,7 @@ def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
 
 def _faster_baselines(data: Data, best: ArmSummary) -> str:
     """Arms of other projects that beat ours."""
-    ours = _ratio(best)
+    best_ratio = _ratio(best)
     others = [
         arm
         for arm in data.summaries
@@ -125,7 +125,7 @@ def _faster_baselines(data: Data, best: ArmSummary) -> str:
         and parse_arm(arm.arm).baseline
         and data.references[arm.arm] == data.references[best.arm]
     ]
-    faster = [arm for arm in others if ours is not None and (ratio := _ratio(arm)) and ratio.value > ours.value]
+    faster = [arm for arm in others if best_ratio and (ratio := _ratio(arm)) and ratio.value > best_ratio.value]
     return "".join(f"; {_name(data, arm.arm)} was faster still, {cell(_ratio(arm), unit='x')}" for arm in faster)
 
 

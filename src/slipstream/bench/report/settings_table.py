@@ -58,15 +58,15 @@ def settings_table(header: Header) -> Rows:
     rows.append(("chat template", "used" if settings.get("chat", True) else "not used (--raw)"))
     rows.append(("sampling", _sampling(params)))
     rows.append(("longest answer", counted(int(params.get("max_tokens") or 0), "token")))
-    known = {"target", "draft", "arms", "reference", "batch_sizes", "repeats", "prompts", "chat", "config", "params"}
-    rows += [(_spaced(name), words(value)) for name, value in settings.items() if name not in known]
+    shown = {"target", "draft", "arms", "reference", "batch_sizes", "repeats", "prompts", "chat", "config", "params"}
+    rows += [(_spaced(name), words(value)) for name, value in settings.items() if name not in shown]
     rows += _changed(settings.get("config", {}), DecoderConfig, set())
     rows += _changed(params, SamplingParams, {"temperature", "seed", "max_tokens"})
     return [*rows, ("begun", local_time(header.started))]
 
 
 def machine_table(header: Header) -> Rows:
-    """Versions and machine."""
+    """What it was measured on: the machine, and the versions of Slipstream and the libraries it uses."""
     both = header.machine | header.versions
     return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
 
@@ -117,13 +117,13 @@ def _sampling(params: Mapping[str, Any]) -> str:
     return "greedy" if temperature == 0 else f"temperature {words(temperature)}, seed {words(params.get('seed'))}"
 
 
-def _changed(values: Mapping[str, Any], cls: type[Any], said: set[str]) -> Rows:
+def _changed(values: Mapping[str, Any], cls: type[Any], shown: set[str]) -> Rows:
     """The fields that differ from the defaults of their dataclass; fields it does not know are always told."""
     defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}  # only mappings have a factory
     return [
         (_spaced(name), words(value))
         for name, value in values.items()
-        if name not in said and (name not in defaults or words(value) != words(defaults[name]))
+        if name not in shown and (name not in defaults or words(value) != words(defaults[name]))
     ]
 
 

@@ -47,12 +47,12 @@ class Acceptance:
             raise UsageError(f"acceptance: branched={self.branched!r}; allowed: at most accepted={self.accepted!r}")
 
     @classmethod
-    def constant(cls, alpha: float, longest: int = MAX_DRAFT_TOKENS, siblings: Sequence[float] = ()) -> Acceptance:
+    def constant(cls, alpha: float, siblings: Sequence[float] = ()) -> Acceptance:
         """Every draft token is accepted with probability alpha, independently (Leviathan et al. 2023, section 3.1).
 
         siblings: of those beside each draft token, see `by_position`.
         """
-        return cls.by_position([alpha] * longest, siblings=[siblings] * longest if siblings else ())
+        return cls.by_position([alpha] * MAX_DRAFT_TOKENS, siblings=[siblings] * MAX_DRAFT_TOKENS if siblings else ())
 
     @classmethod
     def by_position(

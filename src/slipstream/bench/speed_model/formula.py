@@ -74,13 +74,12 @@ def best_length(costs: Costs, acceptance: Acceptance | float, longest: int | Non
     return max(range(longest + 1), key=lambda n: (predicted_speed_up(costs, acceptance, n, batch), -n))
 
 
-def pays_until(costs: Costs, acceptance: Acceptance | float, batches: Sequence[int] | None = None) -> int | None:
-    """Where speculation stops paying: the first of `batches` whose best draft length is 0; None if it always pays.
+def pays_until(costs: Costs, acceptance: Acceptance | float) -> int | None:
+    """Where speculation stops paying: the first batch size whose best draft length is 0; None if it always pays.
 
-    batches: by default every whole number between the smallest and the largest batch of the costs.
+    Tried is every size from the smallest to the largest batch of the costs.
     """
-    if batches is None:
-        batches = range(costs.batches[0], costs.batches[-1] + 1)
+    batches = range(costs.batches[0], costs.batches[-1] + 1)
     return next((batch for batch in batches if best_length(costs, acceptance, None, batch) == 0), None)
 
 
@@ -229,15 +228,13 @@ def predict_from_stats(
     costs: Costs,
     *,
     plain: Mapping[str, Any] | None = None,
-    batch: float | None = None,
 ) -> Prediction:
     """What the model predicts for a run, from how much it accepted, and what the run took.
 
     stats, plain: `Stats.to_dict()` of the speculative and of the plain arm, each folded over all rows of the batch.
-    batch: rows decoded together; by default the mean rows per step, which is right only for statistics of all rows.
     """
     acceptance = Acceptance.from_stats(stats)
-    rows = batch if batch is not None else stat(stats, "num_rounds") / stat(stats, "num_steps")
+    rows = stat(stats, "num_rounds") / stat(stats, "num_steps")
     length = acceptance.longest
     observed_ms = _step_milliseconds(stats)
     observed_tokens = stat(stats, "num_output_tokens") / stat(stats, "num_rounds")

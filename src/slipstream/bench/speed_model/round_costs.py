@@ -294,19 +294,19 @@ class Costs:
     @classmethod
     def from_dict(cls, values: Any) -> Costs:
         """What `to_dict` wrote, also after JSON has made text of the numbers that are keys."""
-        known = [f.name for f in fields(cls)]
-        if not isinstance(values, dict) or set(values) != set(known):
-            names = list(values) if isinstance(values, dict) else type(values).__name__
-            raise UsageError(f"costs: {names}; allowed: an object with exactly {', '.join(known)}")
+        names = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or set(values) != set(names):
+            shown = list(values) if isinstance(values, dict) else type(values).__name__
+            raise UsageError(f"costs: {shown}; allowed: an object with exactly {', '.join(names)}")
         for name in WIDTHS:
             if not isinstance(values[name], list | tuple):
                 raise UsageError(f"costs: {name}={values[name]!r}; allowed: a list of widths")
-        made: dict[str, Any] = {name: grid_of(name, values[name]) for name in ("target", "overhead")}
-        made |= {name: points_of(name, values[name]) for name in ("draft_step", "draft_round")}
-        made |= {name: TokenCosts.from_dict(name, values[name]) for name in ("ragged", "trees")}
-        made |= {name: str(values[name]) for name in ("drafter", "machine")}
-        made |= {name: tuple(values[name]) for name in WIDTHS}
-        return cls(**made, move=values["move"])
+        costs: dict[str, Any] = {name: grid_of(name, values[name]) for name in ("target", "overhead")}
+        costs |= {name: points_of(name, values[name]) for name in ("draft_step", "draft_round")}
+        costs |= {name: TokenCosts.from_dict(name, values[name]) for name in ("ragged", "trees")}
+        costs |= {name: str(values[name]) for name in ("drafter", "machine")}
+        costs |= {name: tuple(values[name]) for name in WIDTHS}
+        return cls(**costs, move=values["move"])
 
     def save(self, path: Path) -> None:
         """Write to a JSON file."""

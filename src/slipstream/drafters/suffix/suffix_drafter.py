@@ -29,14 +29,15 @@ from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, Su
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError
 
-SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, less than 2, 3, ...
-AGREED = 7  # and by how far its occurrences agree, see `kind_of`
+# kinds of tokens: by the length of their context, less than 2, 3, ..., and by how far its occurrences agree (`kind_of`)
+SEEN = (2, 3, 4, 6, 10, 16, 32)
 # log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model.
 # benchmarks/fit_match_kinds.py fits such numbers from runs.jsonl of `slipstream bench` or from text files, and judges
 # both: on README.md and docs/*.md (11 texts, 7,987 tokens) a fit has a log-loss of 0.493 per token, these have 0.515;
 # such texts are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
 BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
 BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
+AGREED = len(BY_AGREEMENT)
 RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have

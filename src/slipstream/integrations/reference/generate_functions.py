@@ -322,7 +322,7 @@ def _given(drafter: Module | None) -> Module:
 def _ids(name: str, prompt: Any) -> list[int]:
     """A prompt as a list of token ids; one-dimensional tensors are lists too."""
     ids = prompt.tolist() if isinstance(prompt, Tensor) and prompt.dim() == 1 else prompt
-    whole = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or not ids:
+    is_list = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not is_list or not ids:
         raise UsageError(f"{name}={prompt!r:.80}; allowed: a list of at least one token id (one prompt, not padded)")
     return list(ids)

@@ -328,11 +328,6 @@ def best_block_recipe(forced_isa: str | None) -> Recipe:
     return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
 
 
-def library_for(isa: str) -> ctypes.CDLL:
-    """The functions compiled for these instructions."""
-    return library_of(block_recipe(isa))
-
-
 @cache
 def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""

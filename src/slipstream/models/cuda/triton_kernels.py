@@ -40,7 +40,7 @@ def add_norm(
     rounds_first: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Of a token: x, normalised if `has_after`, plus `residual` -> `summed`; that normalised -> `out`.
+    """For one token, x (normalised if `has_after`) plus `residual` -> `summed`; that normalised -> `out`.
 
     x, residual, summed, out: [T, size]; weights: [size], float32.
     """

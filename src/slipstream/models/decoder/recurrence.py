@@ -247,12 +247,6 @@ class RecurrentStates:
         self._copies: OrderedDict[tuple[int, int], Copy] = OrderedDict()  # (slot, position), the latest used last
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Memory that a row takes, besides copies."""
-        tensors = [part for memory in self._memory.values() for part in (memory.states, memory.inputs)]
-        return sum(part.nbytes // max(1, len(part)) for part in tensors)
-
-    @property
     def compiled(self) -> bool:
         """Whether kernels of ours advance them all."""
         return len(self._advances) == len(self._layers)

@@ -269,7 +269,11 @@ def _without_password(url: str) -> str:
 
 def _with_password(url: str, index: str) -> str:
     """The URL with the index's user name and password, if it is on the same host."""
-    parts, own = urlsplit(url), urlsplit(index)
-    if "@" not in own.netloc or parts.netloc != own.netloc.rpartition("@")[2] or parts.scheme != own.scheme:
+    parts, index_parts = urlsplit(url), urlsplit(index)
+    if (
+        "@" not in index_parts.netloc
+        or parts.netloc != index_parts.netloc.rpartition("@")[2]
+        or parts.scheme != index_parts.scheme
+    ):
         return url
-    return urlunsplit(parts._replace(netloc=own.netloc))
+    return urlunsplit(parts._replace(netloc=index_parts.netloc))
