@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -138,7 +139,7 @@ class FableBackend(ToyBackend):
         assert isinstance(info.tokenizer, HFTokenizer)
         self.vocab_size, self.max_length, self._order = info.head_size, max_length, order
         self._end, self._fable = info.end_ids[0], info.tokenizer.bare(FABLE.replace("\n", " ").strip())
-        self._counts.clear()
+        self._counts, self._distributions = defaultdict(lambda: defaultdict(int)), {}
         text = [*self._fable, self._end]
         for at, token in enumerate(text):
             for length in range(min(order, at) + 1):
