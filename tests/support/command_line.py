@@ -1,8 +1,10 @@
-"""The command line in this process."""
+"""The command line, and the commands of benchmarks, in this process."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,19 @@ from slipstream.apps import cli
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """`slipstream` with these arguments: exit status, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
+    return run_main(capsys, monkeypatch, cli.main, *arguments)
+
+
+def run_main(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    main: Callable[[], Any],
+    *arguments: object,
+) -> tuple[int, str, str]:
+    """The same of any command that ends its process."""
+    monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
     with pytest.raises(SystemExit) as done:
-        cli.main()
+        main()
     captured = capsys.readouterr()
     code = done.value.code
     return (code if isinstance(code, int) else 0), captured.out, captured.err
