@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+import typer
 
 from slipstream.apps import cli
+
+command_of = cache(typer.main.get_command)  # typer builds all commands again whenever one is called
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """`slipstream` with these arguments: exit status, standard output, standard error."""
+    monkeypatch.setattr(typer.main, "get_command", command_of)
     return run_main(capsys, monkeypatch, cli.main, *arguments)
 
 
