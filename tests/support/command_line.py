@@ -12,12 +12,14 @@ import typer
 
 from slipstream.apps import cli
 
-command_of = cache(typer.main.get_command)  # typer builds all commands again whenever one is called
+built = typer.main.get_command
+built_once = cache(built)  # typer builds all commands again whenever one is called
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """`slipstream` with these arguments: exit status, standard output, standard error."""
-    monkeypatch.setattr(typer.main, "get_command", command_of)
+    changes = "--help-all" in arguments  # it shows hidden options by changing them
+    monkeypatch.setattr(typer.main, "get_command", built if changes else built_once)
     return run_main(capsys, monkeypatch, cli.main, *arguments)
 
 
