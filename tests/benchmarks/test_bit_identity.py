@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import bit_identity
 import pytest
+import terminal
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "bit_identity.py"
+from tests.support.command_line import run_main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompts: Path) -> Run:
+    asked = ("toy", prompts, "--draft", "toy:1", "--max-tokens", "12")
+    return lambda *arguments: run_main(capsys, monkeypatch, lambda: terminal.run(bit_identity.main), *asked, *arguments)
 
 
 @pytest.fixture
@@ -19,16 +28,11 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def run(prompts: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FILE), "toy", str(prompts), "--draft", "toy:1", "--max-tokens", "12", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_every_drafter_takes_the_lengths_that_it_can(prompts: Path, tmp_path: Path) -> None:
+def test_every_drafter_takes_the_lengths_that_it_can(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     named = ("--drafters", "none,ngram,auto,model", "--lengths", "3", "--lengths", "2x2", "--json", str(out))
-    done = run(prompts, *named)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, printed, err = run(*named)
+    assert code == 0, printed + err
     lines = json.loads(out.read_text())["lines"]
     greedy = [(one["drafter"], one["length"], one["batch"]) for one in lines if one["temperature"] == 0]
     assert greedy == [
@@ -40,19 +44,19 @@ def test_every_drafter_takes_the_lengths_that_it_can(prompts: Path, tmp_path: Pa
     assert all(one["acceptance_rate"] is not None for one in lines if one["drafter"] == "model")
 
 
-def test_a_length_that_is_none_is_one_line(prompts: Path) -> None:
-    done = run(prompts, "--drafters", "model", "--lengths", "wide")
-    assert done.returncode and "Traceback" not in done.stdout + done.stderr
-    assert "num_draft_tokens='wide'" in done.stdout
+def test_a_length_that_is_none_is_one_line(run: Run) -> None:
+    code, out, err = run("--drafters", "model", "--lengths", "wide")
+    assert code and "Traceback" not in out + err
+    assert "num_draft_tokens='wide'" in out
 
 
-def test_a_drafter_that_there_is_not_is_one_line(prompts: Path) -> None:
-    done = run(prompts, "--drafters", "medium")
-    assert done.returncode and "Traceback" not in done.stdout + done.stderr
-    assert "drafter='medium'" in done.stdout
+def test_a_drafter_that_there_is_not_is_one_line(run: Run) -> None:
+    code, out, err = run("--drafters", "medium")
+    assert code and "Traceback" not in out + err
+    assert "drafter='medium'" in out
 
 
-def test_settings_that_leave_nothing_to_compare_are_refused(prompts: Path) -> None:
-    done = run(prompts, "--drafters", "ngram", "--lengths", "2x2")
-    assert done.returncode and "Traceback" not in done.stdout + done.stderr
-    assert "--drafters ngram with --lengths 2x2 is nothing to compare" in done.stdout
+def test_settings_that_leave_nothing_to_compare_are_refused(run: Run) -> None:
+    code, out, err = run("--drafters", "ngram", "--lengths", "2x2")
+    assert code and "Traceback" not in out + err
+    assert "--drafters ngram with --lengths 2x2 is nothing to compare" in out

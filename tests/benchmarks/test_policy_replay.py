@@ -6,21 +6,20 @@ import copy
 import json
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import policy_replay as replay
 import pytest
+import terminal
 
 from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.rounds import Round
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.policies import Fixed
 from slipstream.errors import UsageError
+from tests.support.command_line import run_main
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
 
 STEPS = 6
@@ -62,6 +61,7 @@ def seconds(
     return sum(one.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("step", [1.0, 5.0, 15.0])
 def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
@@ -117,14 +117,15 @@ def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None
     assert len(quoting) < 30
 
 
-def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
+def test_a_recording_is_replayed_with_every_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = [record | {"family": name} for record, name in zip(texts(0.8, 3, 30), "aab", strict=True)]
     header = {"costs": costs().to_dict(), "reading": 0.1}
     file = tmp_path / "record.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [header, *records]))
-    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "batch 1, 6 texts" in done.stdout and done.stdout.count("1.00") >= 3
+    code, out, _ = run_main(capsys, monkeypatch, lambda: terminal.run(replay.main), file)
+    assert code == 0 and "batch 1, 6 texts" in out and out.count("1.00") >= 3
 
 
 def test_what_is_measured_can_be_off() -> None:
@@ -135,7 +136,9 @@ def test_what_is_measured_can_be_off() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
-def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str | None) -> None:
+def test_what_is_no_recording_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
     file = tmp_path / "file.jsonl"
     if text is not None:
         file.write_text(text)
@@ -143,6 +146,5 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str |
         replay.main(file)
     assert "\n" not in str(error.value)
     if text is None:  # the command says the same
-        command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and done.stderr == "" and done.stdout.count("\n") == 1
+        code, out, err = run_main(capsys, monkeypatch, lambda: terminal.run(replay.main), file)
+        assert code == 2 and err == "" and out.count("\n") == 1

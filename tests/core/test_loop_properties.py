@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -141,7 +141,7 @@ def double() -> Any:
 
 def check(case: Case) -> None:
     """Every row says what it says alone; then some go on from there, in another order."""
-    made = decoder(case, case.drafter)
+    made, by_itself = decoder(case, case.drafter), cache(partial(decoder, case))
     first = made.generate(case.prompts, case.params)
     longer = [[*result.prompt_token_ids, *result.token_ids, SPACE] for result in first]
     again = [case.params[i] for i in case.order]
@@ -154,7 +154,10 @@ def check(case: Case) -> None:
         for index, (prompt, one, result) in enumerate(zip(prompts, params, results, strict=True)):
             # a drafted token judged by a random draw of its own changes seeded text, though not its distribution
             free = one.temperature > 0 and case.rule in ("block", "rejection")
-            alone = decoder(case, case.drafter if free else "none").generate(prompt, one)
+            other = by_itself(case.drafter if free else "none")
+            other.forget()
+            other.forget_learned()
+            alone = other.generate(prompt, one)
             assert (result.token_ids, result.finish_reason) == (alone.token_ids, alone.finish_reason)
             _adds_up(index, one, result)
         _shares_steps(case, results)

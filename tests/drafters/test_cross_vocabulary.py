@@ -70,6 +70,7 @@ def test_the_text_is_the_plain_text_to_the_bit(target: str, draft: str, options:
     assert acceptance(decoder.using("model"), params) > 0.1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", mostly_slow(("llama", "qwen2", "gemma3", "gpt2"), "llama"))
 @pytest.mark.parametrize("options", mostly_slow(["greedy", "sampled"], "sampled"))
 def test_transformers_leave_the_text_alone_too(name: str, options: str) -> None:

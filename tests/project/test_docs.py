@@ -16,6 +16,7 @@ import typer
 
 from slipstream.apps import cli
 from tests.support.markers import subcases
+from tests.support.tiny_models import fresh, tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -50,15 +51,14 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 @pytest.mark.smollm2
 @subcases("page", WITH_PYTHON, ids=lambda page: page.stem)
 def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.models.cache_folder import cache_folder
-
     monkeypatch.chdir(tmp_path)
+    small = tmp_path / "small"
+    fresh("llama", hidden_size=64, intermediate_size=128).save_pretrained(small)
+    tokenizer().save_pretrained(small)
     names: dict[str, object] = {"__name__": "page"}
     for code in blocks(page, "python"):
-        if "from_pretrained" in code:
-            code = TARGETS.sub(repr(str(cache_folder() / "smollm2")), code)
-        elif "quantize=" in code:
-            code = TARGETS.sub('"smollm2"', code)
+        if "from_pretrained" in code or "quantize=" in code:
+            code = TARGETS.sub(repr(str(small)), code)
         elif "SpeculativeDecoder(" in code and "constraint=" not in code:
             code = re.sub(r"SpeculativeDecoder\(([^)]*)\)", lambda m: TARGETS.sub('"toy"', m.group()), code)
         compiled = compile(code, page.name, "exec")

@@ -143,6 +143,7 @@ def transcribed(head: Written, model: Any, text: Sequence[int], steps: int, *, s
         )
 
     keys, values, drafted = list[Tensor](), list[Tensor](), list[int]()
+    shared = torch.arange(heads) * key_heads // heads  # which head of keys each head of queries reads
 
     def row(token: int, entered: Tensor, position: int) -> Tensor:
         before = normed(entered, "layers.0.hidden_norm.weight")
@@ -151,13 +152,11 @@ def transcribed(head: Written, model: Any, text: Sequence[int], steps: int, *, s
         q, k, v = (linear(both, t[f"layers.0.self_attn.{name}_proj.weight"]).view(-1, width) for name in "qkv")
         keys.append(rotated(k, position))
         values.append(v)
-        attended = []
-        for i, query in enumerate(rotated(q, position)):
-            shared = i * key_heads // heads
-            weights = torch.stack([query @ key[shared] / width**0.5 for key in keys]).softmax(0)
-            attended.append(sum(w * value[shared] for w, value in zip(weights, values, strict=True)))
+        past_keys, past_values = torch.stack(keys)[:, shared], torch.stack(values)[:, shared]
+        weights = ((rotated(q, position) * past_keys).sum(-1) / width**0.5).softmax(0)
+        attended = (weights[..., None] * past_values).sum(0).flatten()
         residual = before if head.norm_before_residual else entered
-        hidden = residual + linear(torch.cat(attended), t["layers.0.self_attn.o_proj.weight"])  # type: ignore[arg-type]
+        hidden = residual + linear(attended, t["layers.0.self_attn.o_proj.weight"])
         middle = normed(hidden, "layers.0.post_attention_layernorm.weight")
         gate, up = (linear(middle, t[f"layers.0.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return hidden + linear(silu(gate) * up, t["layers.0.mlp.down_proj.weight"])

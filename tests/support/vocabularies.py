@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -130,6 +131,18 @@ def speaking(kind: str, seed: int = 0, size: int = 420, architecture: str = "lla
     return fresh(architecture, seed, vocab_size=info.head_size, eos_token_id=info.end_ids[0])
 
 
+@cache
+def _counted(
+    text: tuple[int, ...], order: int, vocab_size: int
+) -> tuple[dict[tuple[int, ...], dict[int, int]], dict[tuple[int, ...], Tensor]]:
+    """What follows each context of a text how often, and a place for the distributions over so many tokens."""
+    counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for at, token in enumerate(text):
+        for length in range(min(order, at) + 1):
+            counts[text[at - length : at]][token] += 1
+    return counts, {}
+
+
 class FableBackend(ToyBackend):
     """The toy model over another vocabulary: it knows the fable by heart, in these tokens, up to its order."""
 
@@ -138,11 +151,7 @@ class FableBackend(ToyBackend):
         assert isinstance(info.tokenizer, HFTokenizer)
         self.vocab_size, self.max_length, self._order = info.head_size, max_length, order
         self._end, self._fable = info.end_ids[0], info.tokenizer.bare(FABLE.replace("\n", " ").strip())
-        self._counts.clear()
-        text = [*self._fable, self._end]
-        for at, token in enumerate(text):
-            for length in range(min(order, at) + 1):
-                self._counts[tuple(text[at - length : at])][token] += 1
+        self._counts, self._distributions = _counted((*self._fable, self._end), order, self.vocab_size)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """See `ToyBackend.forward`."""
@@ -159,6 +168,11 @@ class FableBackend(ToyBackend):
         return torch.stack([self._of(tuple(context)) for context in contexts]).reshape(rows, width, -1)
 
     def _of(self, context: tuple[int, ...]) -> Tensor:
+        if context not in self._distributions:
+            self._distributions[context] = self._mixed(context)
+        return self._distributions[context]
+
+    def _mixed(self, context: tuple[int, ...]) -> Tensor:
         probs = torch.full((self.vocab_size,), 1e-4 / self.vocab_size, dtype=torch.float64)
         for length in range(len(context) + 1):
             counts = self._counts.get(context[len(context) - length :])

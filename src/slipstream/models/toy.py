@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,20 @@ class TokenCache:
             self.slots[: old.shape[0], : old.shape[1]] = old
 
 
+@cache
+def _counted(
+    order: int, layers: tuple[int, ...] | None
+) -> tuple[dict[tuple[int, ...], dict[int, int]], dict[tuple[int, ...], Tensor]]:
+    """What follows each context how often, and the distributions computed of it so far: shared by all such models."""
+    counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    text = [*FABLE.replace("\n", " ").strip().encode(), END]
+    for place, token in enumerate(text):
+        for length in range(min(order, place) + 1):
+            if layers is None or length in layers:
+                counts[tuple(text[place - length : place])][token] += 1
+    return counts, {}
+
+
 class ToyBackend:
     """Logits from byte n-gram counts, longest context first, mixed with those of all shorter contexts.
 
@@ -100,13 +115,7 @@ class ToyBackend:
         """layers: lengths of context to use, all by default. cache: another backend's, to share it."""
         self.device, self.attended_unit, self.num_layers = torch.device("cpu"), 1, order + 1
         self._order, self._cache = order, TokenCache() if cache is None else cache
-        self._distributions: dict[tuple[int, ...], Tensor] = {}
-        self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        text = [*FABLE.replace("\n", " ").strip().encode(), END]
-        for place, token in enumerate(text):
-            for length in range(min(order, place) + 1):
-                if layers is None or length in layers:
-                    self._counts[tuple(text[place - length : place])][token] += 1
+        self._counts, self._distributions = _counted(order, None if layers is None else tuple(layers))
 
     def weights_digest(self) -> str:
         return f"toy-{self._order}"
