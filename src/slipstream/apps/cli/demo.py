@@ -39,7 +39,7 @@ def demo_command(
 ) -> None:
     """Plain and speculative decoding side by side, on a small model.
 
-    SmolLM2-135M-Instruct, which is fetched once (90 MB), answers four prompts. Exit code 1 if a text differs.
+    SmolLM2-135M-Instruct, which is fetched once (93 MB), answers four prompts. Exit code 1 if a text differs.
     """
     data = demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
