@@ -187,10 +187,9 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
         raise NoCompilerError(f"no C compiler found ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not is_whole(library):
-        announce(f"compiling the {recipe.name} kernels for this processor (once) ...")
+        announce(f"compiling the {recipe.name} kernels with {compiler[0]} (once) ...")
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
-            log.info(f"compiling kernels for this processor with {compiler[0]} (once) ...")
             compile_library(compiler, recipe, linked)
             save(linked.read_bytes(), library)
     return library
