@@ -40,7 +40,7 @@ def test_every_figure_is_that_of_the_summary(folder: Path) -> None:
     assert found["acceptance rate"] == ["-", *found["acceptance rate"][1:]] and found["acceptance rate"][2].endswith(
         "%"
     )
-    assert found["block efficiency"][2] == f"{model.stats.block_efficiency:.2f}"
+    assert found["tokens per forward"][2] == f"{model.stats.block_efficiency:.2f}"
 
 
 def test_settings_machine_and_versions_are_said(folder: Path) -> None:

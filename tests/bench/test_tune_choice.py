@@ -91,7 +91,7 @@ def test_what_never_pays_is_not_advised_and_the_reason_is_what_it_costs() -> Non
     assert advice.best is None and advice.expected is None
     assert advice.sentence == "batch 1: do not speculate (plain decoding, 13.9 tok/s)"
     lost = {one.name: one.lost for one in advice.others}
-    assert lost == {"ngram@3": "drafts too rarely accepted", "model@4": "draft steps too dear (60% of the time)"}
+    assert lost == {"ngram@3": "drafts too rarely accepted", "model@4": "drafting costs too much (60% of the time)"}
     assert [one.name for one in advice.others] == ["ngram@3", "model@4"]
 
 
@@ -184,7 +184,7 @@ def costs(step: float) -> Costs:
     [
         (0.01, 0.9, 8, None),
         (2.0, 0.7, 3, None),
-        (30.0, 0.9, 1, "draft steps too dear"),
+        (30.0, 0.9, 1, "drafting costs too much"),
         (5.0, 0.02, 1, "drafts too rarely accepted"),
     ],
 )

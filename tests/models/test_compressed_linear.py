@@ -1,6 +1,7 @@
 """Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbours."""
 
 import ctypes
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from slipstream.models.cpu.kernel_libraries import (
     variants_of,
 )
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed, pack
-from slipstream.models.cpu.processor import NoKernelsError, parse
+from slipstream.models.cpu.processor import NoCompilerError, NoKernelsError, parse
 from slipstream.models.fast_path_warnings import warn_slower
 from tests.support.markers import subcases
 from tests.support.tiny_models import fast, fresh
@@ -180,8 +181,24 @@ def test_other_processors_are_told_apart(description: str, reason: str) -> None:
 
 
 def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
-    with pytest.raises(NoKernelsError, match=r"no C compiler \(no-such-compiler\)"):
+    with pytest.raises(NoCompilerError, match=r"no C compiler found \(no-such-compiler\)"):
         built(tmp_path, {"CC": "no-such-compiler"}, PLAIN)
+
+
+def test_without_a_compiler_one_warning_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(recipe: Recipe) -> None:
+        raise NoCompilerError("no C compiler found (gcc or cc)")
+
+    warn_slower.cache_clear()
+    caplog.set_level("INFO", "slipstream")
+    monkeypatch.setattr(kernel_libraries, "loaded", none)
+    monkeypatch.setattr(kernel_libraries, "COMPILERS", {sys.platform: "get gcc"})
+    assert kernel_libraries.kernels_for.__wrapped__(None) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    remedy = "install one (get gcc) or a Slipstream wheel with prebuilt kernels"
+    assert line.endswith(f"no C compiler found (gcc or cc); {remedy}")
 
 
 @pytest.fixture

@@ -317,13 +317,13 @@ def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     (tmp_path / "qwen0.5b").mkdir()
     (tmp_path / "qwen0.5b" / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"'smolm2'; did you mean smollm2\? At hand: qwen0\.5b, smollm2, toy;"):
+    with pytest.raises(UsageError, match=r"'smolm2'; did you mean smollm2\? Available here: qwen0\.5b, smollm2, toy;"):
         resolve("smolm2")
     with pytest.raises(UsageError, match=r"did you mean qwen0\.5b\?"):
         resolve("qwen0.5")
     assert resolve("gpt2") == "gpt2"  # a hub id
     said = str(files.not_loaded("gpt2", "gpt2", OSError("no network\nat all")))
-    assert "At hand: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
+    assert "Available here: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
     assert "(did you mean smollm2?)" in str(files.not_loaded("smol", "smol", OSError("no network")))
 
 

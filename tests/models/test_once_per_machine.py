@@ -26,7 +26,7 @@ def errors_of(code: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_a_script_is_told_what_the_first_load_does_and_no_more_at_the_second(tmp_path: Path) -> None:
     first, second = errors_of(LOADS, tmp_path), errors_of(LOADS, tmp_path)
-    assert first == "slipstream: measuring how 'toy' runs on this machine (once, then remembered) ...\n"
+    assert first == "slipstream: measuring how 'toy' runs here (once) ...\n"
     assert second == ""
     assert errors_of(SILENT + LOADS, tmp_path / "other") == ""
 

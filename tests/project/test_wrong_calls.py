@@ -72,7 +72,10 @@ CALLS: tuple[tuple[str, str], ...] = (
     ("chatting.chat([{'role': 'user', 'content': 'hi'}], tools='add')", "tools='add'; allowed: a list"),
     # options
     ("decoder.generate('a', SamplingParams(), max_tokens=5)", "params and max_tokens= are both given"),
-    ("decoder.generate('a', {'max_tokens': 5})", "params: dict; allowed: SamplingParams"),
+    (
+        "decoder.generate('a', {'max_tokens': 5})",
+        "params: dict; allowed: SamplingParams, or keywords such as max_tokens",
+    ),
     ("decoder.generate('a', temprature=0.5)", "did you mean 'temperature'?"),
     ("decoder.generate('a', max_new_tokens=5)", "did you mean max_tokens=...?"),
     ("decoder.generate('a', do_sample=True)", "did you mean temperature=1.0 (0 is greedy)?"),

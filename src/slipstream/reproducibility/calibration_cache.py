@@ -98,7 +98,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     cached = _read(identity, _calibration)
     if cached is not None:
         return cached
-    with progress_bar(f"measuring how {loaded.name!r} runs on this machine (once, then remembered)") as progress:
+    with progress_bar(f"measuring how {loaded.name!r} runs here (once)") as progress:
         calibration = calibrate(loaded.backend, max_batch_size, progress)
     _save(identity, asdict(calibration))
     return calibration

@@ -265,7 +265,9 @@ class RequestReader:
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
         if not isinstance(params, SamplingParams):
-            raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
+            raise UsageError(
+                f"params: {type(params).__name__}; allowed: SamplingParams, or keywords such as max_tokens=10"
+            )
         if params.n > 1:
             raise UsageError(f"n={params.n}; allowed: 1, except in generate")
         backend, tokens = self.target.backend, self._encode(prompt, chat)

@@ -59,6 +59,22 @@ def test_generate_writes_n_texts_with_the_seeds_that_repeat_them(capsys, monkeyp
     assert json.loads(file.read_text())["results"][0]["token_ids"] == texts[2]["token_ids"]
 
 
+@pytest.mark.parametrize("prompts", [(), ("-p", "A sparrow")])
+def test_generate_says_the_seed_that_repeats_a_sampled_text(
+    capsys, monkeypatch, prompts: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--max-tokens", "12", "--json", str(file))
+    _, out, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *prompts, *flags, "--temperature", "1.5")
+    (first, *_) = json.loads(file.read_text())["results"]
+    assert f"seed {first['seed']}" in (out if prompts else err)
+    again = ("--temperature", "1.5", "--seed", str(first["seed"]))
+    run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags, *again)
+    assert json.loads(file.read_text())["results"][0]["token_ids"] == first["token_ids"]
+    _, out, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *prompts, *flags)
+    assert "seed" not in out + err
+
+
 @pytest.mark.parametrize("more", [(), ("-p", "A sparrow")])
 def test_generate_reports_logprobs(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "out.json"

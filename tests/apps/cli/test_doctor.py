@@ -15,7 +15,7 @@ import torch
 
 from slipstream.apps.cli import doctor
 from slipstream.models.cpu import kernel_libraries
-from slipstream.models.cpu.processor import NoKernelsError
+from slipstream.models.cpu.processor import NoCompilerError
 from tests.support.command_line import run
 
 
@@ -52,10 +52,10 @@ def test_kernels_that_need_a_compiler_say_how_to_get_one(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def none(forced: str | None) -> None:
-        raise NoKernelsError("no C compiler (gcc or cc)")
+        raise NoCompilerError("no C compiler found (gcc or cc)")
 
     monkeypatch.setattr(kernel_libraries, "best_bfloat16_recipe", none)
-    monkeypatch.setattr(doctor, "COMPILERS", {sys.platform: "get gcc"})
+    monkeypatch.setattr(kernel_libraries, "COMPILERS", {sys.platform: "get gcc"})
     _, out, report = diagnosis(capsys, monkeypatch, tmp_path)
     assert "problem: bfloat16 kernels are not available" in out and "mend it: get gcc" in out
     assert report["problems"] >= 1

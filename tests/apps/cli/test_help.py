@@ -43,6 +43,11 @@ def test_help_of_generate_is_short_and_names_what_is_asked_first(capsys: Any, mo
     assert "suffix[:MIN]" not in out and "suffix[:MIN]" in run(capsys, monkeypatch, "generate", "--help-all")[1]
 
 
+def test_whole_help_of_the_draft_length_is_the_decoders(capsys: Any, monkeypatch: Any) -> None:
+    words = " ".join(run(capsys, monkeypatch, "generate", "--help-all")[1].split())
+    assert "DEPTHxWIDTH (a tree)" in words and "this request's draft length" not in words
+
+
 EXAMPLES = [(name, line) for name in NAMES for line in (ROOT.commands[name].epilog or "").splitlines()]
 
 

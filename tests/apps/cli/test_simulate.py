@@ -78,7 +78,7 @@ def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(t
         (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),
         (["--target", "toy", "--costs", "x.json"], "exactly one of them"),
         (["--alpha", "0.5", "--target", "toy", "--target-params", "1e9"], "costs come from"),
-        (["--alpha", "0.5", "--target-params", "1e9"], "memory_bandwidth=0"),
+        (["--alpha", "0.5", "--target-params", "1e9"], "--target-params without --bandwidth"),
         (["--alpha", "0.5", "--target", "toy", "--flops", "1e9"], "belong to --target-params"),
         (["--alpha", "0.5", "--target-params", "1e9", "--drafter", "ngram"], "belong to --target"),
         (["--alpha", "0.5", "--target", "toy", "--num-draft-tokens", "3"], "num_draft_tokens=3"),

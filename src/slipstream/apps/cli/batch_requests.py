@@ -30,7 +30,7 @@ Output = Annotated[
 ]
 Errors = Annotated[
     Path | None,
-    option(OUTPUT, "--errors", text="file of failed lines and the reasons; default: OUT.errors.jsonl", metavar="FILE"),
+    option(OUTPUT, "--errors", text="file of failed lines and the reasons; default: beside OUT, NAME.errors.jsonl", metavar="FILE"),
 ]
 TokenIds = Annotated[bool, option(OUTPUT, "--token-ids", text="also write the token ids of plain lines")]
 ModelName = Annotated[
@@ -87,8 +87,8 @@ def batch_command(
         raise
     for line in report.errors:
         err.sentence(line)
-    if report.failed > len(report.errors):
-        err.sentence(f"... and {report.failed - len(report.errors)} more in {files.errors}")
+    if report.failed:
+        err.sentence(f"all {report.failed} failed lines are in {files.errors}")
     err.sentence(_summary(report))
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)

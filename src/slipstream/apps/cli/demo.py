@@ -39,13 +39,13 @@ def demo_command(
 ) -> None:
     """Plain and speculative decoding side by side, on a small model.
 
-    SmolLM2-135M-Instruct, which is fetched once (90 MB), answers four prompts. Exit code 1 if a text differs.
+    SmolLM2-135M-Instruct, which is fetched once (93 MB), answers four prompts. Exit code 1 if a text differs.
     """
     data = demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
     err.sentence(
         "SmolLM2-135M-Instruct on this machine. Plain decoding computes one token per forward. Speculative decoding "
-        "drafts several from the prompt and the text so far, and checks them in one forward: the text stays the same."
+        "drafts several tokens cheaply and checks them in one forward: the text stays the same."
     )
     models, params = Models(EMBEDDED), SamplingParams(max_tokens=max_tokens)
     decoder = load_decoder(models, DecoderConfig())

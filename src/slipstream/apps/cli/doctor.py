@@ -36,7 +36,6 @@ OPTIONAL = (
     ("ray", "many machines", "ray"),
     ("llama_cpp", "comparison with llama.cpp", "llama"),
 )
-COMPILERS = {"darwin": "xcode-select --install", "linux": "apt install gcc (or your system's package of it)"}
 PROMPT, TOKENS = "The heron stands in the shallows", 8  # of the self-test
 
 
@@ -179,12 +178,13 @@ def _kernels() -> Iterator[Fact]:
 def _kernel(
     subject: str, best: Callable[[str | None], Recipe], forced: str | None, prebuilt: Callable[[Recipe], Path | None]
 ) -> Fact:
-    from slipstream.models.cpu.processor import NoKernelsError
+    from slipstream.models.cpu.kernel_libraries import COMPILERS
+    from slipstream.models.cpu.processor import NoCompilerError, NoKernelsError
 
     try:
         recipe = best(forced)
     except NoKernelsError as error:
-        remedy = COMPILERS.get(sys.platform, "") if "compiler" in str(error) else ""
+        remedy = COMPILERS.get(sys.platform, "") if isinstance(error, NoCompilerError) else ""
         return Fact(subject, "PyTorch's", f"{subject} are not available, which is slower: {error}", remedy)
     return Fact(
         subject, f"Slipstream's, {recipe.name.partition('-')[2]}, {'prebuilt' if prebuilt(recipe) else 'compiled'}"

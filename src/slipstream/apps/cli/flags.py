@@ -46,7 +46,7 @@ SHORT = {
     "top_p": "choose among the likeliest tokens that reach this probability",
     "max_tokens": "length of the text, at most",
     "stop": "end the text before this string",
-    "seed": "random seed; default: a fresh one, of measuring commands 0",
+    "seed": "random seed; default: a fresh one, printed with the result (measuring commands: 0)",
 }
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
@@ -147,7 +147,9 @@ WRITTEN = {
 
 
 HELP_ALL = "help_all"
-FULL = {f.name: f.metadata["help"] for cls in SECTIONS for f in fields(cls) if f.name in SHORT and cls in USUAL}
+FULL = {
+    f.name: f.metadata["help"] for cls in reversed(SECTIONS) for f in fields(cls) if f.name in SHORT and cls in USUAL
+}
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:

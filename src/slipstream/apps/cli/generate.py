@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ def generate_command(
     decoder = load_decoder(models, config)
     requests = [as_request(decoder, prompt, system) for prompt in prompts]
     if len(prompts) == params.n == 1:
-        params = params_for(prompts[0], params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        params = replace(params_for(prompts[0], params), seed=seed)
         results = [_stream(decoder, requests[0], params, chat=not source.raw, debug=debug)]
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
@@ -89,11 +91,13 @@ def _stream(
     logprobs = _report_logprobs(decoder, rounds)
     stats = Stats.of(rounds, lossless=decoder.lossless)
     reason = "interrupted" if interrupted or not chunks else chunks[-1].round.finish_reason
-    _print_stats(decoder, stats, f"ended by {reason}")
+    seed = f", seed {params.seed}" if params.temperature else ""
+    _print_stats(decoder, stats, f"ended by {reason}{seed}")
     return {
         "text": "".join(c.text for c in chunks),
         "token_ids": [token for c in chunks for token in c.token_ids],
         "finish_reason": reason,
+        "seed": params.seed,
         "stats": stats.to_dict(),
     } | logprobs
 
@@ -115,14 +119,15 @@ def _batch(
     _run(decoder, rows)
     results: list[dict[str, Any]] = []
     for i, row in enumerate(rows):
-        (number, k), seed = divmod(i, params.n), {"seed": each[i].seed} if params.n > 1 else {}
-        name = f"{number + 1}.{k + 1}, seed {each[i].seed}" if seed else f"{number + 1}"
+        number, k = divmod(i, params.n)
+        name = f"{number + 1}.{k + 1}" if params.n > 1 else f"{number + 1}"
+        name += f", seed {row.seed}" if params.temperature else ""
         out.sentence(f"--- {name}: {prompts[number].category}", style="bold")
-        report = _report(decoder, row, params, debug) | seed
+        report = _report(decoder, row, params, debug) | {"seed": row.seed}
         if k:
             results[-1]["alternatives"].append(report)
         else:
-            results.append(report | ({"alternatives": []} if seed else {}))
+            results.append(report | ({"alternatives": []} if params.n > 1 else {}))
     stats = Stats.of((round for row in rows for round in row.rounds), lossless=decoder.lossless)
     _print_stats(decoder, stats, f"{len(rows)} texts")
     return results

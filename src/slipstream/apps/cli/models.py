@@ -48,9 +48,7 @@ def models(context: typer.Context, json_file: Json = None) -> None:
     err.print(f"\nTargets and draft models that fit together{'' if stored else f', beside {EMBEDDED}, the default'}:")
     for target, draft in PAIRS:
         err.print(f"  --target {target} --draft {draft}", soft_wrap=True)
-    err.print(
-        "`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.", soft_wrap=True
-    )
+    err.sentence("`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.")
     write_json(json_file, {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]})
 
 
@@ -100,9 +98,9 @@ def check(
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
     write_json(json_file, report.to_dict())
     if report.usable:
-        out.print(report.verdict, soft_wrap=True)
+        out.sentence(report.verdict)
     for line in report.lines() if verbose else []:
-        out.print(line, soft_wrap=True)
+        out.sentence(line)
     if not report.usable:
         raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")
     if not verbose:

@@ -150,8 +150,6 @@ def simulate_command(
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
     _refuse_two_acceptances(grid)
-    recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
-    acceptance = _assumed(grid) if recorded is None else recorded.acceptance
     if not paper.given and measured == Measured():
         paper = EXAMPLE
         err.sentence(
@@ -159,6 +157,8 @@ def simulate_command(
             "own: --model MODEL, or --target-params and the like"
         )
     _refuse_two_sources(config, measured, paper)
+    recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
+    acceptance = _assumed(grid) if recorded is None else recorded.acceptance
     costs = _costs(config, measured, paper, grid, recorded)
     if save_costs is not None:
         costs.save(save_costs)
@@ -184,6 +184,9 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
     for name in ("num_draft_tokens", "acceptance"):
         if getattr(config, name) != "auto":
             raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', costs are measured for all --length")
+    for name in ("bandwidth", "flops"):
+        if paper.target_params != 0 and getattr(paper, name) == 0:
+            raise UsageError(f"--target-params without --{name}; allowed: with --bandwidth NUMBER and --flops NUMBER")
 
 
 def _costs(

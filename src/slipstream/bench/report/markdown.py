@@ -43,7 +43,7 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
         ["tokens per second", *(_speed(arm) for arm in summaries)],
         ["texts identical / tie / different", *(_texts(arm) for arm in summaries)],
         ["acceptance rate", *("-" if stats is None else percent(stats.acceptance_rate) for stats in drafted)],
-        ["block efficiency", *(efficiency(arm) for arm in summaries)],
+        ["tokens per forward", *(efficiency(arm) for arm in summaries)],
     ]
     return Table("", [f"batch size {batch}", *(f"`{arm.arm}`" for arm in summaries)], rows)
 

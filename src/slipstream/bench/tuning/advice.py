@@ -220,7 +220,7 @@ def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ra
     to_beat = 1.0 if best is None or best.measured is None else best.measured.value
     share = result.draft_share or 0.0
     if COSTLY_DRAFT_SHARE < share < 1 and result.measured.value / (1 - share) >= to_beat:
-        return f"draft steps too dear ({share:.0%} of the time)"
+        return f"drafting costs too much ({share:.0%} of the time)"
     return "drafts too rarely accepted"
 
 

@@ -309,7 +309,7 @@ class Screened:
         assert self.costs is not None and self.acceptance is not None
         free = replace(self.costs, draft_step={1: 0.0, batch: 0.0}, draft_round={1: 0.0, batch: 0.0})
         dear = predicted_speed_up(free, self.acceptance, length, batch) >= WORTH
-        return "draft steps too dear" if dear else "drafts too rarely accepted"
+        return "drafting costs too much" if dear else "drafts too rarely accepted"
 
     def to_dict(self) -> dict[str, Any]:
         """The candidate, what was measured of it, and whether it failed, as JSON has them."""

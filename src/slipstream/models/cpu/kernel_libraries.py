@@ -38,6 +38,7 @@ from slipstream.models.cache_folder import cache_folder, users_cache_folder
 from slipstream.models.cpu.processor import (
     ISA,
     NEEDED,
+    NoCompilerError,
     NoKernelsError,
     Processor,
     compiler_flags,
@@ -59,6 +60,8 @@ COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
 LIBRARIES = ("-lpthread", "-ldl", "-lm")
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
 SWITCH = "SLIPSTREAM_KERNELS"
+# what brings a compiler, by system
+COMPILERS = {"darwin": "xcode-select --install", "linux": "apt install gcc, or your system's package of it"}
 BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "amx": NEEDED["amx"],
@@ -181,13 +184,12 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
     candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
     compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
-        raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
+        raise NoCompilerError(f"no C compiler found ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not is_whole(library):
-        announce(f"compiling the {recipe.name} kernels for this processor (once) ...")
+        announce(f"compiling the {recipe.name} kernels with {compiler[0]} (once) ...")
         with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
-            log.info(f"compiling kernels for this processor with {compiler[0]} (once) ...")
             compile_library(compiler, recipe, linked)
             save(linked.read_bytes(), library)
     return library
@@ -246,13 +248,23 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
     raise NoKernelsError("; ".join(reasons.values()))
 
 
+def with_remedy(error: NoKernelsError) -> str:
+    """The reason and, if a compiler is missing, what brings one."""
+    if not isinstance(error, NoCompilerError):
+        return str(error)
+    command = f" ({COMPILERS[sys.platform]})" if sys.platform in COMPILERS else ""
+    return f"{error}; install one{command} or a Slipstream wheel with prebuilt kernels"
+
+
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
     """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
     for recipe in recipes[:-1]:
         try:
             loaded(recipe)
+        except NoCompilerError:
+            continue  # another one may be prebuilt
         except NoKernelsError as error:
-            log.info("%s cannot be had: %s", recipe.name, error)
+            log.info("the kernels %s are not used: %s", recipe.name, error)
         else:
             return recipe
     loaded(recipes[-1])
@@ -292,7 +304,7 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
     try:
         library = loaded(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
-        warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {error}")
+        warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
     check_layout(library)
     library.scratch_per_token.restype = ctypes.c_int64

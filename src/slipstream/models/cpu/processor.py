@@ -108,6 +108,10 @@ class NoKernelsError(Exception):
     """Why the kernels cannot be used here."""
 
 
+class NoCompilerError(NoKernelsError):
+    """There is nothing here that compiles them."""
+
+
 def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
     """The instructions that can be used, best first; only `forced_isa` if it is set.
 

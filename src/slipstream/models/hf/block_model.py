@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
-from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.kernel_libraries import block_kernels, with_remedy
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.decoder.fused_linear import Calls, fuse, linear_calls
@@ -42,7 +42,7 @@ def check_kernels() -> None:
     try:
         block_kernels()
     except NoKernelsError as error:
-        raise NotInBlocksError(str(error)) from error
+        raise NotInBlocksError(with_remedy(error)) from error
 
 
 def empty_model(

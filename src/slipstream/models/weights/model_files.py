@@ -51,7 +51,7 @@ def known_names() -> list[str]:
 
 def models_at_hand() -> str:
     """The end of a message about an unknown name: which models there are."""
-    return f"At hand: {', '.join(known_names())}; also allowed: a folder, a .gguf file or a hub id"
+    return f"Available here: {', '.join(known_names())}; also allowed: a folder, a .gguf file or a hub id"
 
 
 def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:

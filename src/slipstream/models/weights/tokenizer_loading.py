@@ -43,7 +43,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
 def inspect_vocabulary(source: str) -> VocabularyInfo:
     """The vocabulary of "toy", the default model, a folder, a .gguf file or a hub id; no weights are loaded.
 
-    Only the default model is fetched if it is not at hand. End ids are those of a folder's generation config, else
+    Only the default model is fetched if it is not there. End ids are those of a folder's generation config, else
     those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
     """
     if is_toy(source):
