@@ -21,6 +21,7 @@ COMMANDS = {
     "Generate text": ("generate", "chat", "serve", "batch"),
     "Check": ("demo", "compare", "verify", "models", "doctor"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
+    "Train": ("train",),
 }
 # sections in the order of the help; others come before the last three
 FIRST = ("Arguments", "Models", "Prompts", "Server", "Measuring", "Sampling", "Structured output", "Decoder")

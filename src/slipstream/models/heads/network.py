@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Linear = Callable[[Tensor], Tensor]
@@ -65,7 +65,7 @@ class HeadWeights:
 class HeadNetwork:
     """A head's forward. B rows, W tokens of each, H hidden size."""
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, embed: nn.Module) -> None:
+    def __init__(self, config: HeadConfig, weights: HeadWeights, embed: Callable[[Tensor], Tensor]) -> None:
         """embed: the target's embedding, or the head's own."""
         self.config, self.weights, self.embed = config, weights, embed
         self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
