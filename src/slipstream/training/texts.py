@@ -39,9 +39,11 @@ Assume the role of|As a historian, tell|What is|What are the|How does|How do|Why
 In the field of biology|Describe the process of|What happens when|Discuss the|Compare and contrast|Analyze
 Provide insights into|Summarize the following article:|Translate the following sentence into|Fix the grammar of
 Give me a list of|Suggest|Recommend|Plan a|Can you help me|I want to|Which is better|When did|Where is
-Write a Python function that|Write an SQL query|Solve|Calculate|A train|John has|Extract|Classify|Given the following text
-Tell me about|Discuss the importance of|Define|Outline|Design|Write a speech|Brainstorm|Hello|What do you think about
-Who invented|What is the difference between|How many|Critique|Reflect on""".replace("\n", "|").split("|")
+Write a Python function that|Write an SQL query|Solve|Calculate|A train|John has|Extract|Classify
+Given the following text|Tell me about|Discuss the importance of|Define|Outline|Design|Write a speech|Brainstorm|Hello
+What do you think about|Who invented|What is the difference between|How many|Critique|Reflect on""".replace(
+    "\n", "|"
+).split("|")
 
 ShowTexts = Callable[[int, float], None]  # tokens made so far, seconds
 

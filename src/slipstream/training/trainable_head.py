@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear
 
-from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, grouped_attention
-from slipstream.models.heads.starting_weights import model_of
+from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights
+from slipstream.models.heads.starting_weights import feature_layers, model_of, unreadable
 from slipstream.models.loaded import Loaded
 
 STEPS = 5  # that are unrolled, and the longest draft that is judged
@@ -27,7 +28,7 @@ LAYER = "layers.0."
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts beside each other, padded by `STEPS` tokens at least. tokens: [B, W]; learned: [B, W] which tokens count."""
+    """Texts beside each other, padded by `STEPS` tokens or more. tokens, and which of them count: [B, W]."""
 
     tokens: Tensor
     learned: Tensor
@@ -56,17 +57,19 @@ class Batch:
 class FrozenTarget:
     """Reads texts with the target's own forward. UsageError if its hidden states cannot be read."""
 
-    def __init__(self, target: Loaded, layers: Sequence[int]) -> None:
-        self.model = model_of(target)
-        self.backend, self._layers = target.backend, layers
-        self.backend.keep_hidden_states(layers)  # type: ignore[attr-defined]
+    def __init__(self, target: Loaded) -> None:
+        self.model, self._layers, self._target = model_of(target), feature_layers(target), target
+        self.backend: Any = target.backend
+        self.backend.keep_hidden_states(self._layers)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, W, F] and logits [B, W, V] of texts; what the KV cache holds is overwritten."""
         rows, width = tokens.shape
         self.backend.reserve(rows, width)
         logits = self.backend.forward(tokens, [0] * rows, first_slot=0, logits=True)
-        features = [self.backend.hidden_states(self._layers, i, 0, width) for i in range(rows)]  # type: ignore[attr-defined]
+        features = [self.backend.hidden_states(self._layers, i, 0, width) for i in range(rows)]
+        if features[0] is None:
+            raise unreadable(self._target)
         return torch.stack(features), logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -101,11 +104,12 @@ class TrainableHead(nn.Module):
     def loss(self, batch: Batch) -> tuple[Tensor, int]:
         """The sum of the loss over all tokens that count, and their number."""
         features, logits = self.target.read(batch.tokens)
+        logits = logits[..., self.token_ids]
         total = torch.zeros((), device=logits.device)
         for step, outputs in enumerate(self._unrolled(batch, features)):
             place = batch.predicted(step)
             counted = batch.learned[:, place]
-            expected = logits[:, place.start - 1 : place.stop - 1][counted][:, self.token_ids].float().softmax(-1)
+            expected = logits[:, place.start - 1 : place.stop - 1][counted].float().softmax(-1)
             drafted = outputs[counted].float().log_softmax(-1)
             total = total + DECAY**step * kl_div(drafted, expected, reduction="sum")
         return total, int(batch.learned.sum())
@@ -125,14 +129,12 @@ class TrainableHead(nn.Module):
         network, rows = self._network(), batch.num_rows
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        causal = torch.ones(rows, rows, dtype=torch.bool, device=features.device).tril()
-        itself = torch.eye(rows, dtype=torch.bool, device=features.device)
+        later = torch.ones(rows, rows, dtype=torch.bool, device=features.device).triu(1)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys.append(key)
             values.append(value)
-            seen = torch.cat([causal, *[itself] * (len(keys) - 1)], 1).expand(len(query), -1, -1)
-            return grouped_attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen)
+            return unrolled_attention(query, keys, values, later)
 
         entered = network.enter((features[:, :rows] / self.feature_size).to(self.dtype))
         for step in range(STEPS):
@@ -162,6 +164,27 @@ class TrainableHead(nn.Module):
             final_norm=of["norm"],
         )
         return HeadNetwork(self.config, weights, self.target.embed)
+
+
+def unrolled_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], later: Tensor) -> Tensor:
+    """Attention [B, heads, rows, D] to earlier rows in the first step and to the row itself in the later ones.
+
+    keys, values: [B, key heads, rows, D] of each step; later: [rows, rows], true where a row must not be seen. The
+    later steps add a product per row and not a matrix: a mask over the rows of all steps takes twice the time.
+    """
+    batch, heads, rows, size = query.shape
+    key_heads = keys[0].shape[1]
+    grouped = query.reshape(batch, key_heads, heads // key_heads, rows, size) * size**-0.5
+    scores = (grouped @ keys[0][:, :, None].mT).float().masked_fill(later, float("-inf"))
+    if len(keys) > 1:
+        of_itself = torch.einsum("bkgsd,bksjd->bkgsj", grouped, torch.stack(list(keys[1:]), -2))
+        scores = torch.cat([scores, of_itself.float()], -1)
+    shares = scores.softmax(-1).to(query.dtype)
+    attended: Tensor = shares[..., :rows] @ values[0][:, :, None]
+    if len(keys) > 1:
+        of_itself = torch.stack(list(values[1:]), -2)
+        attended = attended + torch.einsum("bkgsj,bksjd->bkgsd", shares[..., rows:], of_itself)
+    return attended.reshape(batch, heads, rows, size)
 
 
 @dataclass(frozen=True)

@@ -75,17 +75,17 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far a run is. completed, total: tokens of the texts, or steps; latest: the newest judgement."""
 
     doing: str
-    completed: float
-    total: float
+    completed: int
+    total: int
     seconds_left: float | None = None
     latest: dict[str, Any] | None = None
 
 
-Show = Callable[[Progress], None]
+Show = Callable[[TrainingProgress], None]
 
 
 @dataclass
@@ -109,7 +109,9 @@ class TrainingJob:
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
         """Train with the target of this decoder; what was found last, and where the head is."""
         settings, folder = self.settings, self.settings.folder
-        model_of(decoder.target)  # refuses targets without hidden states
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=decoder.target.backend.device)
+        FrozenTarget(decoder.target).read(tokens)  # refuses targets without hidden states
+        decoder.forget()  # the KV cache is overwritten
         folder.mkdir(parents=True, exist_ok=True)
         with self._kept(), _held(folder):
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
@@ -121,7 +123,7 @@ class TrainingJob:
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(f"--tokens {settings.num_tokens} makes {len(texts)} texts; allowed: more")
-            decoder.forget()  # its sessions must not rely on a KV cache that is about to be overwritten
+            decoder.forget()  # the KV cache will be overwritten
             device = decoder.target.backend.device
             judging = batches(held, device)
             if state is None:
@@ -137,7 +139,7 @@ class TrainingJob:
         def show(tokens: int, passed: float) -> None:
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
             left = None if needed is None else max(0.0, min(needed, seconds - passed))
-            self.show(Progress("texts", tokens, settings.num_tokens, left))
+            self.show(TrainingProgress("texts", tokens, settings.num_tokens, left))
 
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
 
@@ -156,7 +158,7 @@ class TrainingJob:
             num_texts=len(learned) + len(held),
             seconds=max(text.seconds for text in (*learned, *held)),
             weights=starting_weights(target, config, settings.seed),
-            feature_size=usual_sizes(FrozenTarget(target, config.layers), judging),
+            feature_size=usual_sizes(FrozenTarget(target), judging),
             token_ids=token_ids,
         )
 
@@ -164,10 +166,8 @@ class TrainingJob:
         target = decoder.target
         config = new_head(target, LONGEST + STEPS, state.token_ids)
         device = target.backend.device
-        head = TrainableHead(config, state.weights, state.feature_size.to(device), FrozenTarget(target, config.layers))
-        run = TrainingRun(
-            self.settings.folder, head.to(device), learned, state, self.settings.seed, self._max_seconds
-        )
+        head = TrainableHead(config, state.weights, state.feature_size.to(device), FrozenTarget(target))
+        run = TrainingRun(self.settings.folder, head.to(device), learned, state, self.settings.seed, self._max_seconds)
         self._learned_tokens = sum(len(text.ids) for text in learned)
         return run
 
@@ -186,7 +186,7 @@ class TrainingJob:
         for state in run.steps(judge):
             self.saved = f"{folder / STATE} holds step {run.saved_step}"
             left = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
-            self.show(Progress("training", state.step, state.planned, left, state.judgements[-1]))
+            self.show(TrainingProgress("training", state.step, state.planned, left, state.judgements[-1]))
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
                 _write_lines(folder / PROGRESS, state.judgements)
@@ -267,7 +267,8 @@ class TrainingJob:
         except SlipstreamError as error:
             raise SlipstreamError(f"{error}; {self.saved}") from error
         except OSError as error:
-            raise SlipstreamError(f"{error.filename or self.settings.folder}: {one_line(error)}; {self.saved}") from error
+            place = error.filename or self.settings.folder
+            raise SlipstreamError(f"{str(place)!r}: {error.strerror or one_line(error)}; {self.saved}") from error
 
 
 @contextmanager
@@ -313,4 +314,3 @@ def draw(folder: Path, state: State) -> None:
 def _write_lines(path: Path, items: Sequence[dict[str, Any]]) -> None:
     with replaced(path) as partial:
         partial.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
-

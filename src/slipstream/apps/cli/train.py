@@ -13,14 +13,14 @@ import typer
 
 from slipstream.apps.cli.application import command, load_decoder, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out, print_error
-from slipstream.apps.cli.flags import MODELS, OUTPUT, PROMPTS, Json, Models, Target, flags, option
+from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import EMBEDDED
 
 if TYPE_CHECKING:
-    from slipstream.training.training_job import Progress, Show, TrainingJob
+    from slipstream.training.training_job import Show, TrainingJob, TrainingProgress
 
 TRAINING = "Training"
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
@@ -52,9 +52,7 @@ class TrainOptions:
     ] = 3.0
     steps: Annotated[
         int | None,
-        option(
-            TRAINING, "--steps", text="training steps; default: ten passes over the texts", metavar="N", min=1
-        ),
+        option(TRAINING, "--steps", text="training steps; default: ten passes over the texts", metavar="N", min=1),
     ] = None
     seed: Annotated[int, option(TRAINING, "--seed", text="random seed", metavar="N", min=0)] = 0
     out_folder: Annotated[
@@ -142,7 +140,7 @@ def _progress() -> Iterator[Show]:
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         task, told = bar.add_task("", total=None, doing="texts"), ""
 
-        def show(progress: Progress) -> None:
+        def show(progress: TrainingProgress) -> None:
             nonlocal told
             found = "" if progress.latest is None else _found(progress.latest)
             left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
@@ -153,10 +151,11 @@ def _progress() -> Iterator[Show]:
                 completed=progress.completed,
                 description=", ".join(filter(None, (left, found))),
             )
-            line = found or f"{progress.doing}: {progress.completed:.0f} of {progress.total:.0f} tokens"
-            if line != told and not err.is_terminal:
-                err.sentence(", ".join(filter(None, (line, left))))
-            told = line
+            news = found or str(10 * progress.completed // progress.total)  # of texts a line for each tenth
+            if news != told and not err.is_terminal:
+                tokens = f"{progress.doing}: {progress.completed} of {progress.total} tokens"
+                err.sentence(", ".join(filter(None, (found or tokens, left))))
+            told = news
 
         yield show
 

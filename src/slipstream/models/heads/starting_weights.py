@@ -35,10 +35,7 @@ def model_of(target: Loaded) -> Any:
     """The module that a target's backend runs. UsageError if its hidden states cannot be read."""
     model = getattr(target.backend, "model", None)
     if model is None or not isinstance(target.backend, HiddenStates):
-        raise UsageError(
-            f"target {target.name!r}, whose hidden states cannot be read; allowed: models that run on Slipstream's "
-            "own KV cache"
-        )
+        raise unreadable(target)
     if target.backend.num_layers < FEWEST_LAYERS:
         raise UsageError(
             f"target {target.name!r} has {target.backend.num_layers} layers; allowed: {FEWEST_LAYERS} or more"
@@ -46,12 +43,26 @@ def model_of(target: Loaded) -> Any:
     return model
 
 
+def unreadable(target: Loaded) -> UsageError:
+    """What to say of a target whose hidden states cannot be read."""
+    return UsageError(
+        f"target {target.name!r}, whose hidden states cannot be read; allowed: models that run on Slipstream's own KV "
+        "cache and pass it to their layers by name"
+    )
+
+
+def feature_layers(target: Loaded) -> tuple[int, ...]:
+    """The layers whose entering hidden states a new head reads: an early one, the middle and the last."""
+    count = config_layers(model_of(target))
+    return min(2, count // 2 - 1), count // 2, count - 1
+
+
 def new_head(target: Loaded, max_length: int, token_ids: Tensor) -> HeadConfig:
     """The sizes of a head that reads three of the target's layers. token_ids: what it can propose, ascending."""
     config = model_of(target).config.get_text_config()
-    size, heads, count = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    size, heads = config.hidden_size, config.num_attention_heads
     return HeadConfig(
-        layers=(min(2, count // 2 - 1), count // 2, count - 1),
+        layers=feature_layers(target),
         hidden_size=size,
         target_hidden_size=size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * size,
