@@ -19,7 +19,7 @@ from slipstream.models.heads.network import grouped_attention
 from slipstream.models.heads.starting_weights import new_head, starting_weights
 from slipstream.training import training_job, training_run
 from slipstream.training.held_out import acceptance
-from slipstream.training.texts import MadeText, TextMaker, read_sources, read_texts, user_turn
+from slipstream.training.texts import MadeText, TextMaker, read_sources, read_texts, split, user_turn
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
 from slipstream.training.training_run import STATE, State
 from tests.support.head_cases import Written, transcribed
@@ -54,9 +54,7 @@ def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained
     )
     plain = drafting.using("none", num_draft_tokens="auto")
     held = [text for text in read_texts(trained) if text.greedy][::5]
-    results = [
-        drafting.generate(text.ids[: text.start], max_tokens=len(text.ids) - text.start) for text in held
-    ]
+    results = [drafting.generate(text.ids[: text.start], max_tokens=len(text.ids) - text.start) for text in held]
     for text, result in zip(held, results, strict=True):
         assert result.token_ids == text.ids[text.start :]
         params = SamplingParams(max_tokens=40, temperature=0.7, seed=3)
@@ -259,6 +257,15 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"number": 0}\n')
     with pytest.raises(SlipstreamError, match=r"texts.jsonl', line 1 is damaged"):
         train(tmp_path)
+
+
+def test_answers_to_held_out_prompts_are_not_learned() -> None:
+    texts = [MadeText(n, [1 + n % 3, 4, n], 2, n % 4 == 0, 0.0) for n in range(12)]
+    learned, held = split(texts, 1)
+    assert [text.number for text in held] == [0]
+    assert [text.number for text in learned] == [n for n in range(12) if n % 3]
+    learned, _ = split(texts[::3], 1)
+    assert [text.number for text in learned] == [3, 6, 9]  # there is no other prompt
 
 
 def test_a_draft_vocabulary_has_the_most_frequent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

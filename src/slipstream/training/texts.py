@@ -164,7 +164,9 @@ class TextMaker:
         return tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
 
     def _temperature(self, number: int) -> float:
-        return TEMPERATURES[number % len(TEMPERATURES)]
+        """Of an answer; a prompt that comes again has the next one."""
+        turn = sum(divmod(number, len(self._sources))) if self._sources else number
+        return TEMPERATURES[turn % len(TEMPERATURES)]
 
     def _row(self, prompt: Any, temperature: float, number: int, chat: bool) -> Any:
         row = self._decoder.rows([prompt], SamplingParams(max_tokens=1), chat=chat)[0]
@@ -263,11 +265,16 @@ def make_texts(
 
 
 def split(texts: Sequence[MadeText], num_held_tokens: int) -> tuple[list[MadeText], list[MadeText]]:
-    """Texts to learn from, and texts held out: some of the greedy ones, or of all where none is greedy."""
+    """Texts to learn from, and texts held out: some of the greedy ones, or of all where none is greedy.
+
+    Other answers to a prompt that is held out are not learned, unless there is no other prompt.
+    """
     candidates = [text for text in texts if text.greedy] or list(texts)
-    held = list(_first(candidates[:: max(1, min(5, len(candidates)))], num_held_tokens))
+    held = list(_first(candidates[::5], num_held_tokens))
     numbers = {text.number for text in held}
-    return [text for text in texts if text.number not in numbers], held
+    prompts = {tuple(text.ids[: text.start]) for text in held if text.start > 1}
+    others = [text for text in texts if text.number not in numbers]
+    return [text for text in others if tuple(text.ids[: text.start]) not in prompts] or others, held
 
 
 def _first(texts: Sequence[MadeText], num_tokens: int) -> Iterator[MadeText]:

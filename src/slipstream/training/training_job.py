@@ -117,7 +117,6 @@ class TrainingJob:
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
             texts = read_texts(folder) if state is not None else self._make_texts(decoder)
-            self.saved = f"{folder} holds {len(texts)} texts"
             if state is not None:
                 texts = texts[: state.num_texts]
             learned, held = split(texts, HELD_TOKENS)
@@ -137,6 +136,7 @@ class TrainingJob:
         maker = TextMaker(decoder, self._sources, settings.seed)
 
         def show(tokens: int, passed: float) -> None:
+            self.saved = f"{settings.folder} holds {tokens} tokens of texts"
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
             left = None if needed is None else max(0.0, min(needed, seconds - passed))
             self.show(TrainingProgress("texts", tokens, settings.num_tokens, left))

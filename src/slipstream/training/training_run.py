@@ -36,7 +36,7 @@ SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # between two states, and how much of the
 
 def tokens_of_step(device: torch.device) -> tuple[int, int]:
     """Tokens of the texts of one step, and those that are in memory at a time."""
-    return (2048, 1024) if device.type == "cpu" else (16384, 8192)
+    return (2048, 1024) if device.type == "cpu" else (16384, 4096)
 
 
 @dataclass
