@@ -223,6 +223,31 @@ def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypa
     assert all(bool(weight.isfinite().all()) for weight in state.weights.values())
 
 
+def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some texts are neither learned nor held out, as they answer a prompt that is held out."""
+    (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
+    heads, loss, calls = [], TrainableHead.loss, list[None]()
+
+    def interrupted(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
+        calls.append(None)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return loss(head, batch)
+
+    for name in ("whole", "interrupted"):
+        if name == "interrupted":
+            monkeypatch.setattr(TrainableHead, "loss", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
+        result = train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
+        learned, held = split(read_texts(tmp_path / name), training_job.HELD_TOKENS)
+        assert len(learned) + len(held) < result["texts"]
+        heads.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert heads[0] == heads[1]
+
+
 @pytest.mark.parametrize("place", ["state", "head"])
 def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

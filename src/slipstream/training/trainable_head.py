@@ -58,18 +58,20 @@ class FrozenTarget:
     """Reads texts with the target's own forward. UsageError if its hidden states cannot be read."""
 
     def __init__(self, target: Loaded) -> None:
-        self.model, self._layers, self._target = model_of(target), feature_layers(target), target
-        self.backend: Any = target.backend
-        self.backend.keep_hidden_states(self._layers)
+        self.target, self.model, self._layers = target, model_of(target), feature_layers(target)
+        self.device = target.backend.device
+        backend: Any = target.backend
+        backend.keep_hidden_states(self._layers)
+        self._backend = backend
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, W, F] and logits [B, W, V] of texts; what the KV cache holds is overwritten."""
         rows, width = tokens.shape
-        self.backend.reserve(rows, width)
-        logits = self.backend.forward(tokens, [0] * rows, first_slot=0, logits=True)
-        features = [self.backend.hidden_states(self._layers, i, 0, width) for i in range(rows)]
+        self._backend.reserve(rows, width)
+        logits = self._backend.forward(tokens, [0] * rows, first_slot=0, logits=True)
+        features = [self._backend.hidden_states(self._layers, i, 0, width) for i in range(rows)]
         if features[0] is None:
-            raise unreadable(self._target)
+            raise unreadable(self.target)
         return torch.stack(features), logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -91,8 +93,8 @@ class TrainableHead(nn.Module):
     ) -> None:
         super().__init__()
         assert config.token_ids is not None
-        self.config, self.target, self.feature_size = config, target, feature_size
-        self.token_ids = config.token_ids.to(feature_size.device)
+        self.config, self.target, self.feature_size = config, target, feature_size.to(target.device)
+        self.token_ids = config.token_ids.to(target.device)
         self.dtype: torch.dtype = precision(target.model.dtype)
         self.weights = nn.ParameterDict({name.replace(".", "/"): weight for name, weight in weights.items()})
 

@@ -109,25 +109,24 @@ class TrainingJob:
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
         """Train with the target of this decoder; what was found last, and where the head is."""
         settings, folder = self.settings, self.settings.folder
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=decoder.target.backend.device)
-        FrozenTarget(decoder.target).read(tokens)  # refuses targets without hidden states
+        frozen = FrozenTarget(decoder.target)
+        frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
         decoder.forget()  # the KV cache is overwritten
         folder.mkdir(parents=True, exist_ok=True)
         with self._kept(), _held(folder):
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
-            texts = read_texts(folder) if state is not None else self._make_texts(decoder)
-            if state is not None:
-                texts = texts[: state.num_texts]
+            texts = self._make_texts(decoder) if state is None else read_texts(folder)[: state.num_texts]
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(f"--tokens {settings.num_tokens} makes {len(texts)} texts; allowed: more")
             decoder.forget()  # the KV cache will be overwritten
-            device = decoder.target.backend.device
-            judging = batches(held, device)
+            judging = batches(held, frozen.device)
             if state is None:
-                state = self._first_state(decoder, learned, held, judging)
-            run = self._training_run(decoder, learned, state)
+                state = self._first_state(frozen, texts, learned, held)
+            config = new_head(decoder.target, LONGEST + STEPS, state.token_ids)
+            head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
+            run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)
             self._train(decoder, run, judging)
             return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
 
@@ -144,32 +143,24 @@ class TrainingJob:
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
 
     def _first_state(
-        self, decoder: SpeculativeDecoder, learned: Sequence[MadeText], held: Sequence[MadeText], judging: list[Batch]
+        self, frozen: FrozenTarget, texts: Sequence[MadeText], learned: Sequence[MadeText], held: Sequence[MadeText]
     ) -> State:
         """The state before the first step."""
-        settings, target = self.settings, decoder.target
+        settings, target = self.settings, frozen.target
         token_ids = draft_vocabulary(learned, held, target.backend.vocab_size)
         config = new_head(target, LONGEST + STEPS, token_ids)
-        num_tokens, device = sum(len(text.ids) for text in learned), target.backend.device
-        planned = settings.num_steps or max(FEWEST_STEPS, ceil(PASSES * num_tokens / tokens_of_step(device)[0]))
+        num_tokens = sum(len(text.ids) for text in learned)
+        passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
         return State(
             step=0,
-            planned=planned,
-            num_texts=len(learned) + len(held),
-            seconds=max(text.seconds for text in (*learned, *held)),
+            planned=settings.num_steps or max(FEWEST_STEPS, passes),
+            num_texts=len(texts),
+            num_tokens=num_tokens,
+            seconds=texts[-1].seconds,
             weights=starting_weights(target, config, settings.seed),
-            feature_size=usual_sizes(FrozenTarget(target), judging),
+            feature_size=usual_sizes(frozen, batches(held, frozen.device)),
             token_ids=token_ids,
         )
-
-    def _training_run(self, decoder: SpeculativeDecoder, learned: Sequence[MadeText], state: State) -> TrainingRun:
-        target = decoder.target
-        config = new_head(target, LONGEST + STEPS, state.token_ids)
-        device = target.backend.device
-        head = TrainableHead(config, state.weights, state.feature_size.to(device), FrozenTarget(target))
-        run = TrainingRun(self.settings.folder, head.to(device), learned, state, self.settings.seed, self._max_seconds)
-        self._learned_tokens = sum(len(text.ids) for text in learned)
-        return run
 
     def _train(self, decoder: SpeculativeDecoder, run: TrainingRun, judging: list[Batch]) -> None:
         folder = self.settings.folder
@@ -190,6 +181,7 @@ class TrainingJob:
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
                 _write_lines(folder / PROGRESS, state.judgements)
+        _write_lines(folder / PROGRESS, run.state.judgements)
         draw(folder, run.state)
 
     def _costs(self, decoder: SpeculativeDecoder) -> Costs:
@@ -211,7 +203,7 @@ class TrainingJob:
             "by": f"slipstream train {__version__}",
             "target": settings.target,
             "texts": state.num_texts,
-            "tokens": self._learned_tokens,
+            "tokens": state.num_tokens,
             "steps": state.step,
             "planned_steps": state.planned,
             "seed": settings.seed,

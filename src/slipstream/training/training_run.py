@@ -41,7 +41,8 @@ def tokens_of_step(device: torch.device) -> tuple[int, int]:
 
 @dataclass
 class State:
-    """What a run goes on from. planned: steps in all; num_texts: how many texts of the folder it learns from.
+    """What a run goes on from. planned: steps in all; num_texts: how many of the folder's texts there were when it
+    began; num_tokens: of those that are learned.
 
     seconds: of all runs so far; judgements: what was found of the head, by step, with the loss since the one before.
     """
@@ -49,6 +50,7 @@ class State:
     step: int
     planned: int
     num_texts: int
+    num_tokens: int
     seconds: float
     weights: dict[str, Tensor]
     feature_size: Tensor
@@ -91,7 +93,7 @@ class TrainingRun:
     ) -> None:
         self.head, self.state = head, state
         self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, max_seconds
-        self._device = head.feature_size.device
+        self._device = head.target.device
         matrices, others = _matrices_and_others(head)
         self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
