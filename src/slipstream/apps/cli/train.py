@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 TRAINING = "Training"
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 FEWEST_TOKENS = 1000
-OF_DRAFTS = ("drafter", "num_draft_tokens", "acceptance", "draft_dtype", "draft_vocabulary", "draft_context")
+# settings that a training chooses itself
+CHOSEN = (
+    *("drafter", "num_draft_tokens", "acceptance", "reproducible"),
+    *("draft_dtype", "draft_vocabulary", "draft_context"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class TrainOptions:
         option(
             OUTPUT,
             "--out",
-            text="folder of the head; a training that was interrupted there continues",
+            text="folder of the head (needed); a training that was interrupted there continues",
             metavar="FOLDER",
             callback=check_folder("--out"),
         ),
@@ -69,11 +73,11 @@ class TrainOptions:
 
 @command(
     "train",
-    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --hours 3",
+    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --hours 12",
     "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
     'slipstream generate --target Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
 )
-@flags(TrainOptions, DecoderConfig, without=OF_DRAFTS)
+@flags(TrainOptions, DecoderConfig, without=CHOSEN)
 def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json = None) -> None:
     """Train a draft head for a model, which then generates faster with --draft FOLDER.
 
@@ -82,7 +86,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
     """
     job = _job(options)
     try:
-        decoder = load_decoder(Models(options.target), replace(config, acceptance=SERVED.acceptance, drafter="auto"))
+        decoder = load_decoder(Models(options.target), replace(config, acceptance=SERVED.acceptance))
         with _progress() as job.show:
             result = job.run(decoder)
     except KeyboardInterrupt:
