@@ -299,3 +299,5 @@ def test_a_draft_vocabulary_has_the_most_frequent_tokens(monkeypatch: pytest.Mon
     held = [MadeText(2, [9, 5, 5, 7], 0, True, 0.0)]
     assert training_job.draft_vocabulary(texts, held, 12).tolist() == [3, 5, 7, 9]
     assert training_job.draft_vocabulary(texts, [MadeText(2, [5, 7, 5], 0, True, 0.0)], 12).tolist() == [5, 7]
+    unseen = [MadeText(2, [5, 7, 11, 11], 0, True, 0.0)]  # no number of the seen tokens has 11
+    assert training_job.draft_vocabulary(texts, unseen, 12).tolist() == [5, 7]

@@ -45,7 +45,7 @@ from slipstream.wiring.model_pair import fingerprint_of
 SETTINGS, COSTS, PROGRESS, LOCK = "settings.json", "costs.json", "progress.jsonl", ".lock"
 TEXTS_SHARE = 0.5  # of the time, in which texts are made
 HELD_TOKENS = 4096  # of the texts that are held out
-SIZES = (2048, 4096, 8192, 12288, 16384, 32768)  # of draft vocabularies
+SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
 COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary has
 COST_SECONDS, COST_SHARE = 20.0, 0.01  # of measuring rounds: at most, and of the time
 
@@ -276,15 +276,22 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], vocab_size: int) -> torch.Tensor:
-    """Ids of the most frequent tokens, ascending: as few as cover what is held out, of a few sizes."""
+    """Ids of the most frequent tokens, ascending: as few as cover what is held out, of a few sizes.
+
+    Few texts do not have all tokens of others, however many are chosen; what they lack is not asked for.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in learned:
         counts += torch.bincount(torch.tensor(text.ids[text.start :]), minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)
     known = torch.tensor([token for text in held for token in text.ids[text.start :]])
-    sizes = [min(size, vocab_size) for size in SIZES]
-    covering = [size for size in sizes if float(torch.isin(known, order[:size]).float().mean()) >= COVERED]
-    return order[: (covering or sizes[-1:])[0]].sort().values
+
+    def covered(size: int) -> float:
+        return float(torch.isin(known, order[:size]).float().mean())
+
+    sizes, needed = [min(size, vocab_size) for size in SIZES], COVERED * covered(int((counts > 0).sum()))
+    size = next((size for size in sizes if covered(size) >= needed), sizes[-1])
+    return order[:size].sort().values
 
 
 def draw(folder: Path, state: State) -> None:
