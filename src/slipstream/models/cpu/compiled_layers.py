@@ -63,13 +63,15 @@ class LayerFunctions:
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
-    out, scratch). all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
+    out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
+    first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
     tokens, size, out). cache: the struct of `whole`'s cache.
     """
 
     project: Any
     feed_forward: Any
     whole: Any
+    finish: Any
     all_layers: Any
     normalise: Any
     cache: type[ctypes.Structure]
@@ -81,6 +83,7 @@ class LayerFunctions:
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
             "whole": ("whole_layer", "pppnpppp"),
+            "finish": ("finish_layer", "ppppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
         }
@@ -223,12 +226,10 @@ class CompiledOps(LayerCalls):
         norms = (ops.before_attention, *head_norms, ops.after_attention)
         self._norm_weights: list[Tensor] = []
         structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
-        linears = [_kernel(linear) for linear in _linears(ops)]
-        self._most_tokens = min(
-            (linear.narrow for linear in _linears(ops) if isinstance(linear, QuantisedLinear)), default=MANY
-        )
+        products = [kernel_product(linear) for linear in _linears(ops)]
+        self._most_tokens = most_tokens(_linears(ops))
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
-        weights = [linear.weights for linear in linears if linear is not None]
+        weights = [product.weights for product in products if product is not None]
         layer = LayerStruct(*weights, *structs, *sizes, *activation)
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
@@ -262,7 +263,7 @@ class CompiledOps(LayerCalls):
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | None:
     """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
-    if any(_kernel(linear) is None for linear in _linears(ops)):
+    if any(kernel_product(linear) is None for linear in _linears(ops)):
         return None  # its weights are not the kernels', which was said when they were packed
     library = kernels()
     if library is None:
@@ -288,10 +289,15 @@ def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
     return ops.qkv, ops.out, ops.gate_up, ops.down
 
 
-def _kernel(linear: Any) -> KernelLinear | None:
+def kernel_product(linear: Any) -> KernelLinear | None:
     """The layer for few tokens, if our own kernels compute it."""
     few = linear.few if isinstance(linear, QuantisedLinear) else linear
     return few if isinstance(few, KernelLinear) else None
+
+
+def most_tokens(linears: Sequence[Any]) -> int:
+    """For how many tokens all of these are computed by `kernel_product`."""
+    return min((linear.narrow for linear in linears if isinstance(linear, QuantisedLinear)), default=MANY)
 
 
 class BlockLayerOps(LayerCalls):

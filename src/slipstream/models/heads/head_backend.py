@@ -17,6 +17,7 @@ from slipstream.core.kv_slots import SlotState
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.heads.compiled_layer import CompiledLayer, compiled_layer
 from slipstream.models.heads.network import HeadNetwork, grouped_attention
 
 UNIT = 256  # positions by which a slot's memory grows
@@ -39,6 +40,7 @@ class HeadBackend:
         self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
         self.num_right: list[int] = []  # positions of each slot, from its first on, that had the target's features
+        self._compiled = compiled_layer(network)
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
 
     def attach(self, target: HiddenStates, slots: Sequence[SlotState]) -> None:
@@ -63,45 +65,66 @@ class HeadBackend:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        width = tokens.shape[1]
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        entered = torch.stack([self._entered(first_slot + i, start, width) for i, start in enumerate(starts)])
-        place = _Place(first_slot, starts, positions)
-        turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
-        outputs = self.network.layer(tokens, entered, turned, partial(self._attend, place))
+        batch, width = tokens.shape
+        entered = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
+        residual, heads = self.network.project(tokens, entered[0][None] if batch == 1 else torch.stack(entered))
+        place = _Place(first_slot, starts, width)
+        if self._compiled is not None and batch * width <= self._compiled.most_tokens:
+            outputs = self._finish_compiled(self._compiled, place, residual, heads)
+        else:
+            positions = place.positions(self.device)
+            turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
+            attend = partial(self._attend, place, positions)
+            outputs = self.network.finish(residual, heads, turned, attend)
+        for row, start in enumerate(starts):
+            if start == 0:
+                outputs[row, 0] = 0  # it has no feature
         place.write(self._outputs, self.network.returned(outputs)[:, None])
         return self._logits(outputs) if logits else outputs.new_empty(0)
 
-    def _attend(self, place: _Place, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _finish_compiled(self, compiled: CompiledLayer, place: _Place, residual: Tensor, heads: Tensor) -> Tensor:
+        positions = [position for start in place.starts for position in range(start, start + place.width)]
+        slots = [place.first_slot + i for i in range(len(place.starts)) for _ in range(place.width)]
+        places = [position - 1 for position in positions]  # behind that of position 0, which no other row sees
+        where = torch.tensor([slots, [max(0, i) for i in places], places])
+        last = self.max_length - 1
+        if len(place.starts) == 1 and positions[-1] <= last:
+            rope = self.network.rope[:, positions[0] : positions[-1] + 1]
+        else:
+            rope = self.network.rope[:, torch.tensor(positions).clamp_(max=last)]
+        return compiled(residual, heads, rope, where, self._keys[:, :, 1:], self._values[:, :, 1:])
+
+    def _attend(self, place: _Place, positions: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write keys and values, and attend to those of positions 1 to each token's own."""
         place.write(self._keys, key)
         place.write(self._values, value)
         end = place.end
         first = min(1, end - 1)
         keys, values = self._keys[place.slots, :, first:end], self._values[place.slots, :, first:end]
-        if query.shape[2] == 1 and place.starts_alike:
+        if place.width == 1 and place.starts_alike:
             return grouped_attention(query, keys, values, None)
-        seen = torch.arange(first, end, device=query.device) <= place.positions[..., None].clamp(min=first)
+        seen = torch.arange(first, end, device=query.device) <= positions[..., None].clamp(min=first)
         return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
-        known = min(max(0, self._num_read(slot) - (start - 1)), width)
+        before = start - 1
+        known = min(max(0, self.num_read(slot) - before), width)
         if start <= self.num_right[slot]:
             self.num_right[slot] = start + known
-        before = start - 1
-        own = self._outputs[slot, 0, max(0, before) : before + width]
-        own = own if start else torch.cat([own.new_zeros(1, own.shape[1]), own])
-        if known <= (start == 0) or self.target is None:
-            return own
-        first = max(0, before)
-        features = self.target.hidden_states(self.network.config.layers, slot, first, before + known)
+        features, first = None, max(0, before)
+        if before + known > first and self.target is not None:
+            features = self.target.hidden_states(self.network.config.layers, slot, first, before + known)
         if features is None:
-            return own
-        entered = self.network.enter(features)
-        return torch.cat([own[: first - before], entered, own[known:]])
+            known = first - before
+        entered = [] if features is None else [self.network.enter(features)]
+        if start == 0:
+            entered.insert(0, self._outputs.new_zeros(1, self._outputs.shape[3]))
+        if known < width:
+            entered.append(self._outputs[slot, 0, before + known : before + width])
+        return entered[0] if len(entered) == 1 else torch.cat(entered)
 
-    def _num_read(self, slot: int) -> int:
+    def num_read(self, slot: int) -> int:
         """How many of a slot's positions the target has read."""
         return self.target_slots[slot].base if slot < len(self.target_slots) else 0
 
@@ -119,20 +142,25 @@ class HeadBackend:
 
 
 class _Place:
-    """Where a forward writes: rows of a width in slots first_slot, first_slot + 1, ... at positions [B, W]."""
+    """Where a forward writes: rows of a width in slots first_slot, first_slot + 1, ... from `starts` on."""
 
-    def __init__(self, first_slot: int, starts: list[int], positions: Tensor) -> None:
-        self.slots, self.positions = slice(first_slot, first_slot + len(starts)), positions
+    def __init__(self, first_slot: int, starts: list[int], width: int) -> None:
+        self.first_slot, self.starts, self.width = first_slot, starts, width
+        self.slots = slice(first_slot, first_slot + len(starts))
         self.starts_alike = len(set(starts)) == 1
-        self.end = max(starts) + positions.shape[1]
+        self.end = max(starts) + width
+
+    def positions(self, device: torch.device) -> Tensor:
+        """[B, W]"""
+        return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.width, device=device)
 
     def write(self, cached: Tensor, states: Tensor) -> None:
         """States [B, heads, W, size] into cached [slots, heads, positions, size]."""
         if self.starts_alike:
-            cached[self.slots, :, self.end - states.shape[2] : self.end] = states
+            cached[self.slots, :, self.end - self.width : self.end] = states
         else:
             slots = torch.arange(self.slots.start, self.slots.stop, device=cached.device)[:, None]
-            cached[slots, :, self.positions] = states.transpose(1, 2)
+            cached[slots, :, self.positions(cached.device)] = states.transpose(1, 2)
 
 
 class HeadSession(Session):
@@ -147,9 +175,10 @@ class HeadSession(Session):
         self._drop_wrong()
 
     def _drop_wrong(self) -> None:
-        assert isinstance(self.backend, HeadBackend)
-        for state, count in zip(self.slot_states, self.backend.num_right, strict=False):
-            if state.base > count:  # a text was read before the target had read it
+        backend = self.backend
+        assert isinstance(backend, HeadBackend)
+        for slot, (state, count) in enumerate(zip(self.slot_states, backend.num_right, strict=False)):
+            if state.base > count and backend.num_read(slot) >= count:  # the text was read before the target read it
                 state.base = state.written = count
 
 

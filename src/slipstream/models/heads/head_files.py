@@ -103,7 +103,7 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
     embed = _embedding(files, tensors, config) or model.get_input_embeddings()
     network = HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
     backend = HeadBackend(network)
-    fingerprint = f"head {config.hidden_size} {config.intermediate_size} {backend.vocab_size} {len(config.layers)}"
+    fingerprint = f"head 2 {config.hidden_size} {config.intermediate_size} {backend.vocab_size} {len(config.layers)}"
     return Loaded(
         backend,
         files.source,
@@ -253,11 +253,11 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     )
 
 
-def _feature_norms(files: HeadFiles, read: _Reader, config: HeadConfig) -> list[Tensor]:
+def _feature_norms(files: HeadFiles, read: _Reader, config: HeadConfig) -> Tensor | None:
     count, size = len(config.layers), config.target_hidden_size
     if files.flags.get("fc_norm"):
-        return [read(f"fc_norm.{i}.weight", size) for i in range(count)]
-    return [read("input_norm.weight", count * size)] if files.flags.get("norm_before_fc") else []
+        return torch.stack([read(f"fc_norm.{i}.weight", size) for i in range(count)])
+    return read("input_norm.weight", count * size)[None] if files.flags.get("norm_before_fc") else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ target there, or, where the target has not been yet, what the head itself return
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class HeadConfig:
 class HeadWeights:
     """A head's products and norms, by what they do. norms: of one vector each.
 
-    feature_norms: one over each layer's hidden states, one over all of them, or none. qkv and gate_up are joint.
+    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None. qkv and gate_up
+    are joint.
     """
 
     fc: Linear
@@ -59,7 +60,7 @@ class HeadWeights:
     hidden_norm: Tensor
     middle_norm: Tensor
     final_norm: Tensor
-    feature_norms: list[Tensor] = field(default_factory=list)
+    feature_norms: Tensor | None = None
 
 
 class HeadNetwork:
@@ -69,38 +70,39 @@ class HeadNetwork:
         """embed: the target's embedding, or the head's own."""
         self.config, self.weights, self.embed = config, weights, embed
         self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
-        self._cosines, self._sines = _rotations(config, self.dtype, self.device)
+        self.rope = _rotations(config, self.dtype, self.device)  # [2, positions, D]
 
     def enter(self, features: Tensor) -> Tensor:
         """[N, H] what rows are given of features [N, layers * target's hidden size]."""
-        norms, size = self.weights.feature_norms, self.config.target_hidden_size
-        features = features.to(self.dtype)
-        if len(norms) == 1 and len(norms[0]) == features.shape[-1]:
-            features = self._norm(features, norms[0])
-        elif norms:
-            parts = [self._norm(part, norm) for part, norm in zip(features.split(size, -1), norms, strict=True)]
-            features = torch.cat(parts, -1)
+        norms, features = self.weights.feature_norms, features.to(self.dtype)
+        if norms is not None:
+            features = self._norm(features.unflatten(-1, norms.shape), None).mul_(norms).flatten(-2)
         return self.weights.fc(features)
 
-    def layer(
+    def project(self, tokens: Tensor, entered: Tensor) -> tuple[Tensor, Tensor]:
+        """For rows with tokens [B, W] and entered [B, W, H]: the residual [B, W, H], to which attention's output is
+        added, and queries, keys and values [B, W, all heads * D]."""
+        normed = self._norm(entered, self.weights.hidden_norm)
+        embedded = self._norm(self.embed(tokens).to(self.dtype), self.weights.token_norm)
+        heads = self.weights.qkv(torch.cat([embedded, normed], -1))
+        return normed if self.config.norm_before_residual else entered, heads
+
+    def finish(
         self,
-        tokens: Tensor,
-        entered: Tensor,
+        residual: Tensor,
+        heads: Tensor,
         positions: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
+        """[B, W, H] outputs of what `project` returned for rows at positions [B, W].
 
         attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
         """
         config, weights = self.config, self.weights
-        normed = self._norm(entered, weights.hidden_norm)
-        embedded = self._norm(self.embed(tokens).to(self.dtype), weights.token_norm)
-        qkv = weights.qkv(torch.cat([embedded, normed], -1)).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         both = config.num_heads + config.num_key_heads
         turned = self._rotate(qkv[:, :both], positions)
         attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
-        residual = normed if config.norm_before_residual else entered
         hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
         gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)
         return hidden + weights.down(silu(gate) * up)
@@ -113,23 +115,23 @@ class HeadNetwork:
         """[..., draft vocabulary] of outputs [..., H]."""
         return self.weights.lm_head(self._norm(outputs, self.weights.final_norm))
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.config.eps)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [B, heads, W, D] turned by positions [B, W]."""
-        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
-        return x * cosines + x.roll(self.config.head_dim // 2, -1) * sines
+        cosines, sines = self.rope[:, positions, None].transpose(2, 3)
+        half = self.config.head_dim // 2
+        signed = torch.cat([-sines[..., :half], sines[..., half:]], -1)
+        return x * cosines + x.roll(half, -1) * signed
 
 
-def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [positions, D]."""
+def _rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cosines and sines [2, positions, D]."""
     half = config.head_dim // 2
     inverse = config.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
-    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse
-    cosines, sines = angles.cos(), angles.sin()
-    parts = torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
-    return parts[0].to(device, dtype), parts[1].to(device, dtype)
+    angles = (torch.arange(config.max_length, dtype=torch.float32)[:, None] * inverse).repeat(1, 2)
+    return torch.stack([angles.cos(), angles.sin()]).to(device, dtype)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -105,16 +105,26 @@ void residual_mlp(const layer_type *layer, const number *hidden, const number *a
     for_each(tokens, tokens > FEW, end_layer, &pass);
 }
 
-/* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's, which may take its place. */
+/* The layer after its first product, attention included. heads [tokens][heads + 2 * key_heads][size]: queries, keys and
+ * values, rotated in place. out may be hidden. */
+void finish_layer(const layer_type *layer, const cache_type *memory, const number *hidden, number *heads, int64_t tokens,
+                  const number *cosines, const number *sines, number *out, number *space) {
+    int64_t *groups = (int64_t *)space; /* 2 a token */
+    number *attended = space + tokens * (int64_t)(16 / sizeof *space);
+    struct pass pass = {layer, .cosines = cosines, .sines = sines, .heads = heads};
+    for_each(tokens, tokens > FEW, rotate_token, &pass);
+    attend(layer, memory, heads, tokens, attended, groups);
+    residual_mlp(layer, hidden, attended, tokens, out, attended + tokens * layer->heads * layer->size);
+}
+
+/* The whole layer: from hidden [tokens][hidden] to the next layer's, which may take its place. */
 void whole_layer(const layer_type *layer, const cache_type *memory, const number *hidden, int64_t tokens,
                  const number *cosines, const number *sines, number *out, number *space) {
-    int64_t *groups = (int64_t *)space; /* 2 a token */
-    number *heads = space + tokens * (int64_t)(16 / sizeof *space);
-    number *attended = heads + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
-    number *rest = attended + tokens * layer->heads * layer->size;
-    project_qkv_rope(layer, hidden, tokens, cosines, sines, heads, rest);
-    attend(layer, memory, heads, tokens, attended, groups);
-    residual_mlp(layer, hidden, attended, tokens, out, rest);
+    number *rest = space + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
+    struct pass pass = {layer, hidden, .normed = rest};
+    for_each(tokens, tokens > FEW, norm_token, &pass);
+    multiply_by(layer, &layer->qkv, rest, tokens, space, rest + tokens * layer->hidden);
+    finish_layer(layer, memory, hidden, space, tokens, cosines, sines, out, rest);
 }
 
 /* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,

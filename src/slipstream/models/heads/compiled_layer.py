@@ -1,0 +1,83 @@
+"""A head's layer after its joint projection, in one call of the kernels, for bfloat16 on a processor.
+
+A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.finish` is
+the specification, operator by operator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cpu.compiled_layers import LayerFunctions, kernel_product, most_tokens
+from slipstream.models.cpu.kernel_libraries import address, kernels
+from slipstream.models.cpu.packed_linear import KernelLinear
+from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
+from slipstream.models.decoder.fused_layer import SILU
+from slipstream.models.heads.network import HeadConfig, HeadNetwork
+
+NO_NORM = NormStruct(None, 0.0, 0)
+
+
+class CompiledLayer:
+    """The kernels' struct of a layer. most_tokens: that one call takes."""
+
+    def __init__(self, network: HeadNetwork, products: list[KernelLinear], library: Any) -> None:
+        """products: the network's qkv, out, gate_up and down."""
+        config, weights = network.config, network.weights
+        self.most_tokens = most_tokens((weights.qkv, weights.out, weights.gate_up, weights.down))
+        self._norm, self._products = weights.middle_norm.float().contiguous(), products  # the struct has addresses only
+        norm = NormStruct(address(self._norm), config.eps, 0)
+        norms = NO_NORM, NO_NORM, NO_NORM, NO_NORM, norm, NO_NORM
+        sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
+        self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
+        self._size, self._scaling = config.head_dim, config.head_dim**-0.5
+        self._finish = LayerFunctions.of(library, CacheStruct).finish
+        self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(self._layer))
+
+    def __call__(
+        self, residual: Tensor, heads: Tensor, rope: Tensor, where: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The outputs [B, W, H] of rows with a residual [B, W, H] and projections `heads` [B, W, all heads * D].
+
+        rope: [2, B * W, D] cosines and sines. where: [3, B * W] each token's slot, the last place of keys and values
+        [slots, key heads, places, D] that it sees, and the place that it is written to.
+        """
+        residual, heads, tokens = residual.contiguous(), heads.contiguous(), where.shape[1]
+        out, scratch = torch.empty_like(residual), residual.new_empty(tokens * self._scratch_per_token)
+        slots, seen, places = (part.data_ptr() for part in where)
+        memory = CacheStruct(
+            keys.data_ptr(), values.data_ptr(), keys.stride(1) // self._size, 0, self._scaling, slots, seen, places
+        )
+        cosines, sines = rope
+        self._finish(
+            ctypes.addressof(self._layer),
+            ctypes.addressof(memory),
+            residual.data_ptr(),
+            heads.data_ptr(),
+            tokens,
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        return out
+
+
+def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
+    """The compiled form of a head's layer; None where its weights or sizes are not the kernels'."""
+    weights = network.weights
+    library = kernels() if network.device.type == "cpu" and network.dtype == torch.bfloat16 else None
+    linears = weights.qkv, weights.out, weights.gate_up, weights.down
+    products = [product for linear in linears if (product := kernel_product(linear)) is not None]
+    if library is None or len(products) < len(linears) or not _fits(network.config):
+        return None
+    return CompiledLayer(network, products, library)
+
+
+def _fits(config: HeadConfig) -> bool:
+    wide = config.hidden_size % LANES == config.intermediate_size % LANES == config.head_dim % (4 * LANES) == 0
+    return wide and config.head_dim <= MAX_HEAD_SIZE and config.num_heads <= MAX_SHARED_HEADS * config.num_key_heads
