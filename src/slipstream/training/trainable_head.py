@@ -142,7 +142,8 @@ class TrainableHead(nn.Module):
         for step in range(STEPS):
             place = slice(1 + step, 1 + step + rows)
             positions = torch.arange(place.start, place.stop, device=features.device)[None]
-            outputs = network.layer(batch.tokens[:, place], entered, positions, attend)
+            residual, heads = network.project(batch.tokens[:, place], entered)
+            outputs = network.finish(residual, heads, positions, attend)
             yield network.draft_logits(outputs)
             entered = network.returned(outputs)
 
