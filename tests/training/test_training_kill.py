@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             while how_far(tmp_path) <= before:  # it gets somewhere before it is killed
                 assert time.monotonic() < end, "the training got nowhere"
                 time.sleep(0.002)
-            time.sleep(rng.uniform(0.0, 1.5 if before[0] else 0.3))
-            os.kill(child, signal.SIGKILL)
+            time.sleep(rng.uniform(0.0, 0.3))
+            with suppress(ProcessLookupError):  # it has ended, which the next line says
+                os.kill(child, signal.SIGKILL)
             if int(server.stdout.readline()) != -signal.SIGKILL:
                 break  # it had ended
             kills.append(how_far(tmp_path))
