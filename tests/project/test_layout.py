@@ -13,7 +13,7 @@ PACKAGES = [
     *("core", "tokenization", "constraints", "sampling", "text"),
     *("models", "reproducibility", "draft_length", "drafters", "predicted_outputs"),
     *("config", "wiring", "jobs", "decoder"),
-    *("certificate", "bench", "integrations", "apps", "__main__"),
+    *("certificate", "bench", "training", "integrations", "apps", "__main__"),
 ]
 GRAPH = {name: {m for m in imports(name, typing=True) if m in FILES} for name in FILES}
 

@@ -80,6 +80,8 @@ WRITERS = [
     ("sweep", "--out"),
     ("tune", "--json"),
     ("tune", "--out"),
+    ("train", "--out", "head", "--json"),
+    ("train", "--out"),
     ("simulate", "--json"),
     ("simulate", "--save-costs"),
 ]

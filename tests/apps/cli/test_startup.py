@@ -65,6 +65,8 @@ WRONG = [
     ("bench", "--batch-sizes", "0"),
     ("bench", "--out", "/dev/null/folder"),
     ("tune", "--budget", "0"),
+    ("train",),
+    ("train", "--out", "x", "--tokens", "many"),
     ("simulate", "--target-params", "x"),
     ("simulate", "--alpha", "0.5", "--stats", "x.json"),
     ("report", "--ids", "--markdown", "x"),

@@ -140,6 +140,15 @@ WRITTEN: list[Case] = [
     (("simulate", "--stats", "absent.json", *TOY), "'absent.json' cannot be read: no such file or directory"),
     (("simulate", "--arm", "x"), "together with --stats FOLDER"),
     (("report", "--ids", "--markdown", "x"), "--ids beside --markdown"),
+    # training
+    (("train", *TOY), "--out is missing; allowed: --out FOLDER"),
+    (("train", *TOY, "--out", "x", "--tokens", "many"), "--tokens 'many'; allowed: a number from 1000 on, e.g. 500k"),
+    (("train", *TOY, "--out", "x", "--tokens", "0.5k"), "--tokens '0.5k'; allowed: a number from 1000 on"),
+    (("train", *TOY, "--out", "x", "--hours", "0"), "--hours 0; allowed: a number above 0"),
+    (("train", *TOY, "--out", "x", "--steps", "0"), "--steps '0'; allowed: 1 or more"),
+    (("train", *TOY, "--out", "x", "--prompts", "absent.txt"), "--prompts 'absent.txt' cannot be read"),
+    (("train", *TOY, "--out", "x", "--prompts", "absent.jsonl"), "'absent.jsonl' cannot be read"),
+    (("train", *TOY, "--out", "x", "--drafter", "ngram"), "unknown option '--drafter'"),
     # serving
     (("serve", "--host", "0.0.0.0"), "0.0.0.0"),
     (("serve", "--port", "70000"), "port=70000; allowed: a whole number from 0 to 65535"),

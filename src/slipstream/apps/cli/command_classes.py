@@ -21,9 +21,20 @@ COMMANDS = {
     "Generate text": ("generate", "chat", "serve", "batch"),
     "Check": ("demo", "compare", "verify", "models", "doctor"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
+    "Train": ("train",),
 }
 # sections in the order of the help; others come before the last three
-FIRST = ("Arguments", "Models", "Prompts", "Server", "Measuring", "Sampling", "Structured output", "Decoder")
+FIRST = (
+    "Arguments",
+    "Models",
+    "Prompts",
+    "Server",
+    "Training",
+    "Measuring",
+    "Sampling",
+    "Structured output",
+    "Decoder",
+)
 LAST = ("Output", "Options", "Examples")
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}

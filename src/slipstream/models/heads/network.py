@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Linear = Callable[[Tensor], Tensor]
@@ -97,7 +97,7 @@ class Network(Protocol):
 class HeadNetwork:
     """The network of EAGLE-3."""
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, embed: nn.Module) -> None:
+    def __init__(self, config: HeadConfig, weights: HeadWeights, embed: Callable[[Tensor], Tensor]) -> None:
         """embed: the target's embedding, or the head's own."""
         self.config, self.weights, self.embed = config, weights, embed
         self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
@@ -116,7 +116,7 @@ class HeadNetwork:
         return self.weights.fc(features)
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self._finish(*self.project(tokens, entered), positions, attend)
+        return self.finish(*self.project(tokens, entered), positions, attend)
 
     def project(self, tokens: Tensor, entered: Tensor) -> tuple[Tensor, Tensor]:
         """The residual [B, W, H], to which attention's output is added, and queries, keys and values [B, W, all heads *
@@ -126,7 +126,8 @@ class HeadNetwork:
         heads = self.weights.qkv(torch.cat([embedded, normed], -1))
         return normed if self.config.norm_before_residual else entered, heads
 
-    def _finish(self, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def finish(self, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The rest of `layer`."""
         config, weights = self.config, self.weights
         qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         both = config.num_heads + config.num_key_heads

@@ -1,0 +1,176 @@
+"""`slipstream train`: trains a draft head for a target; after a kill it continues where it stopped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.apps.cli.application import command, load_decoder, quiet_libraries, write_json
+from slipstream.apps.cli.consoles import err, out, print_error
+from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
+from slipstream.apps.cli.output_files import check_folder
+from slipstream.config import SERVED, DecoderConfig
+from slipstream.errors import UsageError
+from slipstream.models.weights.model_files import EMBEDDED
+
+if TYPE_CHECKING:
+    from slipstream.training.training_job import Show, TrainingJob, TrainingProgress
+
+TRAINING = "Training"
+UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
+FEWEST_TOKENS = 1000
+# settings that a training chooses itself
+CHOSEN = (
+    *("drafter", "num_draft_tokens", "acceptance", "reproducible"),
+    *("draft_dtype", "draft_vocabulary", "draft_context"),
+)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is trained, on what, and for how long."""
+
+    target: Target = EMBEDDED
+    prompts: Annotated[
+        Path | None,
+        option(
+            PROMPTS,
+            "--prompts",
+            text="prompts that the target answers, one per line, or .jsonl with prompts or texts; default: it invents "
+            "them from its chat template",
+            metavar="FILE",
+        ),
+    ] = None
+    tokens: Annotated[
+        str, option(TRAINING, "--tokens", text="tokens of texts to make, e.g. 500k or 2M", metavar="NUMBER")
+    ] = "2M"
+    hours: Annotated[
+        float,
+        option(TRAINING, "--hours", text="time in all, at most half of it for the texts", metavar="NUMBER"),
+    ] = 3.0
+    steps: Annotated[
+        int | None,
+        option(TRAINING, "--steps", text="training steps; default: ten passes over the texts", metavar="N", min=1),
+    ] = None
+    seed: Annotated[int, option(TRAINING, "--seed", text="random seed", metavar="N", min=0)] = 0
+    out_folder: Annotated[
+        Path | None,
+        option(
+            OUTPUT,
+            "--out",
+            text="folder of the head (needed); a training that was interrupted there continues",
+            metavar="FOLDER",
+            callback=check_folder("--out"),
+        ),
+    ] = None
+
+
+@command(
+    "train",
+    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --hours 12",
+    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
+    'slipstream generate --target Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
+)
+@flags(TrainOptions, DecoderConfig, without=CHOSEN)
+def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json = None) -> None:
+    """Train a draft head for a model, which then generates faster with --draft FOLDER.
+
+    Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
+    answers. Prompts like those that will be served make a better head. The same command goes on after an interruption.
+    """
+    job = _job(options)
+    try:
+        decoder = load_decoder(Models(options.target), replace(config, acceptance=SERVED.acceptance))
+        with _progress() as job.show:
+            result = job.run(decoder)
+    except KeyboardInterrupt:
+        print_error(f"interrupted; {job.saved}; the same command goes on")
+        raise typer.Exit(130) from None
+    out.sentence(
+        f"{result['tokens_per_round']:.2f} tokens per round on held-out texts after {result['steps']} steps; estimated "
+        f"{result['tokens_per_second']:.0f} tokens/s with {result['num_draft_tokens']} draft tokens, "
+        f"{result['plain']:.0f} without"
+    )
+    out.print(f"use it: slipstream generate --target {options.target} --draft {result['folder']}", soft_wrap=True)
+    write_json(json_file, {"target": options.target} | result)
+
+
+def _job(options: TrainOptions) -> TrainingJob:
+    """The job, as far as it can be checked before a model is loaded."""
+    if options.out_folder is None:
+        raise UsageError("--out is missing; allowed: --out FOLDER")
+    tokens = _number(options.tokens)
+    if not 0 < options.hours < float("inf"):
+        raise UsageError(f"--hours {options.hours:g}; allowed: a number above 0")
+    quiet_libraries()
+    from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+    from slipstream.training.texts import refuse_without_template
+    from slipstream.training.training_job import TrainingJob, TrainingSettings
+
+    settings = TrainingSettings(
+        options.target, options.out_folder, options.prompts, tokens, options.hours, options.steps, options.seed
+    )
+    job = TrainingJob(settings)
+    if options.prompts is None:
+        refuse_without_template(inspect_vocabulary(options.target).tokenizer, options.target)
+    return job
+
+
+def _number(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kKmM]?)", text)
+    number = int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    if number < FEWEST_TOKENS:
+        raise UsageError(f"--tokens {text!r}; allowed: a number from {FEWEST_TOKENS} on, e.g. 500k or 2M")
+    return number
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """A bar with the time left and what was found last; elsewhere a line for each judgement."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.fields[doing]}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        task, told = bar.add_task("", total=None, doing="texts"), ""
+
+        def show(progress: TrainingProgress) -> None:
+            nonlocal told
+            found = "" if progress.latest is None else _found(progress.latest)
+            left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
+            bar.update(
+                task,
+                doing=progress.doing,
+                total=progress.total,
+                completed=progress.completed,
+                description=", ".join(filter(None, (left, found))),
+            )
+            news = found or str(10 * progress.completed // progress.total)  # of texts a line for each tenth
+            if news != told and not err.is_terminal:
+                tokens = f"{progress.doing}: {progress.completed} of {progress.total} tokens"
+                err.sentence(", ".join(filter(None, (found or tokens, left))))
+            told = news
+
+        yield show
+
+
+def _found(latest: dict[str, Any]) -> str:
+    loss = "" if latest["loss"] is None else f"loss {latest['loss']:.2f}, "
+    speed = f"estimated {latest['tokens_per_second']:.0f} tokens/s, {latest['plain']:.0f} without"
+    return f"step {latest['step']}: {loss}{latest['tokens_per_round']:.2f} tokens per round, {speed}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,71 @@
+"""How fast a head makes its target, judged on texts that it has not learned from.
+
+Their answers are drafted round by round with drafts of each length, as greedy decoding would: the text is the target's
+own, so what is accepted is what agrees with it. Speeds come from measured costs and the planner's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import expected_tokens, round_milliseconds
+from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of a head, with drafts of the length that is fastest. accepted[i]: share of rounds that accept more than i.
+
+    tokens_per_round: of drafts of STEPS tokens. tokens_per_second: estimated; plain: the same without drafts.
+    """
+
+    tokens_per_round: float
+    accepted: tuple[float, ...]
+    num_draft_tokens: int
+    tokens_per_second: float
+    plain: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def judged(head: TrainableHead, batches: Sequence[Batch], costs: Costs) -> Judgement:
+    """The head's speed on these texts."""
+    answers = [answer for batch in batches for answer in _answers(head, batch)]
+    by_length = [acceptance(answers, length) for length in range(1, STEPS + 1)]
+    rates = [1000 / round_milliseconds(costs, 0.0, 0)]
+    rates += [
+        1000 * expected_tokens(accepted, length) / round_milliseconds(costs, accepted, length)
+        for length, accepted in enumerate(by_length, 1)
+    ]
+    best = max(range(len(rates)), key=lambda length: rates[length])
+    longest = by_length[-1]
+    return Judgement(expected_tokens(longest, STEPS), longest.accepted, best, rates[best], rates[0])
+
+
+def acceptance(answers: Sequence[Sequence[int]], length: int) -> Acceptance:
+    """What drafts of this length bring. answers[i][j]: how many tokens of a draft agree that begins before token j."""
+    rounds, counts = 0, [0] * length
+    for agreeing in answers:
+        place = 0
+        while place < len(agreeing):
+            accepted = min(agreeing[place], length, len(agreeing) - place)
+            rounds += 1
+            for i in range(accepted):
+                counts[i] += 1
+            place += accepted + 1
+    return Acceptance(tuple(count / max(1, rounds) for count in counts), (1.0,) * length)
+
+
+def _answers(head: TrainableHead, batch: Batch) -> list[list[int]]:
+    """For each text how many draft tokens agree, at each token that counts."""
+    agreeing: Tensor = head.hits(batch).long().cumprod(-1).sum(-1)
+    counted = batch.learned[:, batch.predicted(0)]
+    return [agreeing[i][counted[i]].tolist() for i in range(len(agreeing))]

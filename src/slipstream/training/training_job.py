@@ -1,0 +1,315 @@
+"""`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
+
+The folder holds the texts, the state from which a run goes on, the head as it was last judged, and what was found of
+it. What another run of the folder must share is in `settings.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.bench.report.plots import Chart, Line, Point, save
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.durable_files import locked, replaced
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.heads.head_writer import write_head
+from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
+from slipstream.training.held_out import Judgement, judged
+from slipstream.training.texts import LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
+from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
+from slipstream.training.training_run import (
+    FEWEST_STEPS,
+    JUDGED,
+    PASSES,
+    STATE,
+    State,
+    TrainingRun,
+    batches,
+    tokens_of_step,
+)
+from slipstream.version import __version__
+from slipstream.wiring.model_pair import fingerprint_of
+
+SETTINGS, COSTS, PROGRESS, LOCK = "settings.json", "costs.json", "progress.jsonl", ".lock"
+TEXTS_SHARE = 0.5  # of the time, in which texts are made
+HELD_TOKENS = 4096  # of the texts that are held out
+SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
+COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary has
+COST_SECONDS, COST_SHARE = 20.0, 0.01  # of measuring rounds: at most, and of the time
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What is trained. num_steps: None for as many as the texts and the time allow."""
+
+    target: str
+    folder: Path
+    prompts: Path | None = None
+    num_tokens: int = 2_000_000
+    hours: float = 3.0
+    num_steps: int | None = None
+    seed: int = 0
+
+    def shared(self) -> dict[str, Any]:
+        """What another run of the folder must share."""
+        prompts = None if self.prompts is None else sha256(self.prompts.read_bytes()).hexdigest()
+        return {
+            "target": self.target,
+            "prompts": prompts,
+            "tokens": self.num_tokens,
+            "steps": self.num_steps,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a run is. completed, total: tokens of the texts, or steps; latest: the newest judgement."""
+
+    doing: str
+    completed: int
+    total: int
+    seconds_left: float | None = None
+    latest: dict[str, Any] | None = None
+
+
+Show = Callable[[TrainingProgress], None]
+
+
+@dataclass
+class TrainingJob:
+    """One folder's training. saved: what the folder holds, as messages tell it."""
+
+    settings: TrainingSettings
+    show: Show = lambda progress: None
+    saved: str = "nothing was kept yet"
+    _sources: Sequence[Any] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        """Refuse what can be refused before a model is loaded."""
+        settings = self.settings
+        if settings.prompts is not None:
+            self._sources = read_sources(settings.prompts)
+        path = settings.folder / SETTINGS
+        if path.exists():
+            self._compare(path, settings.shared())
+
+    def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
+        """Train with the target of this decoder; what was found last, and where the head is."""
+        settings, folder = self.settings, self.settings.folder
+        frozen = FrozenTarget(decoder.target)
+        frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
+        decoder.forget()  # the KV cache is overwritten
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._kept(), _held(folder):
+            self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
+            state = State.read(folder)
+            texts = self._make_texts(decoder) if state is None else read_texts(folder)[: state.num_texts]
+            learned, held = split(texts, HELD_TOKENS)
+            if not learned:
+                raise UsageError(f"--tokens {settings.num_tokens} makes {len(texts)} texts; allowed: more")
+            decoder.forget()  # the KV cache will be overwritten
+            judging = batches(held, frozen.device)
+            if state is None:
+                state = self._first_state(frozen, texts, learned, held)
+            config = new_head(decoder.target, LONGEST + STEPS, state.token_ids)
+            head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
+            run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)
+            self._train(decoder, run, judging)
+            return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
+
+    def _make_texts(self, decoder: SpeculativeDecoder) -> list[MadeText]:
+        settings, seconds = self.settings, self._max_seconds * TEXTS_SHARE
+        maker = TextMaker(decoder, self._sources, settings.seed)
+
+        def show(tokens: int, passed: float) -> None:
+            self.saved = f"{settings.folder} holds {tokens} tokens of texts"
+            needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
+            left = None if needed is None else max(0.0, min(needed, seconds - passed))
+            self.show(TrainingProgress("texts", tokens, settings.num_tokens, left))
+
+        return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
+
+    def _first_state(
+        self, frozen: FrozenTarget, texts: Sequence[MadeText], learned: Sequence[MadeText], held: Sequence[MadeText]
+    ) -> State:
+        """The state before the first step."""
+        settings, target = self.settings, frozen.target
+        token_ids = draft_vocabulary(learned, held, target.backend.vocab_size)
+        config = new_head(target, LONGEST + STEPS, token_ids)
+        num_tokens = sum(len(text.ids) for text in learned)
+        passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
+        return State(
+            step=0,
+            planned=settings.num_steps or max(FEWEST_STEPS, passes),
+            num_texts=len(texts),
+            num_tokens=num_tokens,
+            seconds=texts[-1].seconds,
+            weights=starting_weights(target, config, settings.seed),
+            feature_size=usual_sizes(frozen, batches(held, frozen.device)),
+            token_ids=token_ids,
+        )
+
+    def _train(self, decoder: SpeculativeDecoder, run: TrainingRun, judging: list[Batch]) -> None:
+        folder = self.settings.folder
+
+        def judge(head: TrainableHead, state: State) -> Judgement:
+            if not state.judgements:  # the head must be there to be timed
+                self._write(decoder, head, state, None)
+            judgement = judged(head, judging, self._costs(decoder))
+            self._write(decoder, head, state, judgement)
+            return judgement
+
+        self.saved = f"{folder / STATE} holds step {run.state.step}"
+        shown, begun, first = 0, run.seconds, run.state.step
+        for state in run.steps(judge):
+            self.saved = f"{folder / STATE} holds step {run.saved_step}"
+            left = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
+            self.show(TrainingProgress("training", state.step, state.planned, left, state.judgements[-1]))
+            if len(state.judgements) != shown:
+                shown = len(state.judgements)
+                _write_lines(folder / PROGRESS, state.judgements)
+        _write_lines(folder / PROGRESS, run.state.judgements)
+        draw(folder, run.state)
+
+    def _costs(self, decoder: SpeculativeDecoder) -> Costs:
+        """Of rounds that draft with a head of these sizes, measured once for the folder."""
+        path = self.settings.folder / COSTS
+        if not path.exists():
+            drafting = decoder.with_draft(str(self.settings.folder)).using("model")
+            seconds = min(COST_SECONDS, COST_SHARE * self._max_seconds)
+            costs = measure_costs(drafting, widths=range(1, STEPS + 2), seconds=seconds)
+            with replaced(path) as partial:
+                costs.save(partial)
+            drafting.close()
+            decoder.forget()
+        return Costs.read(path)
+
+    def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, found: Judgement | None) -> None:
+        model, settings = model_of(decoder.target), self.settings
+        trained: dict[str, Any] = {
+            "by": f"slipstream train {__version__}",
+            "target": settings.target,
+            "texts": state.num_texts,
+            "tokens": state.num_tokens,
+            "steps": state.step,
+            "planned_steps": state.planned,
+            "seed": settings.seed,
+        }
+        if found is not None:
+            trained |= {"held_out_tokens_per_round": round(found.tokens_per_round, 3)}
+        write_head(
+            settings.folder,
+            replace(head.config, token_ids=state.token_ids),
+            head.served_weights(),
+            dtype=precision(model.dtype),
+            target={
+                "name_or_path": settings.target,
+                "architectures": model.config.architectures or [type(model).__name__],
+                "max_length": decoder.target.backend.max_length,
+            },
+            num_draft_tokens=STEPS if found is None else max(1, found.num_draft_tokens),
+            trained=trained,
+        )
+
+    @property
+    def _max_seconds(self) -> float:
+        return 3600 * self.settings.hours
+
+    def _settle(self, more: dict[str, Any]) -> None:
+        """Write what other runs of the folder must share, or compare it."""
+        path, own = self.settings.folder / SETTINGS, self.settings.shared() | more
+        if path.exists():
+            self._compare(path, own)
+            return
+        with replaced(path) as partial:
+            partial.write_text(json.dumps(own, indent=1), encoding="utf-8")
+
+    def _compare(self, path: Path, own: dict[str, Any]) -> None:
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+            different = next((name for name in own if there[name] != own[name]), None)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
+        if different is not None:
+            raise UsageError(
+                f"--out {str(path.parent)!r} holds a training with {different}={there[different]!r}, this one has "
+                f"{own[different]!r}; allowed: the same, or another folder"
+            )
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Failures say what the folder holds."""
+        try:
+            yield
+        except UsageError:
+            raise
+        except SlipstreamError as error:
+            raise SlipstreamError(f"{error}; {self.saved}") from error
+        except OSError as error:
+            place = error.filename or self.settings.folder
+            raise SlipstreamError(f"{str(place)!r}: {error.strerror or one_line(error)}; {self.saved}") from error
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone."""
+    lock = locked(folder / LOCK)
+    if lock is None:
+        raise UsageError(f"--out {str(folder)!r} is in use by another training; allowed: another folder")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], vocab_size: int) -> torch.Tensor:
+    """Ids of the most frequent tokens, ascending: as few as cover what is held out, of a few sizes.
+
+    Few texts do not have all tokens of others, however many are chosen; what they lack is not asked for.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for text in learned:
+        counts += torch.bincount(torch.tensor(text.ids[text.start :]), minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)
+    known = torch.tensor([token for text in held for token in text.ids[text.start :]])
+
+    def covered(size: int) -> float:
+        return float(torch.isin(known, order[:size]).float().mean())
+
+    sizes, needed = [min(size, vocab_size) for size in SIZES], COVERED * covered(int((counts > 0).sum()))
+    size = next((size for size in sizes if covered(size) >= needed), sizes[-1])
+    return order[:size].sort().values
+
+
+def draw(folder: Path, state: State) -> None:
+    """Draw the curve of what was found, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        return
+    points = {
+        "tokens per round": [found["tokens_per_round"] for found in state.judgements],
+        "estimated speed-up": [found["tokens_per_second"] / found["plain"] for found in state.judgements],
+    }
+    lines = tuple(
+        Line(name, tuple(Point(i, value) for i, value in enumerate(values)), look)
+        for look, (name, values) in enumerate(points.items())
+    )
+    label = f"eighths of {state.step} steps" if len(state.judgements) == JUDGED + 1 else "judgements"
+    save([Chart("curve", "Held-out texts", "", label, "", lines, level=1.0)], folder)
+
+
+def _write_lines(path: Path, items: Sequence[dict[str, Any]]) -> None:
+    with replaced(path) as partial:
+        partial.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")

@@ -1,0 +1,211 @@
+"""Goes through the steps of a training and keeps their state, so that a run that was killed goes on to the same bits.
+
+The texts of a step follow from (seed, step), and the learning rate from the step and how many are planned. All else is
+in the state: weights, optimisers, step. It is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.durable_files import replaced
+from slipstream.errors import SlipstreamError, one_line
+from slipstream.training.held_out import Judgement
+from slipstream.training.texts import MadeText
+from slipstream.training.trainable_head import Batch, TrainableHead
+
+STATE = "training.pt"
+RATE, OTHERS_RATE = 9e-3, 2.7e-3  # learning rates of matrices by Muon, and of the rest by AdamW
+WARM_UP = 10  # steps
+LAST = 0.7  # of the steps the learning rates fall to 0
+PASSES = 10  # over the texts, where neither time nor a number of steps ends them sooner
+FEWEST_STEPS = 200
+JUDGED = 8  # times in a run, besides before the first step
+TIMED = 4  # steps, after which the time of one is known
+SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # between two states, and how much of the time may go into them
+
+
+def tokens_of_step(device: torch.device) -> tuple[int, int]:
+    """Tokens of the texts of one step, and those that are in memory at a time."""
+    return (2048, 1024) if device.type == "cpu" else (16384, 4096)
+
+
+@dataclass
+class State:
+    """What a run goes on from. planned: steps in all; num_texts: how many of the folder's texts there were when it
+    began; num_tokens: of those that are learned.
+
+    seconds: of all runs so far; judgements: what was found of the head, by step, with the loss since the one before.
+    """
+
+    step: int
+    planned: int
+    num_texts: int
+    num_tokens: int
+    seconds: float
+    weights: dict[str, Tensor]
+    feature_size: Tensor
+    token_ids: Tensor
+    optimisers: list[dict[str, Any]] = field(default_factory=list)
+    judgements: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # since the last judgement
+
+    def save(self, folder: Path) -> None:
+        """Replace the state that the folder holds."""
+        buffer = io.BytesIO()  # torch.save does not always say that a disk is full
+        torch.save(vars(self), buffer)
+        with replaced(folder / STATE) as partial:
+            partial.write_bytes(buffer.getbuffer())
+
+    @classmethod
+    def read(cls, folder: Path) -> State | None:
+        """The state in a folder; None if there is none yet. SlipstreamError if it is damaged."""
+        path = folder / STATE
+        if not path.exists():
+            return None
+        try:
+            return cls(**torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # of many kinds, as the file says what is read
+            raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
+
+
+Judge = Callable[[TrainableHead, State], Judgement]
+
+
+class TrainingRun:
+    """Trains a head on texts, from a state on.
+
+    judge: what the head is worth after a step; it also writes its files. max_seconds: of all runs together, after
+    which the last step ends.
+    """
+
+    def __init__(
+        self, folder: Path, head: TrainableHead, texts: Sequence[MadeText], state: State, seed: int, max_seconds: float
+    ) -> None:
+        self.head, self.state = head, state
+        self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, max_seconds
+        self._device = head.target.device
+        matrices, others = _matrices_and_others(head)
+        self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
+            (torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0), OTHERS_RATE),
+        ]
+        for (optimiser, _), saved in zip(self._optimisers, state.optimisers, strict=False):
+            optimiser.load_state_dict(saved)
+        self._seconds_before, self._begun = state.seconds, monotonic()
+        self.saved_step = state.step
+        self._saved, self._saving, self._judging = monotonic(), 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs so far."""
+        return self._seconds_before + monotonic() - self._begun
+
+    def steps(self, judge: Judge) -> Iterator[State]:
+        """The state after each step."""
+        state, first, begun = self.state, self.state.step, monotonic()
+        if not state.judgements:
+            self._judge(judge)
+        while state.step < state.planned:
+            loss = self._step()
+            state.losses.append(loss)
+            state.step += 1
+            self._shorten(state.step - first, monotonic() - begun)
+            if self._is_due():
+                self._judge(judge)
+            elif monotonic() - self._saved > max(SAVE_SECONDS, self._saving / SAVE_SHARE):
+                self.save()
+            yield state
+
+    def save(self) -> None:
+        """Keep the state, from which another run goes on."""
+        begun, state = monotonic(), self.state
+        state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
+        state.optimisers = [optimiser.state_dict() for optimiser, _ in self._optimisers]
+        state.seconds = self.seconds
+        state.save(self._folder)
+        self.saved_step = state.step
+        self._saved = monotonic()
+        self._saving = self._saved - begun
+
+    def _judge(self, judge: Judge) -> None:
+        state, begun = self.state, monotonic()
+        found = judge(self.head, state)
+        self._judging = monotonic() - begun
+        loss = sum(state.losses) / len(state.losses) if state.losses else None
+        state.judgements.append({"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | found.to_dict())
+        state.losses = []
+        self.save()
+
+    def _is_due(self) -> bool:
+        """Whether the head is judged after this step."""
+        step, planned = self.state.step, self.state.planned
+        return step == planned or step * JUDGED // planned > (step - 1) * JUDGED // planned
+
+    def _shorten(self, steps: int, seconds: float) -> None:
+        """Plan fewer steps where there is no time for all, after the first steps and whenever the head was judged."""
+        state, remaining = self.state, self._max_seconds - self.seconds
+        if remaining <= 0:
+            state.planned = state.step
+        elif steps == TIMED or (steps > TIMED and self._is_due()):
+            judging = self._judging * (JUDGED - state.step * JUDGED // state.planned)
+            fitting = state.step + int(max(0.0, remaining - judging) * steps / seconds)
+            state.planned = max(state.step, min(state.planned, fitting))
+
+    def _step(self) -> float:
+        """Learn from the texts of this step; the mean loss of a token."""
+        step, planned = self.state.step, self.state.planned
+        share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / LAST)
+        total, count = 0.0, 0
+        for optimiser, rate in self._optimisers:
+            optimiser.zero_grad(set_to_none=True)
+            for group in optimiser.param_groups:
+                group["lr"] = rate * share
+        for batch in batches(self._chosen(step), self._device):
+            loss, counted = self.head.loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, count = total + float(loss.detach()), count + counted
+        if not total < float("inf"):
+            raise SlipstreamError(f"the loss is {total} at step {step + 1}")
+        for weight in self.head.parameters():
+            if weight.grad is not None:
+                weight.grad /= count
+        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimiser, _ in self._optimisers:
+            optimiser.step()
+        return total / count
+
+    def _chosen(self, step: int) -> list[MadeText]:
+        """The texts of a step."""
+        dice, chosen, count = Random(f"{self._seed} {step}"), list[MadeText](), 0
+        while count < tokens_of_step(self._device)[0]:
+            chosen.append(self._texts[dice.randrange(len(self._texts))])
+            count += len(chosen[-1].ids)
+        return chosen
+
+
+def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
+    """Texts of like length beside each other, as many as are in memory at a time."""
+    groups: list[list[MadeText]] = []
+    for text in sorted(texts, key=lambda text: (-len(text.ids), text.number)):
+        if groups and (len(groups[-1]) + 1) * len(groups[-1][0].ids) <= tokens_of_step(device)[1]:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return [Batch.of([(text.ids, text.start) for text in group], device) for group in groups]
+
+
+def _matrices_and_others(head: TrainableHead) -> tuple[list[Tensor], list[Tensor]]:
+    """What Muon is for, and the rest: norms, and the output layer, whose rows are tokens."""
+    named = list(head.weights.items())
+    matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
+    return matrices, [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]

@@ -1,0 +1,71 @@
+"""`slipstream train` as its users see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import SpeculativeDecoder
+from slipstream.training.trainable_head import TrainableHead
+from tests.support import command_line
+from tests.support.training_cases import small, write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_target(tmp_path_factory.mktemp("target")))
+
+
+def train(capsys, monkeypatch, target: str, out: Path, *arguments: str) -> tuple[int, str, str]:
+    options = ("--target", target, "--out", str(out), "--tokens", "2k", "--steps", "16")
+    with small():
+        return command_line.run(capsys, monkeypatch, "train", *options, *arguments)
+
+
+def test_a_head_that_was_interrupted_is_finished_and_drafts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    loss, calls = TrainableHead.loss, list[None]()
+
+    def interrupted(head, batch):
+        calls.append(None)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return loss(head, batch)
+
+    monkeypatch.setattr(TrainableHead, "loss", interrupted)
+    out = tmp_path / "head"
+    code, _, err = train(capsys, monkeypatch, target, out)
+    assert code == 130
+    last = err.splitlines()[-1]
+    assert last.startswith("error: interrupted; ") and last.endswith("; the same command goes on")
+    assert "training.pt holds step " in last and "Traceback" not in err
+    code, shown, err = train(capsys, monkeypatch, target, out, "--json", str(tmp_path / "result.json"))
+    assert code == 0 and "tokens per round on held-out texts after 16 steps; estimated" in shown
+    assert f"use it: slipstream generate --target {target} --draft {out}" in shown
+    assert [line for line in err.splitlines() if line.startswith("step 16: loss ")]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == 16 and result["target"] == target and len(result["accepted"]) == 5
+    words = ("generate", "ab", "--target", target, "--max-tokens", "30")
+    plain = command_line.run(capsys, monkeypatch, *words, "--drafter", "none")[:2]
+    assert command_line.run(capsys, monkeypatch, *words, "--draft", str(out), "--drafter", "model")[:2] == plain
+
+
+def test_without_template_and_prompts_no_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bare = str(write_target(tmp_path / "bare", template=False))
+
+    def load(self, *args, **options):
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    code, _, err = train(capsys, monkeypatch, bare, tmp_path / "head")
+    assert code == 2 and not (tmp_path / "head").exists()
+    assert "has no chat template, so it cannot invent prompts; allowed: --prompts FILE" in err.splitlines()[-1]
+    monkeypatch.undo()
+    (tmp_path / "mine.txt").write_text("abc\nthe heron\n")
+    code, shown, _ = train(capsys, monkeypatch, bare, tmp_path / "head", "--prompts", str(tmp_path / "mine.txt"))
+    assert code == 0 and "tokens per round" in shown

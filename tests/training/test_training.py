@@ -1,0 +1,303 @@
+"""A trained head foresees its target better than a new one, changes no text, and learns as the formulas say."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.durable_files import locked
+from slipstream.models.heads import head_writer
+from slipstream.models.heads.network import grouped_attention
+from slipstream.models.heads.starting_weights import new_head, starting_weights
+from slipstream.training import training_job, training_run
+from slipstream.training.held_out import acceptance
+from slipstream.training.texts import MadeText, TextMaker, read_sources, read_texts, split, user_turn
+from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
+from slipstream.training.training_run import STATE, State
+from tests.support.head_cases import Written, transcribed
+from tests.support.tiny_models import LETTERS, fresh, prompts, tokenizer
+from tests.support.training_cases import decoder, job, small, target, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    train(folder)
+    return folder
+
+
+def written(folder: Path) -> Written:
+    settings = json.loads((folder / "config.json").read_text())
+    layers = tuple(settings["eagle_aux_hidden_state_layer_ids"])
+    return Written(folder, load_file(folder / "model.safetensors"), layers)
+
+
+def test_the_head_foresees_more_than_it_did_before_training(trained: Path) -> None:
+    found = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert found[-1]["tokens_per_round"] > found[0]["tokens_per_round"] + 0.1
+    assert found[-1]["loss"] < found[1]["loss"]
+    assert (trained / "curve.svg").read_text().startswith("<?xml")
+
+
+def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained: Path) -> None:
+    drafting = SpeculativeDecoder(
+        target(), str(trained), tokenizer=tokenizer(), drafter="model", num_draft_tokens=STEPS
+    )
+    plain = drafting.using("none", num_draft_tokens="auto")
+    held = [text for text in read_texts(trained) if text.greedy][::5]
+    results = [drafting.generate(text.ids[: text.start], max_tokens=len(text.ids) - text.start) for text in held]
+    for text, result in zip(held, results, strict=True):
+        assert result.token_ids == text.ids[text.start :]
+        params = SamplingParams(max_tokens=40, temperature=0.7, seed=3)
+        prompt = text.ids[: text.start]
+        assert drafting.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    measured = sum(r.stats.num_output_tokens for r in results) / sum(r.stats.num_rounds for r in results)
+    estimated = json.loads((trained / "config.json").read_text())["trained"]["held_out_tokens_per_round"]
+    assert measured == pytest.approx(estimated, abs=0.1)  # the first token of a text is a round of its own
+
+
+def test_what_is_learned_is_what_drafts(trained: Path) -> None:
+    """Unrolled over a text, the head drafts at each row what a plain transcription of its files drafts there."""
+    state, head = State.read(trained), written(trained)
+    assert state is not None
+    loaded = decoder().target
+    config = new_head(loaded, 256, state.token_ids)
+    learner = TrainableHead(config, state.weights, state.feature_size, FrozenTarget(loaded))
+    text = prompts([40])[0]
+    batch = Batch.of([(text, 2)], torch.device("cpu"))
+    hits = learner.hits(batch)[0]
+    for row in (3, 11, 30):
+        draft = transcribed(head, target(), text[: row + 2], STEPS)
+        expected = [token == drafted for token, drafted in zip(text[row + 2 :], draft, strict=False)]
+        agreeing = next((i for i, is_hit in enumerate(expected) if not is_hit), len(expected))
+        assert int(hits[row].long().cumprod(-1).sum()) == agreeing
+
+
+def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
+    head, settings = written(trained), json.loads((trained / "config.json").read_text())
+    assert settings["speculators_model_type"] == "eagle3" and settings["norm_before_residual"] is False
+    assert settings["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    ids = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
+    assert torch.equal(head.tensors["t2d"].nonzero()[:, 0], ids)
+    trained_on = settings["trained"]
+    assert trained_on["target"] == "tiny" and trained_on["steps"] == 40 and trained_on["seed"] == 0
+
+
+def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
+    config = new_head(decoder().target, 256, torch.arange(20))
+    layer, size = target().model.layers[-1], target().config.hidden_size
+    for options in ({}, {"fast": True}):
+        weights = starting_weights(decoder(**options).target, config, seed=1)
+        for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            assert torch.allclose(weights[f"layers.0.{name}"], layer.get_submodule(name).weight, atol=1e-6)
+        for name in ("self_attn.q_proj", "self_attn.v_proj"):
+            copied = weights[f"layers.0.{name}"][:, size:]
+            assert torch.allclose(copied, layer.get_submodule(name).weight, atol=1e-6)
+        assert torch.allclose(weights["lm_head"], target().lm_head.weight[:20], atol=1e-6)
+    other = starting_weights(decoder().target, config, seed=2)
+    assert not torch.equal(other["fc"], weights["fc"])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3", "olmo2"])
+def test_heads_of_other_architectures_begin_with_what_fits(name: str) -> None:
+    kinds = ["sliding_attention" if name == "gemma3" and i % 2 else "full_attention" for i in range(4)]
+    tiny = fresh(name, num_hidden_layers=4, layer_types=kinds)
+    model = SpeculativeDecoder(tiny, tokenizer=tokenizer()).target
+    config = new_head(model, 90, torch.arange(30))
+    weights = starting_weights(model, config, seed=1)
+    learner = TrainableHead(config, weights, torch.ones(96), FrozenTarget(model))
+    loss, count = learner.loss(Batch.of([(prompts([30])[0], 5), (prompts([20])[0], 5)], torch.device("cpu")))
+    assert count == 40 and bool(loss.isfinite())
+    assert all(bool(weight.any()) for weight in weights.values())
+
+
+def test_attention_of_unrolled_steps_is_that_under_a_mask() -> None:
+    generator, rows = torch.Generator().manual_seed(0), 9
+    query = torch.randn(2, 6, rows, 4, generator=generator)
+    keys, values = ([torch.randn(2, 3, rows, 4, generator=generator) for _ in range(3)] for _ in range(2))
+    causal, itself = torch.ones(rows, rows, dtype=torch.bool).tril(), torch.eye(rows, dtype=torch.bool)
+
+    def masked(later_steps: list[Tensor]) -> Tensor:
+        seen = torch.cat([causal, *later_steps], 1).expand(2, -1, -1)
+        return grouped_attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen)
+
+    found = unrolled_attention(query, keys, values, ~causal)
+    assert torch.allclose(found, masked([itself, itself]), atol=1e-6)
+    assert not torch.allclose(found, masked([itself, causal]), atol=1e-3)
+
+
+def test_rounds_are_walked_as_greedy_decoding_does() -> None:
+    found = acceptance([[2, 0, 0, 1, 5], [0, 3, 3]], 3)
+    # the first text: 2 + 1 tokens, then 1 + 1; the second: 0 + 1, then two of three, as the text ends
+    assert found.accepted == (3 / 4, 2 / 4, 0.0)
+    assert acceptance([[2, 0, 0, 1, 5]], 1).accepted == (2 / 3,)
+
+
+def test_the_users_turn_is_found_in_the_template() -> None:
+    before, ends = user_turn(decoder())
+    assert before == [3 + LETTERS.index("u"), 3 + LETTERS.index(":")] and ends == ()
+    named = tokenizer(template="{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
+    with pytest.raises(UsageError, match="does not show where a user's words begin"):
+        user_turn(decoder(tokenizer=named))
+
+
+def test_prompts_of_files(tmp_path: Path) -> None:
+    lines, plain = tmp_path / "in.jsonl", tmp_path / "in.txt"
+    lines.write_text('{"prompt": "abc"}\n{"text": "abcabcabcabcabc"}\n{"prompt": [5, 6], "chat": false}\n')
+    plain.write_text("abc\n\n def \n")
+    assert [source.prompt for source in read_sources(plain)] == ["abc", "def"]
+    with small():
+        made = TextMaker(decoder(), read_sources(lines), 0).make(0, 6)
+    assert [(number, start) for number, _, start, _ in made] == [(0, 8), (1, 1), (2, 2), (3, 8), (5, 2)]
+    assert decoder().decode(made[1][1]) == "abcabcabcabcabc"
+    assert [greedy for *_, greedy in made] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ('{"id": 3}', 'line 2: no prompt; allowed: {"prompt": text, ids or messages} or {"text": text}'),
+        ('{"prompt": 7}', "line 2: prompt 7; allowed"),
+        ('{"prompt": [9999]}', "line 2: prompt: token id 9999"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_generated(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(f'{{"prompt": "abc"}}\n{line}\n')
+    with pytest.raises(UsageError) as raised:
+        job(tmp_path / "out", prompts=file).run(decoder())
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "out" / STATE).exists()
+
+
+def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds a training with seed=0, this one has 1; allowed: the same, or another"):
+        job(trained, seed=1)
+    with pytest.raises(UsageError, match="holds a training with fingerprint="):
+        job(trained).run(SpeculativeDecoder(fresh("llama", num_hidden_layers=4), tokenizer=tokenizer()))
+    lock = locked(trained / training_job.LOCK)
+    assert lock is not None
+    with pytest.raises(UsageError, match="is in use by another training"):
+        job(trained).run(decoder())
+    lock.release()
+    before = (trained / "model.safetensors").read_bytes()
+    assert train(trained)["steps"] == 40  # finished: nothing is left to do
+    assert (trained / "model.safetensors").read_bytes() == before
+
+
+def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="whose hidden states cannot be read"):
+        job(tmp_path / "a").run(SpeculativeDecoder("toy"))
+    with pytest.raises(UsageError, match="has 2 layers; allowed: 3 or more"):
+        job(tmp_path / "b").run(SpeculativeDecoder(fresh("llama"), tokenizer=tokenizer()))
+    with pytest.raises(UsageError, match="GPT2LMHeadModel', whose hidden states cannot be read"):
+        job(tmp_path / "c").run(SpeculativeDecoder(fresh("gpt2", num_hidden_layers=4), tokenizer=tokenizer()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = TrainableHead.loss
+
+    def broken(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
+        total, count = loss(head, batch)
+        calls.append(None)
+        return (total * float("nan") if len(calls) > 20 else total), count
+
+    calls: list[None] = []
+    monkeypatch.setattr(TrainableHead, "loss", broken)
+    with pytest.raises(SlipstreamError, match=r"the loss is nan at step \d+; .*training.pt holds step (\d+)$"):
+        train(tmp_path)
+    monkeypatch.setattr(TrainableHead, "loss", loss)
+    state = State.read(tmp_path)
+    assert state is not None and 0 < state.step < 40
+    assert all(bool(weight.isfinite().all()) for weight in state.weights.values())
+
+
+def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some texts are neither learned nor held out, as they answer a prompt that is held out."""
+    (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
+    heads, loss, calls = [], TrainableHead.loss, list[None]()
+
+    def interrupted(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
+        calls.append(None)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return loss(head, batch)
+
+    for name in ("whole", "interrupted"):
+        if name == "interrupted":
+            monkeypatch.setattr(TrainableHead, "loss", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
+        result = train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
+        learned, held = split(read_texts(tmp_path / name), training_job.HELD_TOKENS)
+        assert len(learned) + len(held) < result["texts"]
+        heads.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize("place", ["state", "head"])
+def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    module: Any = {"state": training_run, "head": head_writer}[place]
+    replaced, calls = module.replaced, []
+
+    def full(path: Path) -> Any:
+        calls.append(path)
+        if len(calls) > 7:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return replaced(path)
+
+    monkeypatch.setattr(module, "replaced", full)
+    with pytest.raises(SlipstreamError, match=r"No space left on device; .*training.pt holds step \d+$"):
+        train(tmp_path)
+    monkeypatch.setattr(module, "replaced", replaced)
+    train(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+
+
+def test_no_time_left_ends_with_a_head(tmp_path: Path) -> None:
+    found = train(tmp_path, hours=1 / 3600, num_steps=100_000)
+    assert 0 < found["steps"] < 100_000 and (tmp_path / "config.json").exists()
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / STATE).write_bytes(b"no state")
+    with pytest.raises(SlipstreamError, match=r"training.pt' could not be read"):
+        train(tmp_path)
+    (tmp_path / STATE).unlink()
+    (tmp_path / "texts.jsonl").write_text('{"number": 0}\n')
+    with pytest.raises(SlipstreamError, match=r"texts.jsonl', line 1 is damaged"):
+        train(tmp_path)
+
+
+def test_answers_to_held_out_prompts_are_not_learned() -> None:
+    texts = [MadeText(n, [1 + n % 3, 4, n], 2, n % 4 == 0, 0.0) for n in range(12)]
+    learned, held = split(texts, 1)
+    assert [text.number for text in held] == [0]
+    assert [text.number for text in learned] == [n for n in range(12) if n % 3]
+    learned, _ = split(texts[::3], 1)
+    assert [text.number for text in learned] == [3, 6, 9]  # there is no other prompt
+
+
+def test_a_draft_vocabulary_has_the_most_frequent_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_job, "SIZES", (2, 4, 8))
+    texts = [MadeText(n, [9, 9, 5, 5, 5, 7, 7, 3], 0, False, 0.0) for n in range(2)]
+    held = [MadeText(2, [9, 5, 5, 7], 0, True, 0.0)]
+    assert training_job.draft_vocabulary(texts, held, 12).tolist() == [3, 5, 7, 9]
+    assert training_job.draft_vocabulary(texts, [MadeText(2, [5, 7, 5], 0, True, 0.0)], 12).tolist() == [5, 7]
+    unseen = [MadeText(2, [5, 7, 11, 11], 0, True, 0.0)]  # no number of the seen tokens has 11
+    assert training_job.draft_vocabulary(texts, unseen, 12).tolist() == [5, 7]

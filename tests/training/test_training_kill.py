@@ -1,0 +1,84 @@
+"""A training that is killed at random moments ends with the bytes of one that was left in peace."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.training.texts import read_texts
+from slipstream.training.training_run import STATE, State
+from tests.support.processes import PATIENCE, started
+from tests.support.training_cases import STEPS, TOKENS, train
+
+pytestmark = pytest.mark.slow
+
+SERVER = """
+import os, sys
+from tests.training.test_training_kill import go_on
+for folder in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        go_on(folder.strip())
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def go_on(folder: str) -> None:
+    torch.set_num_threads(1)
+    train(Path(folder))
+
+
+def how_far(folder: Path) -> tuple[int, int]:
+    """Steps and texts that the folder holds."""
+    state = State.read(folder)
+    return (0 if state is None else state.step), len(read_texts(folder))
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    rng, kills = random.Random(5), list[tuple[int, int]]()
+    with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin is not None and server.stdout is not None
+        while not kills or kills[-1][0] < STEPS - 8:
+            server.stdin.write(f"{tmp_path}\n")
+            server.stdin.flush()
+            child, before, end = int(server.stdout.readline()), how_far(tmp_path), time.monotonic() + PATIENCE
+            while how_far(tmp_path) <= before:  # it gets somewhere before it is killed
+                assert time.monotonic() < end, "the training got nowhere"
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0.0, 0.3))
+            with suppress(ProcessLookupError):  # it has ended, which the next line says
+                os.kill(child, signal.SIGKILL)
+            if int(server.stdout.readline()) != -signal.SIGKILL:
+                break  # it had ended
+            kills.append(how_far(tmp_path))
+            if len(kills) % 2:  # as if it had been killed amid a write
+                with open(tmp_path / "texts.jsonl", "ab") as file:
+                    file.write(b'{"number": 9, "ids": [4')
+                (tmp_path / f".{STATE}.{child}.partial").write_bytes(b"half")
+        server.stdin.close()
+    assert len(kills) >= 3 and 0 < kills[-1][0] < STEPS
+    go_on(str(tmp_path))
+    whole = tmp_path / "whole"
+    go_on(str(whole))
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    ids = [[(text.number, text.ids) for text in read_texts(folder)] for folder in (tmp_path, whole)]
+    assert ids[0] == ids[1] and sum(len(text) for _, text in ids[0]) >= TOKENS
+
+
+def test_another_order_of_texts_gives_other_bytes(tmp_path: Path) -> None:
+    """What the test above compares depends on every step."""
+    heads = []
+    for seed in (0, 1):
+        train(tmp_path / str(seed), seed=seed)
+        heads.append((tmp_path / str(seed) / "model.safetensors").read_bytes())
+    assert heads[0] != heads[1]
