@@ -84,7 +84,9 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
     assert code == 1 and len(by_id(out)) == 2 and len(read(errors)) == 23
     lines = told.splitlines()
     assert lines[0] == f"{source}, line 3: top_p=9; allowed: a number above 0, up to 1" and len(lines) == 22
-    assert lines[20] == f"all 23 failed lines are in {errors}" and lines[21].startswith("2 of 25 answered, 23 failed in ")
+    assert lines[20] == f"all 23 failed lines are in {errors}" and lines[21].startswith(
+        "2 of 25 answered, 23 failed in "
+    )
 
 
 @pytest.mark.parametrize(

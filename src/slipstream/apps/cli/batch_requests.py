@@ -30,7 +30,12 @@ Output = Annotated[
 ]
 Errors = Annotated[
     Path | None,
-    option(OUTPUT, "--errors", text="file of failed lines and the reasons; default: beside OUT, NAME.errors.jsonl", metavar="FILE"),
+    option(
+        OUTPUT,
+        "--errors",
+        text="file of failed lines and the reasons; default: beside OUT, NAME.errors.jsonl",
+        metavar="FILE",
+    ),
 ]
 TokenIds = Annotated[bool, option(OUTPUT, "--token-ids", text="also write the token ids of plain lines")]
 ModelName = Annotated[
