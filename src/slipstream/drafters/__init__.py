@@ -70,10 +70,14 @@ class Setup:
     extender: Extender | None = None
 
 
-@cache
 def names() -> tuple[str, ...]:
     """The names of all drafters: of the files and folders here."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    return _names_in(tuple(__path__))
+
+
+@cache
+def _names_in(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders)))
 
 
 def check_name(text: str) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.heads.compiled_layer import CompiledLayer, compiled_layer
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.network import HeadNetwork, Network, grouped_attention
+
+if TYPE_CHECKING:
+    from slipstream.models.heads.compiled_layer import CompiledLayer
 
 UNIT = 256  # positions by which a slot's memory grows
 
@@ -33,7 +36,11 @@ class HeadBackend(FeatureReader):
         self.device = network.device
         self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
-        self._compiled = compiled_layer(network) if isinstance(network, HeadNetwork) else None
+        self._compiled: CompiledLayer | None = None
+        if isinstance(network, HeadNetwork):
+            from slipstream.models.heads.compiled_layer import compiled_layer  # it imports transformers
+
+            self._compiled = compiled_layer(network)
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
 
     def reserve(self, rows: int, length: int) -> None:
