@@ -315,6 +315,8 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
     if not drafts or PLAN in config.load_options or any(getattr(config, name) != "auto" for name in OF_MODELS):
         return None
+    if not isinstance(target.backend, HiddenStates):
+        return None
     from slipstream.models.heads.mtp_files import brings_mtp, load_mtp  # transformers takes seconds to import
 
     options = load_options_of(config)

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.errors import UsageError, one_line
-from slipstream.models.weights.transformers_reader import quietly
 
 KINDS = ("default", "linear", "llama3", "yarn")  # the others depend on the length of a text
 SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
@@ -37,6 +34,11 @@ def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | 
         raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
     if kind == "default":
         return None, 1.0
+    from transformers import LlamaConfig  # takes seconds
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from slipstream.models.weights.transformers_reader import quietly
+
     parameters["rope_theta"] = rope_theta(layer)
     settings = {name: layer[name] for name in SETTINGS if layer.get(name) is not None}
     try:
