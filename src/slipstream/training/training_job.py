@@ -1,7 +1,6 @@
 """`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
 
-The folder holds the texts, the state from which a run goes on, the head as it was last judged, and what was found of
-it. What another run of the folder must share is in `settings.json`.
+The folder holds the texts, the state from which a run goes on, the head, and how it was judged. What another run of the folder must share is in `settings.json`.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class TrainingJob:
             self._compare(path, settings.shared())
 
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
-        """Train with the target of this decoder; what was found last, and where the head is."""
+        """Train with the target of this decoder; the last judgement, and where the head is."""
         settings, folder = self.settings, self.settings.folder
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
@@ -197,7 +196,7 @@ class TrainingJob:
             decoder.forget()
         return Costs.read(path)
 
-    def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, found: Judgement | None) -> None:
+    def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, last: Judgement | None) -> None:
         model, settings = model_of(decoder.target), self.settings
         trained: dict[str, Any] = {
             "by": f"slipstream train {__version__}",
@@ -208,8 +207,8 @@ class TrainingJob:
             "planned_steps": state.planned,
             "seed": settings.seed,
         }
-        if found is not None:
-            trained |= {"held_out_tokens_per_round": round(found.tokens_per_round, 3)}
+        if last is not None:
+            trained |= {"held_out_tokens_per_round": round(last.tokens_per_round, 3)}
         write_head(
             settings.folder,
             replace(head.config, token_ids=state.token_ids),
@@ -220,7 +219,7 @@ class TrainingJob:
                 "architectures": model.config.architectures or [type(model).__name__],
                 "max_length": decoder.target.backend.max_length,
             },
-            num_draft_tokens=STEPS if found is None else max(1, found.num_draft_tokens),
+            num_draft_tokens=STEPS if last is None else max(1, last.num_draft_tokens),
             trained=trained,
         )
 
@@ -295,12 +294,12 @@ def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], voca
 
 
 def draw(folder: Path, state: State) -> None:
-    """Draw the curve of what was found, where matplotlib is installed."""
+    """Draw the curve of the judgements, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return
     points = {
-        "tokens per round": [found["tokens_per_round"] for found in state.judgements],
-        "estimated speed-up": [found["tokens_per_second"] / found["plain"] for found in state.judgements],
+        "tokens per round": [judgement["tokens_per_round"] for judgement in state.judgements],
+        "estimated speed-up": [judgement["tokens_per_second"] / judgement["plain"] for judgement in state.judgements],
     }
     lines = tuple(
         Line(name, tuple(Point(i, value) for i, value in enumerate(values)), look)

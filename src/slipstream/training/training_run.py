@@ -44,7 +44,7 @@ class State:
     """What a run goes on from. planned: steps in all; num_texts: how many of the folder's texts there were when it
     began; num_tokens: of those that are learned.
 
-    seconds: of all runs so far; judgements: what was found of the head, by step, with the loss since the one before.
+    seconds: of all runs so far; judgements: of the head, by step, with the loss since the one before.
     """
 
     step: int
@@ -139,10 +139,12 @@ class TrainingRun:
 
     def _judge(self, judge: Judge) -> None:
         state, begun = self.state, monotonic()
-        found = judge(self.head, state)
+        judgement = judge(self.head, state)
         self._judging = monotonic() - begun
         loss = sum(state.losses) / len(state.losses) if state.losses else None
-        state.judgements.append({"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | found.to_dict())
+        state.judgements.append(
+            {"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | judgement.to_dict()
+        )
         state.losses = []
         self.save()
 

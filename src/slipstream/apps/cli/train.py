@@ -132,7 +132,7 @@ def _number(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """A bar with the time left and what was found last; elsewhere a line for each judgement."""
+    """A bar with the time left and the last judgement; where no terminal shows it, a line for each judgement."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns: tuple[Any, ...] = (
@@ -142,29 +142,29 @@ def _progress() -> Iterator[Show]:
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        task, told = bar.add_task("", total=None, doing="texts"), ""
+        task, last_news = bar.add_task("", total=None, doing="texts"), ""
 
         def show(progress: TrainingProgress) -> None:
-            nonlocal told
-            found = "" if progress.latest is None else _found(progress.latest)
+            nonlocal last_news
+            judgement = "" if progress.latest is None else _judgement(progress.latest)
             left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
             bar.update(
                 task,
                 doing=progress.doing,
                 total=progress.total,
                 completed=progress.completed,
-                description=", ".join(filter(None, (left, found))),
+                description=", ".join(filter(None, (left, judgement))),
             )
-            news = found or str(10 * progress.completed // progress.total)  # of texts a line for each tenth
-            if news != told and not err.is_terminal:
+            news = judgement or str(10 * progress.completed // progress.total)  # of texts a line for each tenth
+            if news != last_news and not err.is_terminal:
                 tokens = f"{progress.doing}: {progress.completed} of {progress.total} tokens"
-                err.sentence(", ".join(filter(None, (found or tokens, left))))
-            told = news
+                err.sentence(", ".join(filter(None, (judgement or tokens, left))))
+            last_news = news
 
         yield show
 
 
-def _found(latest: dict[str, Any]) -> str:
+def _judgement(latest: dict[str, Any]) -> str:
     loss = "" if latest["loss"] is None else f"loss {latest['loss']:.2f}, "
     speed = f"estimated {latest['tokens_per_second']:.0f} tokens/s, {latest['plain']:.0f} without"
     return f"step {latest['step']}: {loss}{latest['tokens_per_round']:.2f} tokens per round, {speed}"
