@@ -117,14 +117,16 @@ void finish_layer(const layer_type *layer, const cache_type *memory, const numbe
     residual_mlp(layer, hidden, attended, tokens, out, attended + tokens * layer->heads * layer->size);
 }
 
-/* The whole layer: from hidden [tokens][hidden] to the next layer's, which may take its place. */
+/* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's, which may take its place. */
 void whole_layer(const layer_type *layer, const cache_type *memory, const number *hidden, int64_t tokens,
                  const number *cosines, const number *sines, number *out, number *space) {
-    number *rest = space + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
-    struct pass pass = {layer, hidden, .normed = rest};
-    for_each(tokens, tokens > FEW, norm_token, &pass);
-    multiply_by(layer, &layer->qkv, rest, tokens, space, rest + tokens * layer->hidden);
-    finish_layer(layer, memory, hidden, space, tokens, cosines, sines, out, rest);
+    int64_t *groups = (int64_t *)space; /* 2 a token */
+    number *heads = space + tokens * (int64_t)(16 / sizeof *space);
+    number *attended = heads + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
+    number *rest = attended + tokens * layer->heads * layer->size;
+    project_qkv_rope(layer, hidden, tokens, cosines, sines, heads, rest);
+    attend(layer, memory, heads, tokens, attended, groups);
+    residual_mlp(layer, hidden, attended, tokens, out, rest);
 }
 
 /* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,
