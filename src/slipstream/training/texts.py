@@ -63,7 +63,7 @@ class MadeText:
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt to answer, or a text to read as it is. where: it was found, for messages."""
+    """A prompt to answer, or a text to read as it is. where: its file and line, for messages."""
 
     where: str
     prompt: Any = None

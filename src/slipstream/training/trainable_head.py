@@ -1,8 +1,9 @@
 """A draft head with weights that learn: test-time training of EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.2).
 
-The network is the one that drafts, `slipstream.models.heads.network`. In step k each row has the token k places on, its
-own output of step k - 1 for a feature, and the keys of the steps before, its own of all of them but the first. The loss
-is the divergence from the target's distribution over the draft vocabulary, step k weighted 0.9^k.
+The network is the one that drafts, `slipstream.models.heads.network`. In step k a row reads the token k places further
+on, and its feature is its own output of step k - 1. It attends to the rows before it as they were in the first step,
+and to itself in each later one. The loss is the divergence from the target's distribution over the draft vocabulary;
+that of step k has the weight 0.9^k.
 
 B texts, W tokens of each, H hidden size, F features of a token.
 """

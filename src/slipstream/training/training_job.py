@@ -1,6 +1,7 @@
 """`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
 
-The folder holds the texts, the state from which a run goes on, the head, and how it was judged. What another run of the folder must share is in `settings.json`.
+The folder holds the texts, the state from which a run goes on, the head, and how it was judged. `settings.json` has
+what another run of the folder must share.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class HeadBackend(FeatureReader):
             outputs = self.network.layer(tokens, entered, turned, partial(self._attend, place, positions))
         for row, start in enumerate(starts):
             if start == 0:
-                outputs[row, 0] = 0  # it has no feature
+                outputs[row, 0] = 0  # position 0 has no feature: to it all tokens are equally likely
         place.write(self._outputs, self.network.returned(outputs)[:, None])
         return self._logits(outputs) if logits else outputs.new_empty(0)
 
@@ -79,7 +79,7 @@ class HeadBackend(FeatureReader):
         residual, heads = compiled.network.project(tokens, entered)
         positions = [position for start in place.starts for position in range(start, start + place.width)]
         slots = [place.first_slot + i for i in range(len(place.starts)) for _ in range(place.width)]
-        places = [position - 1 for position in positions]  # behind that of position 0, which no other row sees
+        places = [position - 1 for position in positions]  # position 0, which no other row may see, is at place -1
         where = torch.tensor([slots, [max(0, i) for i in places], places])
         last = self.max_length - 1
         if len(place.starts) == 1 and positions[-1] <= last:

@@ -62,7 +62,7 @@ class MtpLayer:
         """
         joined = [self.token_norm(embedded), self.hidden_norm(entering)]
         inputs = self.project(torch.cat(joined[::-1] if self.hidden_first else joined, -1))
-        is_row = (keys >= first) | (keys == positions[..., None])  # each row sees itself: nothing is no number
+        is_row = (keys >= first) | (keys == positions[..., None])  # a row that saw no key at all would be NaN
         masks: Any = self._masks.build(positions, keys, is_row[:, None])
         if self._kinds:  # decoders of several kinds of layers look masks up by kind
             masks = {**dict.fromkeys(STATEFUL), **dict.fromkeys(self._kinds, masks)}

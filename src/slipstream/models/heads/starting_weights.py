@@ -165,7 +165,7 @@ def _factors(norm: nn.Module | None, size: int, dtype: torch.dtype, device: torc
 
 
 def _final_norm(model: Any, layers: nn.ModuleList) -> nn.Module | None:
-    """The norm beside the list of layers, if it is called so."""
+    """The module called "norm" beside the list of layers; None without one."""
     around = (module for module in model.modules() if any(child is layers for child in module.children()))
     return next((norm for module in around if (norm := _submodule(module, "norm")) is not None), None)
 
