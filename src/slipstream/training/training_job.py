@@ -176,7 +176,8 @@ class TrainingJob:
         shown, begun, first = 0, run.seconds, run.state.step
         for state in run.steps(judge):
             self.saved = f"{folder / STATE} holds step {run.saved_step}"
-            left = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
+            needed = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
+            left = max(0.0, min(needed, self._max_seconds - run.seconds))  # the time may end the run first
             self.show(TrainingProgress("training", state.step, state.planned, left, state.judgements[-1]))
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
