@@ -18,21 +18,20 @@ from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.slow
 LINES = [chat(f"c{at}", "The heron and the", temperature=0.4, max_tokens=30 + at) for at in range(40)]
-HELD = 45  # forwards after which a server does nothing: some lines are answered by then, and several are under way
 SERVE = """
-import itertools, sys, time
+import sys
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.running_server import toy
 
 def load():
-    decoder, calls = toy(), itertools.count()
+    decoder, left = toy(), [0]
     forward = decoder.target.backend.forward
-    def held(*given, **more):
-        if next(calls) >= int(sys.argv[2]):
-            time.sleep(3600)
+    def allowed(*given, **more):
+        left[0] = left[0] or int(sys.stdin.readline())
+        left[0] -= 1
         return forward(*given, **more)
-    decoder.target.backend.forward = held
+    decoder.target.backend.forward = allowed
     return decoder
 
 serve(ServerSettings(port=0, batch_folder=sys.argv[1]), load, lambda server: print(server.url, flush=True))
@@ -42,8 +41,9 @@ serve(ServerSettings(port=0, batch_folder=sys.argv[1]), load, lambda server: pri
 def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
     """A line that is alone under way is given up, by design: the servers are killed while several are."""
     batch, answered, data = "", 0, "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    for forwards in (HELD, HELD, 1_000_000):
-        with started("-c", SERVE, str(tmp_path / "b"), str(forwards), stdout=subprocess.PIPE) as server:
+    for killed in (True, True, False):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with started("-c", SERVE, str(tmp_path / "b"), **pipes) as server:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
             with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
@@ -51,12 +51,12 @@ def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
                     file = client.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]
                     wanted = {"input_file_id": file, "endpoint": "/v1/chat/completions"}
                     batch = client.post("/v1/batches", json=wanted).json()["id"]
-                if forwards == HELD:
-                    told = followed(client, batch, answered + 1)
+                if killed:
+                    told = followed(server, client, batch, answered + 1)
                     assert told["status"] == "in_progress"
                     answered = told["request_counts"]["completed"]
                 else:
-                    told = followed(client, batch, len(LINES))
+                    told = followed(server, client, batch, len(LINES))
                     found = client.get(f"/v1/files/{told['output_file_id']}/content").text
             os.kill(server.pid, signal.SIGKILL)
     output = write(tmp_path / "output.jsonl", found.splitlines())
@@ -64,8 +64,9 @@ def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
     assert by_id(output) == by_id(tmp_path / "job.jsonl") and len(by_id(output)) == len(LINES)
 
 
-def followed(client: httpx.Client, batch: str, enough: int) -> dict[str, Any]:
-    """What is told of a batch once so many of its lines are answered."""
+def followed(server: subprocess.Popen[str], client: httpx.Client, batch: str, enough: int) -> dict[str, Any]:
+    """What is told of a batch once so many of its lines are answered; each look allows the server five forwards."""
+    assert server.stdin is not None
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         told: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
@@ -73,5 +74,6 @@ def followed(client: httpx.Client, batch: str, enough: int) -> dict[str, Any]:
         assert counts["failed"] == 0, told
         if counts["completed"] >= enough and (enough < len(LINES) or told["status"] == "completed"):
             return told
+        print(5, file=server.stdin, flush=True)
         time.sleep(0.005)
-    raise AssertionError("the batch did not go on")
+    raise AssertionError(f"the batch did not go on: {told}")
