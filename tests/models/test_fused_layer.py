@@ -21,7 +21,8 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.trials import later_starts, tolerance
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
-from tests.support.tiny_models import VOCAB, fast, fresh
+from tests.support.mtp_cases import SHAPE
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
@@ -90,6 +91,18 @@ def test_layers_that_compute_something_else_keep_their_forward_with_a_warning(
     assert num_fused(backend) == 0
     assert torch.equal(logits(backend), expected)
     assert "keeps its layers' own forward: the fused one gives other numbers" in caplog.text
+
+
+def test_layers_that_rotate_a_part_of_each_head_keep_their_forward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_slower.cache_clear()
+    dense = SHAPE | {"head_dim": 8, "first_k_dense_replace": SHAPE["num_hidden_layers"]}
+    monkeypatch.setitem(ARCHITECTURES, "glm4_moe", lambda: transformers.Glm4MoeConfig(**dense))
+    backend = fast("glm4_moe")
+    assert num_fused(backend) == 0
+    assert torch.equal(logits(backend), logits(fast("glm4_moe", fused=False)))
+    assert "keeps its layers' own forward: it rotates 4 of a head's 8 numbers" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, AttributeError, KeyError])

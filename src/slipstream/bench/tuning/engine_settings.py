@@ -18,12 +18,13 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
-from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, PARD, trained_kind
+from slipstream.models.heads.head_files import ASSISTANT, DFLASH, EAGLE1, EAGLE3, PARD, trained_kind
 from slipstream.models.weights.model_files import is_gguf
 
 # a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type
 ENGINE_NAMES = {
     None: ("draft_model", "STANDALONE", "draft-simple"),
+    ASSISTANT: ("mtp", "FROZEN_KV_MTP", "draft-mtp"),
     PARD: ("draft_model", "STANDALONE", "draft-simple"),
     DFLASH: ("dflash", "DFLASH", "draft-dflash"),
     EAGLE1: ("eagle", "EAGLE", ""),

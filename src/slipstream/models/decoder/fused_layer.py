@@ -132,6 +132,8 @@ class RotaryEmbedding:
         cos, sin = rope
         prepared, half = self._prepared, x.shape[-1] // 2  # read once: another thread may be running the same model
         if prepared is None or prepared[0] is not sin:
+            if sin.shape[-1] != x.shape[-1]:
+                raise UnknownLayerError(f"it rotates {sin.shape[-1]} of a head's {x.shape[-1]} numbers")
             signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
             self._prepared = prepared = sin, cos.unsqueeze(2), signed.unsqueeze(2)
         return (x * prepared[1]).add_(x.roll(half, -1).mul_(prepared[2]))

@@ -31,12 +31,13 @@ from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-DFLASH, EAGLE1, EAGLE3 = "dflash", "eagle1", "eagle3"
+ASSISTANT, DFLASH, EAGLE1, EAGLE3 = "assistant", "dflash", "eagle1", "eagle3"
 PARD = "pard"  # an ordinary model that drafts with mask tokens
 KINDS = {  # the kind of head, by the architecture that a config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated"), EAGLE3),
     "DFlashDraftModel": DFLASH,
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
 EMBEDDED_NAME = "smollm2_head"
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights

@@ -9,10 +9,19 @@ from torch import Tensor
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
+from slipstream.models.heads.assistant import load_assistant
 from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, HeadFiles, read_eagle3, read_tensors
+from slipstream.models.heads.head_files import (
+    ASSISTANT,
+    DFLASH,
+    EAGLE1,
+    EAGLE3,
+    HeadFiles,
+    read_eagle3,
+    read_tensors,
+)
 from slipstream.models.loaded import Loaded, LoadOptions
 
 READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {
@@ -29,12 +38,17 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
             f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
             "allowed: with models that run on Slipstream's own KV cache"
         )
-    if files.kind not in READERS:
-        allowed = ", ".join(map(repr, sorted(READERS)))
+    if files.kind not in (ASSISTANT, *READERS):
+        allowed = ", ".join(map(repr, sorted((ASSISTANT, *READERS))))
         raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
-    tensors = read_tensors(files, options)
+    if files.kind == ASSISTANT:
+        backend: Backend = load_assistant(files, target, options)
+        tensors: Mapping[str, Tensor] = backend.model.state_dict()
+    else:
+        tensors = read_tensors(files, options)
+        backend = READERS[files.kind](files, tensors, target)
     return Loaded(
-        READERS[files.kind](files, tensors, target),
+        backend,
         files.source,
         target.end_ids,
         target.tokenizer,

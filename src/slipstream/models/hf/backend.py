@@ -53,6 +53,7 @@ class HFBackend:
         self.cache_name = cache_name(model) or ""  # `check_supported` has seen to it that there is one
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
+        self._shares_keys = decoder_layers.shares_keys(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
         self.position_offsets: Tensor | None = None
@@ -89,7 +90,10 @@ class HFBackend:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
-        out = self._forward_rows(tokens, starts, first_slot, 0 if logits else 1)
+        keep: int | Tensor = 0 if logits else 1
+        if keep and self._shares_keys and self.cache.hidden and self.cache.keeps_hidden:
+            keep = torch.tensor([tokens.shape[1] - 1], device=self.device)  # for 1 it leaves the other tokens out
+        out = self._forward_rows(tokens, starts, first_slot, keep)
         return out.to(self.device) if logits else out.new_empty(0)
 
     @torch.inference_mode()

@@ -82,6 +82,8 @@ class Skip(nn.Module):
 def make_layer_subset(model: Any, count: int, layers: Sequence[int]) -> Any:
     """The model with the given layers only; two forwards of two tokens check that exactly these run."""
     path, decoder = decoder_layers(model, count)
+    if shares_keys(model):
+        raise _refusal(model, "some layers read keys and values of others")
     extra = _outputs_beside(model, decoder)
     chosen = nn.ModuleList(layer if i in layers else Skip(layer, extra) for i, layer in enumerate(decoder))
     subset = _with_child(model, path.split("."), chosen)
@@ -98,6 +100,11 @@ def _with_child(module: Any, path: Sequence[str], child: nn.Module) -> Any:
     inner = child if len(path) == 1 else _with_child(module._modules[path[0]], path[1:], child)
     changed._modules[path[0]] = inner
     return changed
+
+
+def shares_keys(model: Any) -> bool:
+    """Whether some of a model's layers read the keys and values of others."""
+    return "reuse" in (getattr(model.config.get_text_config(), "kv_sharing_modes", None) or ())
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:

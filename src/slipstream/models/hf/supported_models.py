@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -20,7 +21,7 @@ from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
 
-ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # the last reads another layer's keys
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 KINDS = frozenset(("full_attention", "sliding_attention"))
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))

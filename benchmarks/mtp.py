@@ -1,0 +1,224 @@
+"""Multi-token prediction by Slipstream and by transformers, with layers that know the next token with a set chance.
+
+    python benchmarks/mtp.py --chance 0.7 --layers 1
+
+The target is a random GLM-4 with dense layers, the MTP layers behind them mixtures of experts, as GLM-4.5 has them. Its
+output layer knows one token after each, so texts run through the whole vocabulary and look-ups find nothing; the
+layers hardly change that. An MTP layer's product takes the newest token over, which gives the same next token. But it
+turns what marks a token as hard into another guess, and as many tokens are hard as the chance says; they are always
+guessed wrong, whoever asks. Both systems read the same files.
+
+Plain decoding, fixed draft lengths, "auto" and transformers' `use_mtp` take turns on texts of their own every time.
+Transformers drafts one token with each layer, one text after another; its layers are loaded once here, though it loads
+them for each call. Exit code 1 if a text is not the one that the weights were made for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich import box
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from terminal import Count, JsonFile, console, numbers, run
+from transformers.modeling_layers import MtpModel
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.weights.model_files import quiet
+
+PROMPT = 16  # tokens
+GAP = 20.0  # between the logit of the next token and the others: layers are as sure of wrong guesses as of right ones
+MARK = 4.0  # of hard tokens in the first number of their embedding
+AUTO, PLAIN, THEIRS, THEIR_PLAIN = "auto", "plain", "transformers, use_mtp", "transformers, plain"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the target."""
+
+    vocab: int
+    hidden: int
+    layers: int
+
+
+@dataclass
+class Arm:
+    """Generates texts after prompts; seconds: per output token of each turn. right: texts as they should be."""
+
+    generate: Callable[[list[list[int]]], list[list[int]]]
+    seconds: list[float] = field(default_factory=list)
+    right: int = 0
+
+
+def main(
+    chance: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.7,
+    layers: Count = 1,
+    lengths: str = "1,2,3,4,5,6,7,8",
+    batches: str = "1,8",
+    max_tokens: Count = 96,
+    repeats: Count = 5,
+    vocab: Count = 16384,
+    hidden: Count = 768,
+    depth: Count = 16,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure and print a table for each batch size."""
+    quiet()
+    sizes = Sizes(vocab, hidden, depth)
+    with TemporaryDirectory() as folder:
+        order = write_model(Path(folder), sizes, layers, chance)
+        base = SpeculativeDecoder(folder, "mtp", drafter=AUTO)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        use_layers_loaded_once(theirs, layers)
+        tables = {
+            batch: _batch(base, theirs, order, batch, numbers("--lengths", lengths), max_tokens, repeats)
+            for batch in numbers("--batches", batches)
+        }
+    summary: dict[str, Any] = {"chance": chance, "layers": layers, "torch": torch.__version__}
+    for batch, arms in tables.items():
+        summary[f"batch {batch}"] = _print(batch, arms, repeats)
+    print(json.dumps(summary))
+    if json_file is not None:
+        seconds = {batch: {name: arm.seconds for name, arm in arms.items()} for batch, arms in tables.items()}
+        json_file.write_text(json.dumps({**summary, "seconds_per_token": seconds}, indent=2) + "\n", encoding="utf-8")
+    if any(arm.right < repeats * batch for batch, arms in tables.items() for arm in arms.values()):
+        sys.exit(1)
+
+
+def write_model(folder: Path, sizes: Sizes, layers: int, chance: float) -> list[int]:
+    """Write the target and its MTP layers. Returns the vocabulary in the order of its texts, which is a circle."""
+    torch.manual_seed(0)
+    config = transformers.Glm4MoeConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=3 * sizes.hidden,
+        num_hidden_layers=sizes.layers + layers,  # those of the MTP layers stand behind the others
+        num_attention_heads=sizes.hidden // 64,
+        num_key_value_heads=sizes.hidden // 128 or 1,
+        head_dim=64,
+        moe_intermediate_size=sizes.hidden,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        first_k_dense_replace=sizes.layers,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        initializer_range=0.001,  # the layers add next to nothing
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    order = torch.randperm(sizes.vocab)
+    embedded = torch.randn(sizes.vocab, sizes.hidden)
+    head = torch.empty_like(embedded)
+    head[order.roll(-1)] = embedded[order] * GAP / sizes.hidden
+    head[:, 0] = 0  # the mark changes no text
+    embedded[:, 0] = MARK * (torch.rand(sizes.vocab) >= chance)
+    project = torch.zeros(sizes.hidden, 2 * sizes.hidden)
+    project[:, : sizes.hidden] = torch.eye(sizes.hidden)
+    project[:, 0] = head[0] * sizes.hidden / GAP
+    tensors |= {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
+    for number in range(sizes.layers, sizes.layers + layers):
+        start = f"model.layers.{number}."
+        norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+        tensors |= {start + name: torch.ones(sizes.hidden) for name in norms}
+        tensors[f"{start}eh_proj.weight"] = project.clone()
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    config.num_hidden_layers, config.num_mtp_layers, config.dtype = sizes.layers, layers, torch.bfloat16
+    config.save_pretrained(folder)
+    return order.tolist()
+
+
+def use_layers_loaded_once(model: Any, layers: int) -> None:
+    """Have transformers' generator find the MTP layers, and read them once. layers: how many there are."""
+    first = model.config.num_hidden_layers
+    names = "|".join(str(first + number) for number in range(layers))
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({names})\."]  # it knows those of published models
+    loaded = MtpModel.from_pretrained(model)
+    MtpModel.from_pretrained = lambda *_, **__: loaded
+
+
+def _batch(
+    base: SpeculativeDecoder,
+    theirs: Any,
+    order: Sequence[int],
+    batch: int,
+    lengths: Sequence[int],
+    max_tokens: int,
+    repeats: int,
+) -> dict[str, Arm]:
+    """All arms at one batch size, in turns, in the other order every other time."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+    def ours(decoder: SpeculativeDecoder) -> Arm:
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            decoder.forget()
+            return [result.token_ids for result in decoder.generate(prompts, params)]
+
+        return Arm(generate)
+
+    def of_transformers(**options: Any) -> Arm:
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            groups = [[prompt] for prompt in prompts] if options else [prompts]
+            settings = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            texts = [theirs.generate(torch.tensor(group), **settings, **options) for group in groups]
+            return [text[PROMPT:].tolist() for group in texts for text in group]
+
+        return Arm(generate)
+
+    arms = {PLAIN: ours(base.using("none", num_draft_tokens="auto"))}
+    arms |= {str(length): ours(base.using("model", num_draft_tokens=length)) for length in lengths}
+    arms |= {AUTO: ours(base), THEIR_PLAIN: of_transformers(), THEIRS: of_transformers(use_mtp=True)}
+    length, text = PROMPT + max_tokens, 0
+    for turn in range(repeats + 1):  # the first warms up
+        for name in list(arms)[:: 1 if turn % 2 else -1]:
+            starts = [(text + row) * length for row in range(batch)]
+            prompts = [[order[(start + i) % len(order)] for i in range(PROMPT)] for start in starts]
+            started = perf_counter()
+            texts = arms[name].generate(prompts)
+            taken = perf_counter() - started
+            if turn:
+                arms[name].seconds.append(taken / (batch * max_tokens))
+                arms[name].right += sum(map(_is_walk(order, max_tokens), prompts, texts))
+        text += batch
+    return arms
+
+
+def _is_walk(order: Sequence[int], count: int) -> Callable[[list[int], list[int]], bool]:
+    """Whether a text follows its prompt as the vocabulary's order says."""
+    after = dict(pairwise([*order, order[0]]))
+    return lambda prompt, text: len(text) == count and all(after[a] == b for a, b in pairwise([prompt[-1], *text]))
+
+
+def _print(batch: int, arms: dict[str, Arm], repeats: int) -> dict[str, Any]:
+    """A batch size's table. Returns what it says in short."""
+    table = Table(box=box.SIMPLE, pad_edge=False, title=f"batch {batch}", title_justify="left")
+    table.add_column("draft tokens", no_wrap=True)
+    for head in ("tokens/s", "of plain", "of use_mtp", "texts right"):
+        table.add_column(head, justify="right")
+    speeds = {name: 1 / median(arm.seconds) for name, arm in arms.items()}
+    for name, arm in arms.items():
+        ratios = (f"{speeds[name] / speeds[other]:.2f}x" for other in (PLAIN, THEIRS))
+        table.add_row(name, f"{speeds[name]:.1f}", *ratios, f"{arm.right} of {repeats * batch}")
+    console.print(table)
+    best = max((name for name in arms if name.isdecimal()), key=lambda name: speeds[name])
+    shares = [of_best / auto for of_best, auto in zip(arms[best].seconds, arms[AUTO].seconds, strict=True)]
+    console.print(
+        f"auto: {speeds[AUTO] / speeds[best]:.3f} of the best fixed length, {best}; turn by turn {median(shares):.3f}"
+    )
+    return {"tokens_per_second": speeds, "best_length": int(best), "auto_of_best": speeds[AUTO] / speeds[best]}
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,219 @@
+"""Gemma 4's assistants: small models without keys of their own, which attend to those that the target has cached.
+
+An assistant's row holds the newest token's embedding beside the target's last hidden state, after the final norm, of
+the position before it. Every layer reads the keys and values of the target's last layer of its kind that has its own.
+What the assistant returns takes the hidden state's place for the next token of a draft. All tokens of a draft are
+computed at the position of the newest token, and none of them leaves a key, so that there is no prompt to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.heads.features import FeatureReader
+from slipstream.models.heads.head_files import HeadFiles, check_size
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+
+SLIDING = "sliding_attention"
+
+
+class AssistantBackend(FeatureReader):
+    """See `Backend`. Of a slot it keeps only what was returned for its newest tokens, by position."""
+
+    attended_unit = 1
+
+    def __init__(self, model: Any, target: Loaded, sources: Mapping[str, int]) -> None:
+        """model: transformers' assistant. sources: the target's layer whose keys and values layers of a kind read."""
+        backend: Any = target.backend
+        super().__init__([backend.num_layers])
+        self.model, self._cache, self._sources = model, backend.cache, sources
+        self._embed, self._norm = backend.model.get_input_embeddings(), backend.model.get_decoder().norm
+        self.vocab_size, self.max_length, self.device = target.backend.vocab_size, backend.max_length, backend.device
+        self._config = model.config.get_text_config()
+        size = model.config.backbone_hidden_size
+        self._returned = torch.zeros(0, MAX_DRAFT_TOKENS, size, dtype=model.dtype, device=self.device)
+
+    def reserve(self, rows: int, length: int) -> None:
+        if (missing := rows - len(self._returned)) > 0:
+            self._returned = torch.cat([self._returned, self._returned.new_zeros(missing, *self._returned.shape[1:])])
+            self.num_right += [0] * missing
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self.num_right[destination] = min(self.num_right[source], length)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        rows, width = tokens.shape
+        slots = range(first_slot, first_slot + rows)
+        for slot, start in zip(slots, starts, strict=True):
+            self.note_right(slot, start, width)
+        if not logits:
+            return self._returned.new_empty(0)
+        read = [self.num_read(slot) for slot in slots]
+        first = [min(max(0, count - start), width - 1) for count, start in zip(read, starts, strict=True)]
+        last = self._last_columns(slots, starts, width)
+        steps = 1 + max(0, *(end - begin for begin, end in zip(first, last, strict=True)))
+        seen = self._seen(slots, read)
+        out: Tensor | None = None
+        for step in range(steps):
+            columns = [min(begin + step, max(begin, end)) for begin, end in zip(first, last, strict=True)]
+            positions = [start + column for start, column in zip(starts, columns, strict=True)]
+            chosen = torch.tensor(columns, device=self.device)[:, None]
+            scores = self._step(tokens.gather(1, chosen), slots, positions, read, seen)
+            if width == 1:
+                return scores
+            if out is None:
+                out = scores.new_zeros(rows, width, self.vocab_size)
+            out.scatter_(1, chosen[..., None].expand_as(scores), scores)
+        assert out is not None
+        return out
+
+    def _last_columns(self, slots: range, starts: list[int], width: int) -> list[int]:
+        """The column of each row's last token: rows that have fewer tokens than others are padded."""
+        ahead = list[int]()  # committed tokens from each row's start on
+        for slot, start in zip(slots, starts, strict=True):
+            row = self.target_slots[slot].row if slot < len(self.target_slots) else None
+            if row is None:
+                return [width - 1] * len(slots)
+            ahead.append(len(row.tokens) - start)
+        return [width - 1 - max(ahead) + count for count in ahead]
+
+    def _seen(self, slots: range, read: list[int]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Keys and values [B, heads, L, D] of what the target has read, and which of them [B, 1, 1, L] rows attend to.
+
+        By kind of layer. A row of which nothing was read attends to a key that is not there, since none at all is NaN.
+        """
+        length = max(1, *read)
+        counts, places = torch.tensor(read, device=self.device)[:, None], torch.arange(length, device=self.device)
+        is_read = places < counts.clamp(min=1)
+        within = is_read & (places >= counts - 1 - self._config.sliding_window)
+        seen = {}
+        for kind, layer in self._sources.items():
+            cached = self._cache.layers[layer]
+            if cached.keys is None or max(read) == 0:
+                each = self._config.per_layer_config[self._config.layer_types.index(kind)]
+                keys = self._returned.new_zeros(len(slots), each.num_key_value_heads, length, each.head_dim)
+                values = keys
+            else:
+                keys, values = (part[slots.start : slots.stop, :, :length] for part in (cached.keys, cached.values))
+            seen[kind] = keys, values, (within if kind == SLIDING else is_read)[:, None, None]
+        return seen
+
+    def _step(
+        self,
+        tokens: Tensor,
+        slots: range,
+        positions: list[int],
+        read: list[int],
+        seen: dict[str, tuple[Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        """[B, 1, V] after tokens [B, 1] at these positions."""
+        where = torch.tensor([*slots], device=self.device)
+        places = torch.tensor(positions, device=self.device)
+        entering = self._returned[where, (places - 1) % MAX_DRAFT_TOKENS]
+        for i, (slot, position, count) in enumerate(zip(slots, positions, read, strict=True)):
+            if position <= count and (feature := self.features(slot, position, 1)) is not None and len(feature):
+                entering[i] = self._norm(feature[0].to(self._norm.weight.dtype)).to(entering.dtype)
+        inputs = torch.cat([self._embed(tokens).to(entering.dtype), entering[:, None]], -1)
+        newest = torch.tensor(read, device=self.device)[:, None].clamp(max=self.max_length - 1)
+        hidden = self.model.model(
+            inputs_embeds=self.model.pre_projection(inputs),
+            attention_mask={kind: mask for kind, (_, _, mask) in seen.items()},
+            position_ids=newest,
+            shared_kv_states={kind: (keys, values) for kind, (keys, values, _) in seen.items()},
+            use_cache=False,
+        ).last_hidden_state
+        self._returned[where, places % MAX_DRAFT_TOKENS] = self.model.post_projection(hidden)[:, 0]
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B, 1, V]; of an assistant that scores clusters of tokens first, those of other clusters are impossible."""
+        embedder = self.model.masked_embedding
+        if embedder is None:
+            scores: Tensor = self.model.lm_head(hidden)
+            return scores[..., : self.vocab_size]
+        clusters = embedder.token_ordering.long().view(embedder.num_centroids, -1)
+        nearest = embedder.centroids(hidden).topk(embedder.centroid_intermediate_top_k).indices
+        tokens = clusters[nearest].flatten(-2)
+        scores = (self.model.lm_head.weight[tokens] @ hidden[..., None])[..., 0]
+        return scores.new_full((*tokens.shape[:-1], self.vocab_size), float("-inf")).scatter_(-1, tokens, scores)
+
+
+def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> AssistantBackend:
+    """An assistant for a target. options: the draft's."""
+    backend: Any = target.backend
+    modes = getattr(backend.model.config.get_text_config(), "kv_sharing_modes", None)
+    if modes is None:
+        raise UsageError(
+            f"draft {files.source!r} is an assistant of Gemma 4, which reads its target's keys and values; target "
+            f"{target.name!r} is {type(backend.model).__name__}; allowed: a Gemma 4 model"
+        )
+    reader = _Reader(files, options)
+    sources = _sources(reader.config, files, target)
+    model = reader.model(backend.model.dtype).to(backend.device)
+    if options.fast is not False and unsupported(model) is None:
+        is_large = num_weights(model) >= SMALLEST and is_faster(model.dtype)
+        convert = partial(rounded, bits="int4") if is_large else compressed_or_packed
+        pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # some rows of it are read
+    return AssistantBackend(model, target, sources)
+
+
+def _sources(config: Any, files: HeadFiles, target: Loaded) -> dict[str, int]:
+    """The target's layer whose keys and values an assistant's layers of each kind read. Raises `UsageError` if an
+    assistant with this configuration is another target's."""
+    backend: Any = target.backend
+    own, theirs = config.get_text_config(), backend.model.config.get_text_config()
+    check_size(files, target, "backbone_hidden_size", config.backbone_hidden_size, theirs.hidden_size)
+    check_size(files, target, "vocab_size", own.vocab_size, backend.vocab_size)
+    modes = zip(theirs.layer_types, theirs.kv_sharing_modes, strict=True)
+    stored = {kind: layer for layer, (kind, mode) in enumerate(modes) if mode == "store"}
+    sources = dict[str, int]()
+    for number, kind in enumerate(own.layer_types):
+        if kind not in stored:
+            raise UsageError(f"draft {files.source!r} has layers of kind {kind!r}; allowed: {sorted(stored)}")
+        sources[kind] = stored[kind]
+        each, read = own.per_layer_config[number], theirs.per_layer_config[stored[kind]]
+        for name in ("head_dim", "num_key_value_heads"):
+            check_size(files, target, f"{name} of {kind}", getattr(each, name), getattr(read, name))
+    return sources
+
+
+class _Reader:
+    """Reads an assistant's files by transformers."""
+
+    def __init__(self, files: HeadFiles, options: LoadOptions) -> None:
+        import transformers
+
+        self._files, self._options = files, options
+        self._kind = getattr(transformers, files.settings["architectures"][0])
+        self.config: Any = self._read(self._kind.config_class)
+
+    def model(self, dtype: torch.dtype) -> Any:
+        """Without an embedding: the target embeds tokens."""
+        model, report = self._read(
+            self._kind, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, config=self.config
+        )
+        unlike = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
+        if unlike:
+            raise SlipstreamError(
+                f"draft {self._files.source!r}: {len(unlike)} tensors do not fit its config.json, first {min(unlike)!r}"
+            )
+        model.model.embed_tokens = None
+        return model.eval()
+
+    def _read(self, kind: Any, **settings: Any) -> Any:
+        try:
+            with quietly():
+                return kind.from_pretrained(self._files.folder, **settings, **self._options.files)
+        except READER_ERRORS as error:
+            raise SlipstreamError(f"draft {self._files.source!r} could not be read: {one_line(error)}") from error

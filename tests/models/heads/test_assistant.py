@@ -1,0 +1,223 @@
+"""Gemma 4's assistants: they draft what transformers' do, at one position, without keys of their own; no text changes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.bench.tuning.engine_settings import ENGINE_NAMES
+from slipstream.models.heads.assistant import AssistantBackend
+from slipstream.models.heads.head_files import trained_kind
+from slipstream.models.hf.backend import HFBackend
+from slipstream.wiring.model_pair import ModelPair
+from tests.support.assistant_cases import Pair, Transcription, write_pair
+from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.tiny_models import fresh, prompts
+
+STEPS = 4
+KINDS: dict[str, dict[str, Any]] = {"large": {}, "small": {"small": True, "ordered": True}}
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def written(kind: str) -> Pair:
+    return write_pair(Path(mkdtemp()), **KINDS[kind])
+
+
+@cache
+def transcription(kind: str) -> Transcription:
+    return Transcription(written(kind))
+
+
+@cache
+def loaded(kind: str) -> ModelPair:
+    return pair_of(str(written(kind).target), written(kind).assistant)
+
+
+def decoder_of(pair: Pair, **settings: Any) -> SpeculativeDecoder:
+    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3, "fast": False}
+    return SpeculativeDecoder(str(pair.target), str(pair.assistant), **chosen | settings)
+
+
+def found_and_expected(kind: str, text: list[int], **wrong: Any) -> list[bool]:
+    """Step by step, whether a draft's logits are those of transformers, of the tokens that the assistant scores."""
+    found = step_logits(loaded(kind), text, STEPS)
+    draft = [int(logits.argmax()) for logits in found]
+    expected = transcription(kind).logits(text, draft, **wrong)
+    scored = [logits.isfinite() for logits in found]
+    assert all(int(kept.sum()) == (20 if kind == "small" else len(kept)) for kept in scored)
+    return same_logits(*([x[kept] for x, kept in zip(each, scored, strict=True)] for each in (found, expected)))
+
+
+@over_kinds
+def test_every_step_is_that_of_transformers(kind: str) -> None:
+    for text in prompts([2, 17, 40, 60]):  # the window is shorter than some
+        assert all(found_and_expected(kind, text))
+
+
+@over_kinds
+@pytest.mark.parametrize(("wrong", "right_steps"), [({"shift": 1}, 0), ({"moving": 1}, 1), ({"kept": 1}, 0)], ids=str)
+def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, int], right_steps: int) -> None:
+    same = found_and_expected(kind, prompts([40])[0], **wrong)
+    assert same == [True] * right_steps + [False] * (STEPS - right_steps)
+
+
+@over_kinds
+def test_transformers_own_generator_drafts_the_same(kind: str) -> None:
+    target, assistant = transcription(kind).target, transcription(kind).assistant
+    assistant.generation_config.num_assistant_tokens = STEPS
+    for text in prompts([5, 40]):
+        ids = torch.tensor([text])
+        with torch.inference_mode():
+            outputs = target(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+        settings = target.generation_config
+        settings.max_length = 100
+        theirs = SinglePositionMultiTokenCandidateGenerator(assistant, target.get_input_embeddings(), settings)
+        candidates, _ = theirs.get_candidates(ids, {}, outputs, is_first_iteration=False, n_last_matches=0)
+        drafted = [int(logits.argmax()) for logits in step_logits(loaded(kind), text, STEPS)]
+        assert candidates[0, len(text) :].tolist() == drafted
+
+
+def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
+    """Whether the drafts of a batch are those of transformers. Three tokens are favoured, so that some are accepted."""
+    favoured = dict.fromkeys((7, 9, 21), 30.0)
+    asked, bias = prompts([3, 17, 9, 40, 5]), torch.zeros(decoder.target.backend.vocab_size)
+    bias[list(favoured)] = 30.0
+    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=favoured) for i in range(len(asked))]
+    results, agree = decoder.generate(asked, params), list[bool]()
+    for prompt, result in zip(asked, results, strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in (round for round in result.rounds if round.draft):
+            expected = transcription(kind).logits(text[: round.start], round.draft) + bias
+            agree.append(list(round.draft) == expected.argmax(-1).tolist())
+    assert len(agree) > 10 and sum(result.stats.num_accepted_tokens for result in results) > 5
+    return all(agree)
+
+
+def test_a_batch_drafts_what_transformers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: of a row that sees one key more than the target has read."""
+    assert drafts_agree(decoder_of(written("large")), "large")
+    seen = AssistantBackend._seen
+    monkeypatch.setattr(AssistantBackend, "_seen", lambda self, slots, read: seen(self, slots, [n + 1 for n in read]))
+    assert not drafts_agree(decoder_of(written("large")), "large")
+
+
+def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = AssistantBackend._step, list[int]()
+
+    def counted(self: AssistantBackend, tokens: Tensor, *rest: Any) -> Tensor:
+        steps.append(len(tokens))
+        return step(self, tokens, *rest)
+
+    decoder = decoder_of(written("large"))
+    monkeypatch.setattr(AssistantBackend, "_step", counted)
+    favoured = dict.fromkeys((7, 9, 21), 30.0)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=favoured)
+    results = decoder.generate(prompts([3, 17, 9]), params)
+    longest = Counter[int]()
+    for round in (round for result in results for round in result.rounds):
+        longest[round.step] = max(longest[round.step], len(round.draft))
+    assert len(steps) == longest.total()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@over_kinds
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    kind: str, drafter: str, options: dict[str, Any]
+) -> None:
+    decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
+    plain = decoder.using("none", num_draft_tokens="auto")
+    asked = prompts([3, 17, 9, 40, 5])
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    if drafter == "model":
+        assert all(result.stats.num_draft_tokens for result in results)
+
+
+@pytest.mark.parametrize("settings", [{"fast": True}, {"fast": "auto", "quantize": "int8"}], ids=["packed", "int8"])
+def test_packed_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
+    decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
+    plain = decoder.using("none", num_draft_tokens="auto")
+    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5)
+    results = decoder.generate(asked, params)
+    assert decoder.target.packed and all(result.stats.num_draft_tokens for result in results)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(asked, params)]
+
+
+def test_trees_of_their_drafts_change_no_text() -> None:
+    decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
+    plain = decoder.using("none", num_draft_tokens="auto")
+    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True)
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(asked, params)]
+    assert any(round.parents for result in results for round in result.rounds)
+
+
+def test_targets_whose_last_layers_share_keys_run_on_slots() -> None:
+    decoder = decoder_of(written("small"))
+    assert isinstance(decoder.target.backend, HFBackend)
+    with pytest.raises(SlipstreamError, match="some layers read keys and values of others"):
+        decoder.using("layer_skip:2")
+
+
+def test_assistants_are_told_by_their_configuration() -> None:
+    kind = trained_kind(str(written("large").assistant))
+    assert kind == "assistant" and ENGINE_NAMES[kind] == ("mtp", "FROZEN_KV_MTP", "draft-mtp")
+
+
+def test_a_target_of_another_kind_is_refused_in_one_line() -> None:
+    head = str(written("large").assistant)
+    with pytest.raises(SlipstreamError, match="is LlamaForCausalLM; allowed: a Gemma 4 model") as raised:
+        SpeculativeDecoder(fresh("llama"), head, drafter="model")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
+        SpeculativeDecoder("toy", head, drafter="model")
+    with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the draft head .* allowed: 'auto'"):
+        decoder_of(written("large"), draft_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_head_dim": 32}, "its head_dim of full_attention is 32, that of"),
+        ({"num_key_value_heads": 4}, "its num_key_value_heads of sliding_attention is 4, that of"),
+        ({"vocab_size": 40}, "its vocab_size is 40, that of"),
+    ],
+    ids=str,
+)
+def test_an_assistant_of_another_target_is_refused_with_both_sizes(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    pair = write_pair(tmp_path, **changes)
+    with pytest.raises(SlipstreamError, match=message):
+        decoder_of(pair)
+
+
+def test_files_that_are_no_assistants_are_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    file = pair.assistant / "config.json"
+    settings = json.loads(file.read_text())
+    for change, message in (
+        ({"backbone_hidden_size": 48}, "its backbone_hidden_size is 48, that of .* 32"),
+        ({"use_ordered_embeddings": True, "num_centroids": 61}, "2 tensors do not fit its config.json, first 'masked"),
+    ):
+        file.write_text(json.dumps(settings | change))
+        with pytest.raises(SlipstreamError, match=message):
+            decoder_of(pair)
+    (pair.assistant / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(SlipstreamError, match="could not be read"):
+        decoder_of(pair)
