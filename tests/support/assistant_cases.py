@@ -83,7 +83,7 @@ def write_pair(
 
 
 class Transcription:
-    """What an assistant drafts by transformers' forwards, with the target's states of the whole text for every token."""
+    """What an assistant drafts by transformers' forwards, with the target's states of the whole text computed anew."""
 
     def __init__(self, pair: Pair) -> None:
         self.target, self.assistant = pair.models

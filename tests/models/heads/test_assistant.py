@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: they draft what transformers' do, at one position, without keys of their own; no text changes."""
+"""Gemma 4's assistants: they draft what transformers' do, at one position and without keys, and change no text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.tiny_models import fresh, prompts
 
 STEPS = 4
-KINDS: dict[str, dict[str, Any]] = {"large": {}, "small": {"small": True, "ordered": True}}
-over_kinds = pytest.mark.parametrize("kind", KINDS)
+FAVOURED = {7: 60.0, 9: 60.0}
+KINDS: dict[str, dict[str, Any]] = {
+    "large": {},
+    "small": {"small": True, "ordered": True},
+    "small, one step": {"small": True},  # whose output layer scores all tokens
+}
+over_kinds = pytest.mark.parametrize("kind", ["large", "small"])
 
 
 @cache
@@ -89,11 +94,10 @@ def test_transformers_own_generator_drafts_the_same(kind: str) -> None:
 
 
 def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
-    """Whether the drafts of a batch are those of transformers. Three tokens are favoured, so that some are accepted."""
-    favoured = dict.fromkeys((7, 9, 21), 30.0)
+    """Whether the drafts of a batch are those of transformers. Two tokens are favoured, so that some are accepted."""
     asked, bias = prompts([3, 17, 9, 40, 5]), torch.zeros(decoder.target.backend.vocab_size)
-    bias[list(favoured)] = 30.0
-    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=favoured) for i in range(len(asked))]
+    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
+    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=FAVOURED) for i in range(len(asked))]
     results, agree = decoder.generate(asked, params), list[bool]()
     for prompt, result in zip(asked, results, strict=True):
         text = [*prompt, *result.token_ids]
@@ -104,12 +108,30 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agree)
 
 
-def test_a_batch_drafts_what_transformers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["large", "small, one step"])
+def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of a row that sees one key more than the target has read."""
-    assert drafts_agree(decoder_of(written("large")), "large")
+    assert drafts_agree(decoder_of(written(kind)), kind)
     seen = AssistantBackend._seen
     monkeypatch.setattr(AssistantBackend, "_seen", lambda self, slots, read: seen(self, slots, [n + 1 for n in read]))
-    assert not drafts_agree(decoder_of(written("large")), "large")
+    assert not drafts_agree(decoder_of(written(kind)), kind)
+
+
+def test_states_of_every_token_are_kept_where_the_model_would_leave_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(backend: HFBackend) -> Tensor:
+        backend.reserve(1, 32)
+        backend.keep_hidden_states([backend.num_layers])
+        backend.forward(torch.arange(3, 19)[None], [0], first_slot=0, logits=False)
+        states = backend.hidden_states([backend.num_layers], 0, 0, 16)
+        assert states is not None
+        return backend.model.get_decoder().norm(states)
+
+    model = transcription("small").target
+    expected = model(torch.arange(3, 19)[None], output_hidden_states=True).hidden_states[-1][0]
+    assert (kept(HFBackend(model)) - expected).abs().max() < 1e-5 * expected.abs().max()
+    backend = HFBackend(model)
+    monkeypatch.setattr(backend, "_shares_keys", False)
+    assert (kept(backend) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +143,7 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
 
     decoder = decoder_of(written("large"))
     monkeypatch.setattr(AssistantBackend, "_step", counted)
-    favoured = dict.fromkeys((7, 9, 21), 30.0)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=favoured)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED)
     results = decoder.generate(prompts([3, 17, 9]), params)
     longest = Counter[int]()
     for round in (round for result in results for round in result.rounds):
@@ -186,7 +207,7 @@ def test_a_target_of_another_kind_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
         SpeculativeDecoder("toy", head, drafter="model")
-    with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the draft head .* allowed: 'auto'"):
+    with pytest.raises(SlipstreamError, match=r"draft_dtype='int4' with the draft head .* allowed: 'auto'"):
         decoder_of(written("large"), draft_dtype="int4")
 
 

@@ -41,9 +41,11 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
     if files.kind not in (ASSISTANT, *READERS):
         allowed = ", ".join(map(repr, sorted((ASSISTANT, *READERS))))
         raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
+    backend: Backend
+    tensors: Mapping[str, Tensor]
     if files.kind == ASSISTANT:
-        backend: Backend = load_assistant(files, target, options)
-        tensors: Mapping[str, Tensor] = backend.model.state_dict()
+        backend = assistant = load_assistant(files, target, options)
+        tensors = assistant.model.state_dict()
     else:
         tensors = read_tensors(files, options)
         backend = READERS[files.kind](files, tensors, target)
