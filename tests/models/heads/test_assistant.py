@@ -195,6 +195,19 @@ def test_targets_whose_last_layers_share_keys_run_on_slots() -> None:
         decoder.using("layer_skip:2")
 
 
+def test_loaded_models_draft_as_their_files_do() -> None:
+    target, assistant = written("large").models
+    decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)
+    prompt, params = prompts([17])[0], SamplingParams(max_tokens=24, ignore_eos=True)
+    drafts, expected = (
+        [round.draft for round in drafting.generate(prompt, params).rounds]
+        for drafting in (decoder, decoder_of(written("large")))
+    )
+    assert drafts == expected and any(drafts)
+    with pytest.raises(SlipstreamError, match=r"is of torch.bfloat16 on cpu; allowed: torch.float32 on cpu"):
+        SpeculativeDecoder(target, assistant.to(torch.bfloat16), drafter="model")
+
+
 def test_assistants_are_told_by_their_configuration() -> None:
     kind = trained_kind(str(written("large").assistant))
     assert kind == "assistant" and ENGINE_NAMES[kind] == ("mtp", "FROZEN_KV_MTP", "draft-mtp")

@@ -158,9 +158,18 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
             f"draft {files.source!r} is an assistant of Gemma 4, which reads its target's keys and values; target "
             f"{target.name!r} is {type(backend.model).__name__}; allowed: a Gemma 4 model"
         )
+    dtype, device = backend.model.dtype, backend.device
+    if files.model is not None:
+        model, sources = files.model.eval(), _sources(files.model.config, files, target)
+        if (model.dtype, model.device) != (dtype, device):
+            raise UsageError(
+                f"draft {files.source!r} is of {model.dtype} on {model.device}; allowed: {dtype} on {device}, as its "
+                f"target {target.name!r}"
+            )
+        return AssistantBackend(model, target, sources)
     reader = _Reader(files, options)
     sources = _sources(reader.config, files, target)
-    model = reader.model(backend.model.dtype).to(backend.device)
+    model = reader.model(dtype).to(device)
     if options.fast is not False and unsupported(model) is None:
         is_large = num_weights(model) >= SMALLEST and is_faster(model.dtype)
         convert = partial(rounded, bits="int4") if is_large else compressed_or_packed

@@ -57,12 +57,16 @@ def embedded_head() -> Path:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one."""
+    """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one.
+
+    model: of an assistant that is loaded already; then there is no folder.
+    """
 
     source: str
     folder: str
     settings: Mapping[str, Any]
     kind: str = EAGLE3
+    model: Any = None
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -77,7 +81,10 @@ class HeadFiles:
 
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
-    """The files of a head that the user has named; None if this names something else."""
+    """The files of a head that the user has named, or an assistant; None if this is something else."""
+    if KINDS.get(type(source).__name__) == ASSISTANT:
+        named = source.config.name_or_path or type(source).__name__
+        return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source)
     found = _described(source, options)
     if found is None:
         return None
