@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
+LEAST_STEP = 0.05  # of a kind's weight
 BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
 
@@ -23,7 +24,8 @@ class AcceptanceModel:
     """Logistic regression with one weight per kind and one per row, learned token by token.
 
     log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
-    moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss.
+    moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss. A
+    kind's first steps are larger, as if its prior were uncertain by 1: draft models may be sure of all they draft.
 
     prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
     row's probabilities depend on that row alone. row_step: the step of a row's weight.
@@ -32,6 +34,7 @@ class AcceptanceModel:
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
         self._prior = [log(chance / (1 - chance)) for chance in prior]
         self._kinds = list(self._prior)
+        self._tested = [0] * len(prior)  # tokens of each kind
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
         self._shared, self._row_step = shared, row_step
 
@@ -54,13 +57,14 @@ class AcceptanceModel:
             error = (token == actual) - 1 / (1 + exp(-self._kinds[kind] - row_weight))
             self._rows[row] = row_weight + self._row_step * error
             if self._shared:
-                self._kinds[kind] += 0.05 * error
+                self._kinds[kind] += max(LEAST_STEP, 1 / (1 + self._tested[kind] / 4)) * error
+                self._tested[kind] += 1
             if token != actual:
                 break
 
     def forget(self) -> None:
         """Return to the prior."""
-        self._kinds = list(self._prior)
+        self._kinds, self._tested = list(self._prior), [0] * len(self._prior)
         self._rows.clear()
 
 
@@ -131,6 +135,10 @@ class ModelDrafts:
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:
         """The probability that all tokens so far and the next one, which is not drafted yet, are accepted."""
         return self.acceptance_probs(row, chances)[-1] * self._by_position.chance(row, len(chances))
+
+    def by_position(self, row: Row, length: int) -> list[float]:
+        """The probability that the first 1, 2, ... of `length` tokens are all accepted, as long as none is drafted."""
+        return self._by_position.acceptance_probs(row, length)
 
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2, ... tokens are all accepted."""
