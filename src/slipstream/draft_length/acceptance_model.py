@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
+PRIOR = 3.0  # what is known of a kind's weight before anything is learned
 LEAST_STEP = 0.05  # of a kind's weight
 BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
@@ -25,7 +26,7 @@ class AcceptanceModel:
 
     log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
     moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss. A
-    kind's first steps are larger, as if its prior were uncertain by 1: draft models may be sure of all they draft.
+    kind's first steps are larger, one over what is known of it: draft models may be wrong and sure of all they draft.
 
     prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
     row's probabilities depend on that row alone. row_step: the step of a row's weight.
@@ -34,7 +35,7 @@ class AcceptanceModel:
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
         self._prior = [log(chance / (1 - chance)) for chance in prior]
         self._kinds = list(self._prior)
-        self._tested = [0] * len(prior)  # tokens of each kind
+        self._known = [PRIOR] * len(prior)  # of each kind: one over the variance of its weight
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
         self._shared, self._row_step = shared, row_step
 
@@ -54,17 +55,18 @@ class AcceptanceModel:
         """
         for kind, token, actual in zip(kinds, drafted, text, strict=False):
             row_weight = self._rows.get(row, 0.0)
-            error = (token == actual) - 1 / (1 + exp(-self._kinds[kind] - row_weight))
+            chance = 1 / (1 + exp(-self._kinds[kind] - row_weight))
+            error = (token == actual) - chance
             self._rows[row] = row_weight + self._row_step * error
             if self._shared:
-                self._kinds[kind] += max(LEAST_STEP, 1 / (1 + self._tested[kind] / 4)) * error
-                self._tested[kind] += 1
+                self._known[kind] += chance * (1 - chance)
+                self._kinds[kind] += max(LEAST_STEP, 1 / self._known[kind]) * error
             if token != actual:
                 break
 
     def forget(self) -> None:
         """Return to the prior."""
-        self._kinds, self._tested = list(self._prior), [0] * len(self._prior)
+        self._kinds, self._known = list(self._prior), [PRIOR] * len(self._prior)
         self._rows.clear()
 
 

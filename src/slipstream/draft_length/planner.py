@@ -257,7 +257,8 @@ class Planner:
         )
         seconds = partial(self.costs.verify, batch)
         wider = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
-        return gain > (self.costs.step(batch) + wider) * self._best_rate(rows, batch)
+        of_late = self.costs.rate([self.model_drafts.of(row) for row in rows], batch, [])
+        return gain > (self.costs.step(batch) + wider) * max(of_late, batch / seconds(0))
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft, cut where verifying more would cost more than it brings.
@@ -293,11 +294,6 @@ class Planner:
         """Whether the draft model would save a row that is alone more time than reading its text takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
         return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
-
-    def _best_rate(self, rows: Sequence[Row], batch: int) -> float:
-        """Tokens per second of the best that a round of `batch` rows could do, with drafts of the model for these."""
-        of_late = self.costs.rate([self.model_drafts.of(row) for row in rows], batch, [])
-        return max(of_late, self._rate_of_shorter(rows, batch), batch / self.costs.verify(batch, 0))
 
     def _rate_of_shorter(self, rows: Sequence[Row], batch: int) -> float:
         """Tokens per second of `batch` rows with the model's drafts for these, of the best one length for all.
