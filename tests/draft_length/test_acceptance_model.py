@@ -45,7 +45,18 @@ def test_rows_learn_from_each_other_about_the_kind_only() -> None:
 def test_what_a_row_shows_about_one_kind_tells_about_the_others() -> None:
     acceptance_model, one = AcceptanceModel([0.5, 0.8]), row()
     told(acceptance_model, one, 0, 0.0, 20)
-    assert acceptance_model.chance(one, 1) < 0.6
+    assert acceptance_model.chance(one, 1) < 0.65
+
+
+@pytest.mark.parametrize("prior", [0.975, 0.025])
+def test_a_prior_that_is_certain_and_wrong_is_given_up_within_a_text(prior: float) -> None:
+    """Negative control: it takes many texts to move a prior that was right."""
+    wrong, right = AcceptanceModel([prior]), AcceptanceModel([prior])
+    for seed in range(8):
+        told(wrong, row(), 0, 0.6, 8, seed)
+        told(right, row(), 0, prior, 8, seed)
+    assert 0.4 < wrong.chance(row(), 0) < 0.8
+    assert right.chance(row(), 0) == pytest.approx(prior, abs=0.05)
 
 
 def test_tokens_after_the_first_wrong_one_say_nothing() -> None:
