@@ -163,8 +163,8 @@ class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
     draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predict: calls the
-    drafter for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
+    a row, as far as is known beforehand; it then reads the prompts of all rows of the batch. predict: calls the drafter
+    for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
     constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
     random draws are made.
     """
