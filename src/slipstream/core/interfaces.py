@@ -28,7 +28,7 @@ class Sampler(Protocol):
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
 
     def drafted(self) -> None:
-        """The draft is made: forget what failed while it was scored, its verification asks again."""
+        """Forget the processors that failed while the draft was made: verification calls them again."""
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
@@ -39,11 +39,9 @@ class Sampler(Protocol):
     def probs(self, scores: Tensor) -> Tensor:
         """[B, J, V] float32 distribution of each position: one-hot for greedy rows."""
 
-    def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
-        """[B, J] the target's own token at every position: what plain decoding would commit there."""
-
-    def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
-        """[B, K + 1] the target's own token in a tree: after the committed tokens, and after each node."""
+    def choose(self, logits: Tensor, draft: Draft) -> Tensor:
+        """[B, K + 1] the target's own token after the committed tokens and after each draft token: what plain decoding
+        would commit there. What stands after a draft token that is not the target's own does not count."""
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
@@ -127,7 +125,7 @@ class Policy(Protocol):
         """Tokens to ask the drafter for, per row; the loop shortens those that would overrun a row's end."""
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft, or less of rows whose `acceptance_probs` are known."""
+        """The draft, cut where verifying more is not expected to pay."""
 
 
 class Backend(Protocol):

@@ -137,7 +137,7 @@ class Round:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens proposed in this round."""
+        """Tokens verified in this round. Those that were cut from the draft before are in no statistic."""
         return len(self.draft)
 
     @property

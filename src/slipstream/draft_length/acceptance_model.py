@@ -131,7 +131,7 @@ class ModelDrafts:
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:
-        """Move the yield of new rows towards the first guess, as a draft model that is passed over shows nothing."""
+        """Move the yield of new rows towards the first guess, because a draft model that is not used shows nothing."""
         self._all = self._all.towards(FIRST_YIELD, weight=0.02)
 
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:

@@ -28,7 +28,8 @@ MAX_GROUPS = 64  # remembered besides the default one; the least recently used g
 class Follower(NamedTuple):
     """A token that may come next.
 
-    kind: see `acceptance_model`. prob: that the path up to it is accepted. place: where its own followers are found.
+    kind: see `acceptance_model`. prob: that the path up to it is accepted. place: the state of the lookup from which
+    its own followers are listed.
     """
 
     token: int

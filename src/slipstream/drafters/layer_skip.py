@@ -36,7 +36,7 @@ class SharedCacheSession:
     """Scores drafts with some layers of the target, which read the target's KV cache of the committed tokens.
 
     A draft begins with a call without draft tokens, which forgets what the last one wrote. Between two calls the target
-    may score these rows only.
+    must score no other rows.
     """
 
     def __init__(self, target: Session, layers: Sequence[int]) -> None:

@@ -169,7 +169,7 @@ class DraftTimes:
 
 
 def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
-    """Draft for 1, 2, 4, ... and `most` rows whose texts nobody wrote; the fastest step counts.
+    """Draft for 1, 2, 4, ... and `max_rows` rows of random tokens; the fastest step counts.
 
     scorer: with room for them; what it has cached is overwritten.
     """
@@ -184,7 +184,7 @@ def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
 
 
 def _row_counts(max_rows: int) -> Sequence[int]:
-    """Powers of two from 2 on that are less than `most`, and `most` itself."""
+    """Powers of two from 2 on that are less than `max_rows`, and `max_rows` itself."""
     return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 
