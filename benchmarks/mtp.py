@@ -127,7 +127,7 @@ def write_model(folder: Path, sizes: Sizes, layers: int, chance: float) -> list[
     embedded[:, 0] = MARK * (torch.rand(sizes.vocab) >= chance)
     project = torch.zeros(sizes.hidden, 2 * sizes.hidden)
     project[:, : sizes.hidden] = torch.eye(sizes.hidden)
-    project[:, 0] = head[0] * sizes.hidden / GAP
+    project[:, 0] = (head[0] + head[1:3].sum(0) / 2) * sizes.hidden / GAP  # runners-up are wrong, too
     tensors |= {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
     for number in range(sizes.layers, sizes.layers + layers):
         start = f"model.layers.{number}."
