@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-PRIOR = 3.0  # what is known of a kind's weight before anything is learned
+PRIOR = 1.5  # what is known of a kind's weight before anything is learned
 LEAST_STEP = 0.05  # of a kind's weight
 BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
