@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slipstream.apps.cli.application import command, config_from, load_decoder
+from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder
 from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, flags
 from slipstream.apps.server.server_settings import ServerSettings
@@ -38,7 +38,8 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     from slipstream.apps.server.launch import serve
 
     def load() -> SpeculativeDecoder:
-        err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
+        if not err.is_terminal:  # there `load_decoder` says so
+            announce_loading(models)
         return load_decoder(models, config)
 
     serve(settings, load, _banner, CORES)
@@ -57,7 +58,10 @@ def _banner(server: Server) -> None:
         f"{service.rows.max_model_len} tokens each, {keys}",
         f"  fingerprint {facts.fingerprint}: {same}",
         f"  open {server.url} in a browser, or:",
-        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
-        """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
     ):
         err.sentence(line)
+    err.print(
+        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
+        soft_wrap=True,  # to be copied: a line end would end the command
+    )
