@@ -161,6 +161,6 @@ def test_parquet_without_pyarrow_is_told_first(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        SlipstreamError, match=r"Parquet files need pyarrow; run: pip install 'slipstream-lm\[parquet\]'"
+        SlipstreamError, match=r"Parquet files need pyarrow; run: pip install pyarrow"
     ):
         decoder.batch(LINES, tmp_path / "out.parquet")
