@@ -183,6 +183,12 @@ def words_of(page: Path) -> int:
     return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
 
 
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = [file for file in (ROOT / "docs" / "images").iterdir() if file.suffix in (".png", ".svg")]
+    assert pictures and [file.name for file in pictures if f"images/{file.name})" not in text] == []
+
+
 def test_the_documentation_is_short() -> None:
     total = sum(map(words_of, PAGES))
     assert total < MOST_WORDS, f"{total} words"
