@@ -147,7 +147,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         race = pictures.open(url, dark=True, fragment="#race")
         race.wait_for_selector("#served[data-up]")
         race.fill("#temperature", "0")
-        race.fill("#max_tokens", "80")
+        race.fill("#max_tokens", "120")
         race.click("#race-go")
         race.wait_for_selector("#verdict .seal")
         pictures.take(race, "server-race")
