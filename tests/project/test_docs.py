@@ -29,7 +29,7 @@ GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md
 # Names of models in the documentation, which are not on every machine, and what the tests take for them.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
 HELP = {"--help", "-h", "--help-all", "--version"}
-OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git"}
+OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
