@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from slipstream import SlipstreamError
+from slipstream import SlipstreamError, SpeculativeDecoder
 from slipstream.models.weights import hub
 from slipstream.models.weights.resolve import resolve
 from tests.support.command_line import run
-from tests.support.tiny_models import shared, tokenizer
+from tests.support.tiny_models import prompts, reference, shared, tokenizer
 
 CLOSES = b""
 ANSWERS = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -108,6 +108,10 @@ def test_what_was_downloaded_before_is_used_and_said(
     with caplog.at_level(logging.WARNING, "slipstream"):
         assert resolve("org/small") == str(folder)
     assert "org/small is used as downloaded before" in caplog.text
+    decoder = SpeculativeDecoder("org/small", dtype="float32", device="cpu", reproducible=False)
+    prompt = prompts([9])[0]
+    assert decoder.generate(prompt, max_tokens=8).token_ids == reference(shared("llama"), prompt, 8)
+    assert decoder.target.name == "org/small"
     assert resolve("org/small", {"local_files_only": True}) == "org/small"
     for options in ({"revision": "v2"}, {"subfolder": "part"}, {"cache_dir": str(tmp_path / "other")}):
         with pytest.raises(SlipstreamError, match="no connection"):
