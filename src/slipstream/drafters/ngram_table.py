@@ -19,8 +19,8 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.errors import UsageError
 
 SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it

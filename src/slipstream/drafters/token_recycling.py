@@ -22,8 +22,8 @@ from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.errors import UsageError
 
 SPAN = 1 << 15  # a table holds the last SPAN to 2 * SPAN contexts

@@ -16,7 +16,7 @@ from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.draft_length.planner import MODEL
+from slipstream.draft_length.planner import MODEL, RETRIEVAL
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText
@@ -168,7 +168,7 @@ class ModelFacts:
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
     """The decoder's drafter in a round. is_mixed: it takes turns with a draft model."""
     if is_mixed:
-        return MODEL if round.origin.source == MODEL else "retrieval"
+        return MODEL if round.origin.source == MODEL else RETRIEVAL
     return drafter.partition(":")[0]
 
 

@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary, finalize
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError

@@ -18,10 +18,10 @@ import torch
 
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
+from slipstream.draft_length.planner import RETRIEVAL
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 T = TypeVar("T")
-RETRIEVAL = "retrieval"  # the source of drafts that were looked up
 MAX_GROUPS = 64  # remembered besides the default one; the least recently used goes
 
 
