@@ -162,9 +162,6 @@ class LearnedByGroup(Generic[T]):
         self._others[group] = memory  # now the most recently used
         return memory
 
-    def __iter__(self) -> Iterator[T]:
-        return iter([self.default, *self._others.values()])
-
     def forget_others(self) -> None:
         """Drop all but the default group's."""
         self._others.clear()

@@ -140,10 +140,6 @@ class TokenRecyclingDrafter:
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
 
-    def num_contexts(self) -> int:
-        """How many contexts the common table holds."""
-        return len(self._commons.default)
-
     def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         if self.acceptance_model is not None and row in self._guesses:
             learn(self.acceptance_model, row, *self._guesses[row])

@@ -69,8 +69,8 @@ def to_standard_error(console: Stream, *, when: bool) -> Iterator[None]:
 class WordWrap:
     """Breaks a text at words while it is being written, so that lines have at most `width` columns.
 
-    A word that is longer than a line is left whole. A word is held back until the blank after it has come: only then is it
-    known whether it still fits.
+    A word that is longer than a line is left whole. Each word is held back until the blank after it has come: only then
+    is it known whether it still fits.
     """
 
     def __init__(self, width: int) -> None:

@@ -248,13 +248,6 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.num_tokens
 
-    def memory_bytes(self) -> int:
-        """An upper bound of the bytes taken by unfinished rows and past outputs."""
-        self._keep_outputs()
-        return sum(store.memory_bytes() for store in self._stores) + sum(
-            text.own.memory_bytes() for text in list(self._texts.values())
-        )
-
     def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         text = self._texts.get(row)
         if text is None:
