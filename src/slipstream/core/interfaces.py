@@ -194,8 +194,8 @@ class AttendedLengths(Protocol):
 
     attended_lengths: tuple[int, ...]
 
-    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
-        """Whether attention of these widths, and of prompts, gives the same bits over `length` positions as `whole`."""
+    def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
+        """Whether attention of these widths, and of prompts, gives the same bits over both lengths."""
 
 
 @runtime_checkable
