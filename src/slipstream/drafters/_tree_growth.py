@@ -16,9 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from slipstream.core.rounds import RETRIEVAL
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.planner import RETRIEVAL
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 T = TypeVar("T")
