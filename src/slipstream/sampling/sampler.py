@@ -122,7 +122,8 @@ class Sampler:
             assert keys is not None
             for warp, rows in self._path_blocks(nodes):
                 places = [nodes[row] + 1 for row in rows]
-                winners = self._drawn(warp, scores[rows, places], keys[rows, depth])
+                picked = torch.stack([scores[row, place] for row, place in zip(rows, places, strict=True)])
+                winners = self._drawn(warp, picked, keys[rows, depth])
                 chosen[rows, places] = winners
                 for row, winner in zip(rows, winners.tolist(), strict=True):
                     node, parents = nodes[row], draft.parents[row] if draft.parents else range(-1, draft.width - 1)
