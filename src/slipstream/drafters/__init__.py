@@ -1,9 +1,9 @@
 """Drafters: anything that proposes tokens. A new one is one file (or folder) here.
 
-The file name is the drafter's name; a name that begins with an underscore is no drafter's, but of code that several
-share. The file has `TRAITS`, what the drafter declares about itself, and `build(setup, argument)`, which returns an
-object with the one method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". How it is
-written stands in `ARGUMENTS`, so that `--help` shows it.
+The file name is the drafter's name; files that begin with an underscore hold what several drafters share. A drafter's
+file has `TRAITS`, what it declares about itself, and `build(setup, argument)`, which returns an object with the one
+method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". How it is written stands in
+`ARGUMENTS`, so that `--help` shows it.
 Importing this package imports no drafter and no PyTorch.
 """
 
