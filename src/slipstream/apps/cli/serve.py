@@ -34,13 +34,15 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
+    if err.is_terminal:  # before seconds of imports
+        announce_loading(models)
     from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
 
     def load() -> SpeculativeDecoder:
-        if not err.is_terminal:  # there `load_decoder` says so
+        if not err.is_terminal:
             announce_loading(models)
-        return load_decoder(models, config)
+        return load_decoder(models, config, is_announced=True)
 
     serve(settings, load, _banner, CORES)
 
