@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -192,8 +191,8 @@ class AttendedLengths(Protocol):
 
     attended_lengths: tuple[int, ...]
 
-    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
-        """Whether attention of these widths, and of prompts, gives the same bits over `length` positions as `whole`."""
+    def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
+        """Whether attention of these widths, and of prompts, gives the same bits over both lengths."""
 
 
 @runtime_checkable
@@ -230,34 +229,3 @@ def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) 
     backend.attended_unit = unit
     if isinstance(backend, AttendedLengths):
         backend.attended_lengths = lengths
-
-
-@dataclass(frozen=True)
-class RowSegment:
-    """Some tokens of one row in a forward of several: `count` of them, written to `slot` from `start` on."""
-
-    slot: int
-    start: int
-    count: int
-
-
-@runtime_checkable
-class RaggedForwards(Protocol):
-    """Optional capability of a backend: forwards that take different numbers of tokens of each row; `ragged` if so."""
-
-    ragged: bool
-
-    def forward_ragged(
-        self,
-        tokens: Tensor,
-        segments: Sequence[RowSegment],
-        *,
-        widths: Sequence[int] | None,
-        columns: Tensor | None = None,
-    ) -> Tensor:
-        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
-
-        widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
-        ascending; none for as many as there are. None for prompts, each of which attends as if alone.
-        Returns logits [T, V], or [C, V] of the given columns [C].
-        """

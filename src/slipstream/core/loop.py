@@ -20,13 +20,12 @@ from slipstream.core.acceptance import Rule, accept, rule_for
 from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
-from slipstream.core.rounds import Round, Seconds, TokenLogprobs, token_logprobs
+from slipstream.core.rounds import PREDICTION, Round, Seconds, TokenLogprobs, token_logprobs
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.trees import arranged, check_parents, main_chain
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
-PREDICTION = "prediction"  # the source of drafts that a request brought itself
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
 

@@ -114,8 +114,8 @@ class ModelDrafts:
             return
         self._learn_chances(row, newest)
         self._by_position.learn(row, newest, drafted)
-        beside = newest.num_accepted_tokens - newest.num_accepted_on_chain
-        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + beside)
+        on_branches = newest.num_accepted_tokens - newest.num_accepted_on_chain
+        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + on_branches)
         self._rows[row] = self.of(row).towards(observed, weight=0.15)
         self._all = self._all.towards(observed, weight=0.03)
 

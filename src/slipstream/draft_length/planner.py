@@ -24,16 +24,13 @@ from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from slipstream.core.loop import PREDICTION
-from slipstream.core.rounds import Round
+from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, Round
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import ModelDrafts, Positions
 from slipstream.draft_length.costs import CostModel, best_lengths
-from slipstream.draft_length.tree_growth import RETRIEVAL
 
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
-MODEL = "model"  # the source of drafts that take a forward for each token
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
 # the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
 OWN_TOKENS, ALL_TOKENS = 16, 128

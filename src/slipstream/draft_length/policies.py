@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import PREDICTION
+from slipstream.core.rounds import PREDICTION
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.planner import Planner

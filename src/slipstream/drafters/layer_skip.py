@@ -22,7 +22,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
-from slipstream.drafters.model import ModelDrafter, stop_for
+from slipstream.drafters.model.model_drafter import ModelDrafter, stop_for
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.models.cache_folder import cache_folder

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer, RaggedForwards, RowSegment
+from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer
 from slipstream.core.rng import argmax
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens are whose, over and over
 FEW_ROWS = 3  # rows
