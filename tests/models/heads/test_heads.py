@@ -54,6 +54,7 @@ def drafts(head: Written, prompt: list[int], **options: Any) -> list[tuple[list[
     return seen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["speculators", "official"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, flags: dict[str, Any]) -> None:
@@ -100,6 +101,7 @@ def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkey
     assert differing() > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
@@ -109,7 +111,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     length = "auto" if drafter == "auto" else STEPS
     decoder = decoder_of(head, drafter=drafter, num_draft_tokens=length)
     plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
-    asked = prompts([3, 17, 9, 40, 5])
+    asked = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, **options)
     expected = [plain.generate(prompt, params).token_ids for prompt in asked]
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected

@@ -20,13 +20,15 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, without_mtp
+from tests.support.markers import mostly_slow
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
 
 COUNT, STEPS = 24, 3
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
-over_layouts = pytest.mark.parametrize("kind", LAYOUTS)
-over_counts = pytest.mark.parametrize(("kind", "count"), [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)])
+over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3", "qwen3_5"))
+COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
+over_counts = pytest.mark.parametrize(("kind", "count"), mostly_slow(COUNTS, ("deepseek_v3", 3), ("qwen3_5", 1)))
 
 
 @cache
@@ -90,6 +92,7 @@ def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None
         assert drafted.draft == drafted.logits.argmax(-1).tolist()
 
 
+@pytest.mark.each_value
 @over_layouts
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
 def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) -> None:
@@ -135,6 +138,7 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
         assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
 @over_layouts
@@ -144,7 +148,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    asked = prompts([3, 17, 9, 40, 5])
+    asked = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
     expected = [plain.generate(prompt, params).token_ids for prompt in asked]
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
