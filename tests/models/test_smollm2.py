@@ -10,7 +10,7 @@ from slipstream.models.cache_folder import cache_folder
 
 pytestmark = pytest.mark.smollm2
 
-COUNT = 32
+COUNT = 20
 GREEDY = SamplingParams(max_tokens=COUNT)
 PROMPTS = [
     "Write a Python function that returns the sum of the squares of a list of numbers.",
@@ -72,6 +72,6 @@ def test_a_stop_string_cuts_the_text_and_the_stream(decoder: SpeculativeDecoder)
 
 
 def test_seeded_sampling_says_the_same_with_and_without_drafts(decoder: SpeculativeDecoder) -> None:
-    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=24)
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=COUNT)
     spoken = [decoder.using(drafter).generate(PROMPTS[2], params).token_ids for drafter in ("none", "ngram")]
-    assert spoken[0] == spoken[1] != by_hugging_face()[2][:24]
+    assert spoken[0] == spoken[1] != by_hugging_face()[2]

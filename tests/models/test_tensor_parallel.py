@@ -93,9 +93,7 @@ def two_ranks(tmp_path: Path, script: str, *arguments: Any) -> list[tuple[int, s
     return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
 
 
-def texts_over(
-    ranks: int, tmp_path: Path, target: Any, most: int, *draft: Path, **options: Any
-) -> dict[str, Any]:
+def texts_over(ranks: int, tmp_path: Path, target: Any, most: int, *draft: Path, **options: Any) -> dict[str, Any]:
     """What a decoder with these options says plainly and drafting over so many ranks, `most` tokens a text."""
     done = torchrun(tmp_path, TEXTS, target, most, json.dumps(options), *draft, ranks=ranks)
     assert done.returncode == 0, done.stderr

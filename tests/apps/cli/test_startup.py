@@ -9,10 +9,14 @@ import pytest
 
 from slipstream.apps.cli.command_classes import COMMANDS
 
-# Imports the command line once, and has a fork of itself run it with each list of arguments.
+# Imports the command line and builds its commands once, and has a fork of itself run it with each list of arguments.
 PROGRAM = """
-import json, os, sys
-from slipstream.apps.cli import main
+import functools, json, os, sys
+import typer.main, typer.rich_utils
+from slipstream.apps.cli import app, main
+
+typer.main.get_command = functools.cache(typer.main.get_command)
+typer.main.get_command(app)
 
 def run():
     try:

@@ -18,6 +18,7 @@ from slipstream.constraints.constraint import Constraint
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.heads.head_files import embedded_head
+from tests.support.embedded_model import loaded
 from tests.support.head_cases import Written, transcribed, without, write_head
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
@@ -218,12 +219,12 @@ def test_weights_in_8_bits_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.smollm2
 def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none() -> None:
-    decoder = SpeculativeDecoder("smollm2")
+    decoder = loaded().using()
     assert decoder.draft is not None and decoder.draft.name == "smollm2_head"
     assert (embedded_head() / "config.json").is_file()
     plain = decoder.using("none")
     for options in ({}, {"temperature": 0.5, "seed": 3}):
-        params = SamplingParams(max_tokens=48, **options)
+        params = SamplingParams(max_tokens=32, **options)
         prompt = "Explain step by step how photosynthesis works."
         result = decoder.using("model", num_draft_tokens=3).generate(prompt, params)
         assert result.token_ids == plain.generate(prompt, params).token_ids
@@ -232,7 +233,7 @@ def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none()
 
 @pytest.mark.smollm2
 def test_a_comparison_beside_transformers_runs_with_the_embedded_head() -> None:
-    decoder = SpeculativeDecoder("smollm2")
+    decoder = loaded().using()
     (told,) = compare(decoder, ["What is rain?"], SamplingParams(max_tokens=8), with_hf=True)
     assert set(told.runs) == {"plain", "speculative", "hf generate"}
 
