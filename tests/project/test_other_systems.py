@@ -101,6 +101,7 @@ def address(log: IO[str]) -> str:
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.slow
 def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folder(tmp_path: Path) -> None:
     arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
     pipe = subprocess.PIPE

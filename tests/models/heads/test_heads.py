@@ -20,6 +20,7 @@ from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.heads.head_files import embedded_head
 from tests.support.embedded_model import loaded
 from tests.support.head_cases import Written, transcribed, without, write_head
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
 COUNT, STEPS = 24, 4
@@ -57,7 +58,7 @@ def drafts(head: Written, prompt: list[int], **options: Any) -> list[tuple[list[
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["speculators", "official"])
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize("flags", mostly_slow(FLAGS, FLAGS[0], FLAGS[5]), ids=lambda flags: "+".join(flags) or "plain")
 def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, flags: dict[str, Any]) -> None:
     head = write_head(tmp_path, target(), layout=layout, **flags)
     for text, draft in drafts(head, prompts([17])[0]):
@@ -104,7 +105,7 @@ def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkey
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     tmp_path: Path, drafter: str, options: dict[str, Any]
 ) -> None:
