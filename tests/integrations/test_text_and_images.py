@@ -36,6 +36,7 @@ def test_a_text_without_images_is_that_of_generate(name: str) -> None:
     assert torch.equal(drafted, plain)
 
 
+@pytest.mark.slow
 @over_classes
 def test_a_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
     model = multimodal(name)

@@ -81,6 +81,7 @@ def test_the_reader_of_calls_sees_each_form(call: str) -> None:
         assert not list(locale_dependent(binary))
 
 
+@pytest.mark.slow
 def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
     arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]

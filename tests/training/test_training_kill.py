@@ -16,10 +16,11 @@ import torch
 from slipstream.training.texts import read_texts
 from slipstream.training.training_run import STATE, State
 from tests.support.processes import PATIENCE, started
-from tests.support.training_cases import STEPS, TOKENS, train
+from tests.support.training_cases import TOKENS, train
 
 pytestmark = pytest.mark.slow
 
+STEPS = 24
 SERVER = """
 import os, sys
 from tests.training.test_training_kill import go_on
@@ -35,7 +36,7 @@ for folder in sys.stdin:
 
 def go_on(folder: str) -> None:
     torch.set_num_threads(1)
-    train(Path(folder))
+    train(Path(folder), num_steps=STEPS)
 
 
 def how_far(folder: Path) -> tuple[int, int]:
@@ -55,7 +56,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             while how_far(tmp_path) <= before:  # it gets somewhere before it is killed
                 assert time.monotonic() < end, "the training got nowhere"
                 time.sleep(0.002)
-            time.sleep(rng.uniform(0.0, 0.3))
+            time.sleep(rng.uniform(0.0, 0.15))
             with suppress(ProcessLookupError):  # it has ended, which the next line says
                 os.kill(child, signal.SIGKILL)
             if int(server.stdout.readline()) != -signal.SIGKILL:
@@ -79,6 +80,6 @@ def test_another_order_of_texts_gives_other_bytes(tmp_path: Path) -> None:
     """What the test above compares depends on every step."""
     heads = []
     for seed in (0, 1):
-        train(tmp_path / str(seed), seed=seed)
+        train(tmp_path / str(seed), seed=seed, num_steps=8)
         heads.append((tmp_path / str(seed) / "model.safetensors").read_bytes())
     assert heads[0] != heads[1]

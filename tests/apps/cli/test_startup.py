@@ -9,14 +9,17 @@ import pytest
 
 from slipstream.apps.cli.command_classes import COMMANDS
 
-# Imports the command line and builds its commands once, and has a fork of itself run it with each list of arguments.
+# Runs the command line twice, so that all it imports is there, and has a fork of itself run it with each list of
+# arguments.
 PROGRAM = """
-import functools, json, os, sys
-import typer.main, typer.rich_utils
-from slipstream.apps.cli import app, main
+import contextlib, io, json, os, sys
+from slipstream.apps.cli import main
 
-typer.main.get_command = functools.cache(typer.main.get_command)
-typer.main.get_command(app)
+for arguments in ("--help",), ("generate", "--target", "toy", "-p", "A", "--temperature", "-1"):
+    sys.argv = ["slipstream", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            main()
 
 def run():
     try:

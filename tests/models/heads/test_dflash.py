@@ -86,6 +86,7 @@ def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_a_round
     assert not drafts_agree(decoder_of(head), head)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(

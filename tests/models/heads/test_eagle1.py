@@ -65,6 +65,7 @@ def decoder_of(head: Eagle1, **settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
