@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.errors import SlipstreamError
+from slipstream.models.hf import tensor_parallel
+from slipstream.models.loaded import LoadOptions
 from tests.support.processes import PATIENCE, environment
 from tests.support.tiny_models import fresh
 
@@ -114,8 +117,16 @@ def test_three_ranks_of_smollm2_give_the_texts_of_one_process(tmp_path: Path) ->
     assert found["suffix"] == found["plain"] and found["suffix accepted"]
 
 
+def test_heads_that_cannot_be_spread_are_refused_at_load(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "join_ranks", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(tensor_parallel, "loading_options", lambda options: LoadOptions())
+    with pytest.raises(UsageError, match=r"3 processes, but model .* has 4 and 2 heads .*; allowed: 1, 2$"):
+        SpeculativeDecoder(str(folders[0]), load_options={"tp_plan": "auto"})
+
+
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
-def test_heads_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
+def test_each_of_two_processes_says_so_in_one_line(tmp_path: Path) -> None:
     options = ["--target", "smollm2", "-p", "hi", "--load-options", '{"tp_plan": "auto"}']
     for code, told in two_ranks(tmp_path, CLI, "generate", *options):
         assert code == 2 and "2 processes, but model 'smollm2' has 9 and 3 heads" in told and "allowed: 1, 3" in told
@@ -144,9 +155,6 @@ def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, rank: 
 
 
 def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.models.hf.tensor_parallel import loading_options
-    from slipstream.models.loaded import LoadOptions
-
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="load_options 'tp_plan' needs several processes; allowed: torchrun"):
         SpeculativeDecoder(str(folders[0]), load_options={"tp_plan": "auto"})
@@ -155,4 +163,4 @@ def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytes
         (LoadOptions(extra={"tp_plan": "auto", "device_map": "auto"}), "device_map beside 'tp_plan'; allowed: one"),
     ):
         with pytest.raises(SlipstreamError, match=why):
-            loading_options(options)
+            tensor_parallel.loading_options(options)
