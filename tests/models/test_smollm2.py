@@ -1,4 +1,7 @@
-"""The embedded default model in float32: drafting and batching change nothing of what it says."""
+"""The embedded default model in float32: drafting and batching change nothing of what it says.
+
+Forwards are of any shape: in float32 their roundings change no token of these texts.
+"""
 
 from functools import cache
 
@@ -10,7 +13,7 @@ from slipstream.models.cache_folder import cache_folder
 
 pytestmark = pytest.mark.smollm2
 
-COUNT = 20
+COUNT = 32
 GREEDY = SamplingParams(max_tokens=COUNT)
 PROMPTS = [
     "Write a Python function that returns the sum of the squares of a list of numbers.",
@@ -22,7 +25,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
-    return SpeculativeDecoder("smollm2", dtype="float32", drafter="ngram", max_batch_size=4)
+    return SpeculativeDecoder("smollm2", dtype="float32", drafter="ngram", reproducible=False, max_batch_size=4)
 
 
 @cache
