@@ -169,6 +169,7 @@ def test_trees_that_fit_no_shape_are_priced_as_their_main_chains() -> None:
     assert predicted_speed_up(fits, comb, 3, 4) != predicted_speed_up(fits, comb.main_chain, 3, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [COMB, RAGGED], ids=["comb", "uneven chains"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_played_rounds_without_padding_agree_with_the_formula(acceptance: Acceptance, batch: int) -> None:

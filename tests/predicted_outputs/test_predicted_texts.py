@@ -58,7 +58,7 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
     mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
     ids=str,
 )
-@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings_beside_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]

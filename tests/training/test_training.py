@@ -213,6 +213,7 @@ def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = TrainableHead.loss
 

@@ -576,6 +576,7 @@ def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) ->
         server.wait_until(lambda: not server.service.live)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_given_up() -> None:
     with running_server(request_timeout=1.0) as server:
         place = urlsplit(server.url)

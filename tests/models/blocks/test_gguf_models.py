@@ -277,6 +277,7 @@ def add_scaling(kind: str) -> Callable[[Any], None]:
     return add
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_positions_are_the_files_on_every_way(kind: str, tmp_path: Path) -> None:
     file = tmp_path / f"{kind}.gguf"

@@ -85,6 +85,7 @@ def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: Callable[[Wri
     )
 
 
+@pytest.mark.slow
 def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
     favoured = dict.fromkeys((7, 9, 21), 30.0)
@@ -136,6 +137,7 @@ def test_constraints_and_predictions_stay_exact(tmp_path: Path) -> None:
     assert decoder.generate(prompt, predicted).token_ids == text
 
 
+@pytest.mark.slow
 def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
     """Rows that enter, leave and move to other slots keep their features and their rows of the head."""
     head = write_head(tmp_path, target())

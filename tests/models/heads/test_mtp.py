@@ -142,7 +142,7 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 @over_layouts
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     kind: str, drafter: str, options: dict[str, Any]
@@ -160,6 +160,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), mostly_slow([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
 def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
     """Rows that enter, leave and move to other slots keep what was kept of their hidden states."""
