@@ -38,8 +38,14 @@ for line in sys.stdin:
         sys.stdin = null
         os.closerange(null.fileno() + 1, 256)
         sys.argv = ["slipstream", *json.loads(line)]
-        run()
-        sys.exit()
+        code = 0
+        try:
+            run()
+        except SystemExit as ended:
+            code = ended.code or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # at once: to take the interpreter down takes longer than most commands
     texts = []
     for begin, end in pipes:  # what a command prints is less than a pipe holds
         os.close(end)
