@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "slipstream-lm"
 SHOWN = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub")
-# package, what it is for, the extra that brings it
+# package, what it is for, what brings it
 OPTIONAL = (
-    ("matplotlib", "plots in reports", "bench"),
-    ("pyarrow", "Parquet files", "parquet"),
-    ("peft", "LoRA adapters", "lora"),
-    ("ray", "many machines", "ray"),
-    ("llama_cpp", "comparison with llama.cpp", "llama"),
+    ("matplotlib", "plots in reports", "matplotlib jinja2"),
+    ("pyarrow", "Parquet files", "pyarrow"),
+    ("peft", "LoRA adapters", "peft"),
+    ("ray", "many machines", "'ray[data,serve]' pyarrow"),
+    ("llama_cpp", "comparison with llama.cpp", "llama-cpp-python"),
 )
 PROMPT, TOKENS = "The heron stands in the shallows", 8  # of the self-test
 
@@ -124,11 +124,11 @@ def _packages() -> Iterator[Fact]:
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             text = f"{requirement.name}{requirement.specifier}"
-            problem = f"{text} is needed, {'not installed' if found is None else f'{found} is installed'}"
-            yield Fact(requirement.name, found or "missing", problem, _install(f"'{text}'"))
+            problem = f"{text} is needed, {'not installed' if installed is None else f'{installed} is installed'}"
+            yield Fact(requirement.name, installed or "missing", problem, _install(f"'{text}'"))
 
 
 def _version(name: str) -> str | None:
@@ -139,10 +139,9 @@ def _version(name: str) -> str | None:
 
 
 def _optional() -> Iterator[Fact]:
-    for module, use, extra in OPTIONAL:
+    for module, use, packages in OPTIONAL:
         if find_spec(module) is None:
-            package = f"'{DISTRIBUTION}[{extra}]'"
-            yield Fact("optional", f"{module}, for {use}: not installed; {_install(package)}")
+            yield Fact("optional", f"{module}, for {use}: not installed; {_install(packages)}")
         else:
             yield Fact("optional", f"{module}, for {use}: installed")
 
@@ -197,8 +196,9 @@ def _threads() -> Iterator[Fact]:
     from slipstream.apps.cli import CORES
 
     usable = len(CORES) or os.cpu_count() or 1
-    told = ", ".join(f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS",) if name in os.environ)
-    yield Fact("threads", f"{torch.get_num_threads()} of PyTorch, {usable} processors{f', {told}' if told else ''}")
+    limit = os.environ.get("OMP_NUM_THREADS")
+    setting = "" if limit is None else f", OMP_NUM_THREADS={limit}"
+    yield Fact("threads", f"{torch.get_num_threads()} of PyTorch, {usable} processors{setting}")
 
 
 def _devices() -> Iterator[Fact]:
