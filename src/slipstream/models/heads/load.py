@@ -12,13 +12,27 @@ from slipstream.errors import UsageError
 from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.head_files import DFLASH, EAGLE1, EAGLE3, HeadFiles, read_eagle3, read_tensors
+from slipstream.models.heads.head_files import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE1,
+    EAGLE3,
+    PEAGLE,
+    HeadFiles,
+    read_eagle3,
+    read_peagle,
+    read_tensors,
+)
 from slipstream.models.loaded import Loaded, LoadOptions
 
 READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {
     DFLASH: read_dflash,
+    DFLASH2: read_dflash,
+    DSPARK: read_dflash,
     EAGLE1: lambda *files: HeadBackend(read_eagle1(*files)),
     EAGLE3: lambda *files: HeadBackend(read_eagle3(*files)),
+    PEAGLE: read_peagle,
 }
 
 
