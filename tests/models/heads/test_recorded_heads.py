@@ -93,6 +93,7 @@ def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
         ("eagle3_of_trainer", {"norm_before_residual": False}),
         ("eagle3_of_trainer", {"sliding_window": 4}),
         ("eagle3_of_trainer", {"layer_types": ["full_attention"]}),
+        ("peagle", {"mask_token_id": 3}),
         ("dflash", {"aux_hidden_state_layer_ids": [0, 1]}),
         ("dflash", {"sliding_window": 4}),
         ("dflash", {"sliding_window_non_causal": True}),
@@ -163,7 +164,7 @@ def plain() -> SpeculativeDecoder:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafter", ["model", "auto"])
-@pytest.mark.parametrize("name", [*CHAINED, "dflash", "eagle3_of_trainer", "eagle3_qwen3"])
+@pytest.mark.parametrize("name", [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     name: str, drafter: str, options: dict[str, Any]
 ) -> None:
@@ -176,7 +177,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.parametrize("name", [*CHAINED, "eagle3_of_trainer", "eagle3_qwen3"])
+@pytest.mark.parametrize("name", [*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"])
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     """Two tokens are favoured, so that some drafts are kept."""
     asked, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
@@ -194,7 +195,7 @@ def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["block", "rejection"])
-@pytest.mark.parametrize("name", CHAINED)
+@pytest.mark.parametrize("name", [*CHAINED, "peagle"])
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str
 ) -> None:
