@@ -52,7 +52,7 @@ def agreeing(folder: Path, steps: Steps, window: int = 1 << 20) -> list[bool]:
 
     window: of one layer. In training the window of a draft's first token is that of all; here it moves on, as in vLLM.
     """
-    pair, found = pair_of(TARGET, "mtp" if folder.name == "mtp" else folder), []
+    pair, found = pair_of(TARGET, folder), []
     for end, expected in zip(steps.ends, steps.logits, strict=True):
         count = len(expected) if end + len(expected) <= window else 1
         logits = step_logits(pair, steps.text[:end], count, steps.text[end : end + count])
@@ -71,6 +71,10 @@ def test_every_step_is_what_speculators_computed(name: str) -> None:
     has_moving_window = name == "eagle3_of_trainer"
     window = settings["transformer_layer_config"]["sliding_window"] if has_moving_window else 1 << 20
     assert all(agreeing(RECORDED / name, Steps.of(name), window))
+
+
+def test_mtp_layers_in_the_targets_checkpoint_compute_the_same() -> None:
+    assert all(agreeing(Path("mtp"), Steps.of("mtp")))
 
 
 def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
@@ -164,7 +168,7 @@ def plain() -> SpeculativeDecoder:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("drafter", ["model", "auto"])
-@pytest.mark.parametrize("name", [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer"])
+@pytest.mark.parametrize("name", [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     name: str, drafter: str, options: dict[str, Any]
 ) -> None:

@@ -19,10 +19,11 @@ from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE, trained_kind
+from slipstream.models.loaded import MTP
 from slipstream.models.weights.model_files import is_gguf
 
 # a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type
-ENGINE_NAMES = {
+ENGINE_NAMES: dict[str | None, tuple[str, str, str]] = {
     None: ("draft_model", "STANDALONE", "draft-simple"),
     PARD: ("draft_model", "STANDALONE", "draft-simple"),
     **dict.fromkeys((DFLASH, DFLASH2), ("dflash", "DFLASH", "draft-dflash")),
@@ -30,6 +31,7 @@ ENGINE_NAMES = {
     EAGLE1: ("eagle", "EAGLE", ""),
     EAGLE3: ("eagle3", "EAGLE3", "draft-eagle3"),
     PEAGLE: ("eagle3", "", ""),
+    MTP: ("mtp", "", ""),
 }
 NOTHING = "do not speculate: no setting measured gains anything here"
 
