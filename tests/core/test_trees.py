@@ -168,6 +168,20 @@ def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.Mon
 
 def test_noise_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_texts("toy", "sampled")
+    own = Sampler._token_keys
+
+    def shifted(self: Sampler, positions: int) -> Tensor | None:
+        keys = own(self, positions)
+        return None if keys is None else keys.roll(1, 1)
+
+    monkeypatch.setattr(Sampler, "_token_keys", shifted)
+    assert with_trees("toy", "sampled", count=16) != plain_texts("toy", "sampled")
+
+
+def test_choosing_everywhere_as_gpus_do_gives_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_texts("toy", "sampled")
+    monkeypatch.setattr(Sampler, "_choose_on_path", Sampler._choose_everywhere)
+    assert with_trees("toy", "sampled", count=16) == plain_texts("toy", "sampled")
     monkeypatch.setattr("slipstream.sampling.sampler.depths", lambda parents: list(range(len(parents))))
     assert with_trees("toy", "sampled", count=16) != plain_texts("toy", "sampled")
 

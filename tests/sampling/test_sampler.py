@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from slipstream.core.rng import Race, Stream, key
-from slipstream.core.types import Row
+from slipstream.core.types import Draft, Row
 from slipstream.sampling.params import SamplingParams
-from slipstream.sampling.sampler import Sampler
+from slipstream.sampling.sampler import NONE, Sampler
 from tests.support.markers import subcases
 
 VOCAB, EOS = 31, 2
@@ -229,19 +230,46 @@ def test_greedy_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(para
     scores = sampler.scores(logits, draft)
     expected = torch.nn.functional.one_hot(scores.argmax(-1), VOCAB).float()
     assert torch.equal(sampler.probs(scores), expected)
-    assert torch.equal(sampler.choose(logits, draft), scores.argmax(-1))
+    assert torch.equal(sampler.choose(logits, Draft.from_lists([DRAFT], CPU)), scores.argmax(-1))
 
 
-def test_choose_draws_every_position_from_its_distribution_with_the_random_draws_of_its_absolute_position() -> None:
+def drawn(row: Row, probs: Tensor, position: int) -> int:
+    """What the random draws of this position after the committed tokens choose from probs [V]."""
+    own_key = key(row.seed, Stream.TOKEN, len(row.tokens) + position)
+    return int(Race(VOCAB, CPU).draw(probs[None], [own_key])[0])
+
+
+def test_choose_draws_each_position_on_the_path_with_the_random_draws_of_its_absolute_position() -> None:
     rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
     logits = random_logits(len(rows), len(DRAFT) + 1)
-    sampler, drafts = make_sampler(rows), torch.tensor([DRAFT] * len(rows))
-    chosen, probs = sampler.choose(logits, drafts), sampler.probs(sampler.scores(logits, drafts))
-    for i, row in enumerate(rows):
-        for j in range(len(DRAFT) + 1):
-            own_key = key(row.seed, Stream.TOKEN, len(row.tokens) + j)
-            assert chosen[i, j] == Race(VOCAB, CPU).draw(probs[i, j : j + 1], [own_key])[0]
+    sampler = make_sampler(rows)
+    tokens = [list(DRAFT) for _ in rows]
+    for j in range(len(DRAFT) + 1):  # each row's draft is right up to position j
+        drafts = Draft.from_lists(tokens, CPU)
+        chosen, probs = sampler.choose(logits, drafts), sampler.probs(sampler.scores(logits, drafts.tokens))
+        for i, row in enumerate(rows):
+            assert chosen[i, j] == drawn(row, probs[i, j], j)
             assert probs[i, j, chosen[i, j]] > 0
+            if j < len(DRAFT):
+                tokens[i][j] = int(chosen[i, j])
+    wrong = [[(row[0] + 1) % VOCAB, *row[1:]] for row in tokens]
+    chosen = sampler.choose(logits, Draft.from_lists(wrong, CPU))
+    for i, row in enumerate(rows):
+        assert chosen[i, 0] == tokens[i][0]
+        if row.params.temperature:  # nothing depends on what follows a wrong token, so it is not drawn
+            assert set(chosen[i, 1:].tolist()) == {NONE}
+
+
+def test_choose_follows_the_branch_of_a_tree_that_it_takes() -> None:
+    row, logits = make_row(SamplingParams(temperature=1.0)), random_logits(1, 5)
+    sampler = make_sampler([row])
+    first = drawn(row, sampler.probs(logits)[0, 0], 0)
+    # nodes: 0 and its child 1 are wrong, 2 is right, and 3 follows it
+    after = drawn(row, sampler.probs(logits)[0, 3], 1)
+    last = drawn(row, sampler.probs(logits)[0, 4], 2)
+    wrong = (first + 1) % VOCAB
+    tree = replace(Draft.from_lists([[wrong, after, first, after]], CPU), parents=((-1, 0, -1, 2),))
+    assert sampler.choose(logits, tree).tolist() == [[first, NONE, NONE, after, last]]
 
 
 def test_scores_leave_the_logits_alone() -> None:

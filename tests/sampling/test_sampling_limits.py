@@ -124,7 +124,7 @@ def test_options_that_leave_no_token_are_an_error(temperature: float, drafter: s
 
 def test_one_token_left_is_enough() -> None:
     sampler = sampler_of(temperature=1.0, logit_bias=dict.fromkeys(range(1, VOCAB), NEVER))
-    assert sampler.choose(logits_of(3), torch.tensor([[4, 5]])).tolist() == [[0, 0, 0]]
+    assert sampler.choose(logits_of(3), Draft.from_lists([[0, 0]], CPU)).tolist() == [[0, 0, 0]]
 
 
 @subcases("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-60, 1e-300])

@@ -91,9 +91,9 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
             raise UsageError(
                 f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches"
             )
-        return Verdict(*match_tree(sampler.choose_nodes(logits, draft), draft))
+        return Verdict(*match_tree(sampler.choose(logits, draft), draft))
     if choice.distributions is None:
-        return match(sampler.choose(logits, draft.tokens), draft)
+        return match(sampler.choose(logits, draft), draft)
     scores = sampler.scores(logits, draft.tokens)
     distributions = choice.distributions(sampler.probs(scores), scores, draft)
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)

@@ -39,11 +39,9 @@ class Sampler(Protocol):
     def probs(self, scores: Tensor) -> Tensor:
         """[B, J, V] float32 distribution of each position: one-hot for greedy rows."""
 
-    def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
-        """[B, J] the target's own token at every position: what plain decoding would commit there."""
-
-    def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
-        """[B, K + 1] the target's own token in a tree: after the committed tokens, and after each node."""
+    def choose(self, logits: Tensor, draft: Draft) -> Tensor:
+        """[B, K + 1] the target's own token after the committed tokens and after each draft token: what plain decoding
+        would commit there. Of no interest, and any number, after a draft token that is not the target's own."""
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""

@@ -165,7 +165,8 @@ class Engine:
     draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
     a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predict: calls the
     drafter for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
-    constrain: calls the drafter, and edits the drafts of rows with constraints.
+    constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
+    random draws are made.
     """
 
     target: Session
@@ -177,10 +178,11 @@ class Engine:
     drafts_for: Callable[[Row], bool] = lambda row: False
     predict: Predict = lambda rows, lengths, room, drafts: drafts(lengths)
     constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
+    make_race: Callable[[int, torch.device], Race] = Race
 
     def __post_init__(self) -> None:
         backend = self.target.backend
-        self._race = Race(backend.vocab_size, backend.device)
+        self._race = self.make_race(backend.vocab_size, backend.device)
         self._observer = self.drafter if isinstance(self.drafter, Observer) else None
 
     def batch(self, rows: Sequence[Row]) -> Batch:

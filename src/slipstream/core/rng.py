@@ -88,9 +88,9 @@ class Race:
         self._steps = torch.from_numpy(steps.view(np.int64)).to(device)
         self._at_once = max(1, (HOST_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // vocab_size)
 
-    def noise(self, bits: int) -> Tensor:
-        """[V] float32 standard exponential variables of this key."""
-        return _exponential(self._steps + _signed(bits))
+    def noise(self, bits: int, tokens: Tensor | None = None) -> Tensor:
+        """[V] float32 standard exponential variables of this key, or those of some tokens alone."""
+        return _exponential((self._steps if tokens is None else self._steps[tokens]) + _signed(bits & _MASK))
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
         """One token per distribution. probs: [N, V] float32, rows need not be normalised -> [N] int64.

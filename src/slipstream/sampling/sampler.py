@@ -9,7 +9,7 @@ Shapes: B rows, J positions, V vocabulary. `first` is the number of draft tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -82,32 +82,71 @@ class Sampler:
             probs[rows] = self._distribution(warp, scores[rows])
         return probs
 
-    def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
-        """The target's own token at every position, [B, J]: what plain decoding would commit there."""
-        if self.plain:
-            return argmax(logits)
-        scores = self.scores(logits, draft)
-        return self._choose(scores, self._token_keys(scores.shape[1]))
+    def choose(self, logits: Tensor, draft: Draft) -> Tensor:
+        """The target's own token after the committed tokens and after each of the draft, [B, K + 1].
 
-    def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
-        """`choose` on a tree, [B, K + 1]: after the committed tokens, and after each node, which has seen its path."""
+        On a CPU only where the draft agrees with these tokens so far; NONE at the other places of a sampled row.
+        """
         if self.plain:
             return argmax(logits)
-        scores = self._node_scores(logits, draft) if self._processors else logits.float()
-        chosen = self._choose_nodes(scores, draft)
-        if self.failures:
+        is_tree = draft.parents is not None and bool(self._processors)
+        scores = self._node_scores(logits, draft) if is_tree else self.scores(logits, draft.tokens)
+        chosen = (self._choose_on_path if self.device.type == "cpu" else self._choose_everywhere)(scores, draft)
+        if draft.parents is not None and self.failures:
             self._follow(chosen.tolist(), draft)
         return chosen
 
-    def _choose_nodes(self, scores: Tensor, draft: Draft) -> Tensor:
-        if not self._groups:
-            return self._choose(scores, None)
-        assert draft.parents is not None
-        offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
-        padded = torch.tensor([[*row, *[0] * (scores.shape[1] - len(row))] for row in offsets], dtype=torch.int64)
-        keys = self._token_keys(1 + max(map(max, offsets)))
-        assert keys is not None
-        return self._choose(scores, keys.gather(1, padded.to(keys.device, non_blocking=True)))
+    def _choose_everywhere(self, scores: Tensor, draft: Draft) -> Tensor:
+        keys = self._token_keys(scores.shape[1])
+        if keys is not None and draft.parents is not None:
+            offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
+            padded = torch.tensor([[*row, *[0] * (scores.shape[1] - len(row))] for row in offsets], dtype=torch.int64)
+            keys = keys.gather(1, padded.to(keys.device, non_blocking=True))
+        blocks = list(self._blocks(scores.shape[1]))
+        covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
+        chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else _greedy(scores)
+        for warp, rows in blocks:
+            assert keys is not None
+            picked = scores[rows]
+            chosen[rows] = self._drawn(warp, picked.flatten(0, 1), keys[rows].flatten()).view(picked.shape[:2])
+        return chosen
+
+    def _choose_on_path(self, scores: Tensor, draft: Draft) -> Tensor:
+        sampled = {row for _, members in self._groups for row in members.tolist()}
+        chosen = torch.full(scores.shape[:2], NONE)
+        if greedy := [row for row in range(len(self.rows)) if row not in sampled]:
+            chosen[greedy] = _greedy(scores[greedy])
+        keys, tokens = self._token_keys(scores.shape[1]), draft.tokens.tolist()
+        nodes, depth = dict.fromkeys(sampled, -1), 0  # of the rows whose draft is right so far: its last right token
+        while nodes:
+            assert keys is not None
+            for warp, rows in self._path_blocks(nodes):
+                places = [nodes[row] + 1 for row in rows]
+                picked = torch.stack([scores[row, place] for row, place in zip(rows, places, strict=True)])
+                winners = self._drawn(warp, picked, keys[rows, depth])
+                chosen[rows, places] = winners
+                for row, winner in zip(rows, winners.tolist(), strict=True):
+                    node, parents = nodes[row], draft.parents[row] if draft.parents else range(-1, draft.width - 1)
+                    children = range(node + 1, draft.lengths[row])
+                    right = (n for n in children if parents[n] == node and tokens[row][n] == winner)
+                    nodes[row] = next(right, NONE)
+            nodes, depth = {row: node for row, node in nodes.items() if node != NONE}, depth + 1
+        return chosen
+
+    def _path_blocks(self, rows: Collection[int]) -> Iterator[tuple[Warp, list[int]]]:
+        """Those of these rows that have equal options, in blocks of the best size."""
+        at_once = max(1, HOST_BLOCK // self.vocab_size)
+        for warp, members in self._groups:
+            group = [row for row in members.tolist() if row in rows]
+            for start in range(0, len(group), at_once):
+                yield warp, group[start : start + at_once]
+
+    def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
+        """[N] tokens from scores [N, V] and the noise of their positions [N]; NONE where no token is possible."""
+        distributions = warp(scores)
+        winners = self.race.draw(distributions, keys)
+        # a token without probability wins only where none has any; NaN is no probability
+        return winners.where(distributions.gather(-1, winners[:, None])[:, 0] > 0, NONE)
 
     def _follow(self, chosen: Sequence[Sequence[int]], draft: Draft) -> None:
         """Forget the failures in a tree but those on the path that is taken. chosen: [B, K + 1] tokens."""
@@ -143,22 +182,6 @@ class Sampler:
     def _token_keys(self, positions: int) -> Tensor | None:
         """[B, positions] bits of the noise of each position; None if no row is sampled."""
         return self.race.bits(self._keys(Stream.TOKEN, range(positions))) if self._groups else None
-
-    def _choose(self, scores: Tensor, keys: Tensor | None) -> Tensor:
-        """[B, J] tokens from scores [B, J, V] and the noise of their positions [B, J]."""
-        blocks = list(self._blocks(scores.shape[1]))
-        covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
-        chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else argmax(scores)
-        keys = chosen if keys is None else keys
-        for warp, rows in blocks:
-            distributions = warp(scores[rows])
-            winners = self.race.draw(distributions.flatten(0, 1), keys[rows].flatten()).view(distributions.shape[:2])
-            # a token without probability wins only where none has any; NaN is no probability
-            chosen[rows] = winners.where(distributions.gather(-1, winners[..., None])[..., 0] > 0, NONE)
-        if covered:
-            return chosen
-        # the score of a greedy row's token is -inf only where all are
-        return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen.clamp(min=0)[..., None])[..., 0]), NONE)
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].
@@ -212,6 +235,12 @@ class Sampler:
         begin = words([len(row.tokens) for row in self.rows])[:, None]
         keys = absorb(self._seeds[stream][:, None], begin + words(offsets))
         return keys if stream is Stream.TOKEN else absorb(keys, begin)
+
+
+def _greedy(scores: Tensor) -> Tensor:
+    """The likeliest token at each position, [B, J]; NONE where none is possible: the best score is -inf only there."""
+    best = argmax(scores)
+    return best.masked_fill(torch.isneginf(scores.gather(-1, best[..., None])[..., 0]), NONE)
 
 
 def _one_hot(scores: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import drafts_for, make_policy
 from slipstream.errors import UsageError
+from slipstream.models.cpu.compiled_race import race
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
@@ -170,7 +171,7 @@ def assemble(
     """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
     policy = make_policy(choice, traits, planner, limit=target.longest_draft)
-    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader)
+    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
     if not is_ours:

@@ -1,0 +1,43 @@
+"""`Race.draw` by `csrc/race.c`, which finds the few tokens that can win: only their noise is computed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.rng import Race, argmax, words
+from slipstream.models.cpu.kernel_libraries import address, kernels
+
+
+class CompiledRace(Race):
+    """A race on the CPU; its winners are those of `Race` to the bit."""
+
+    def __init__(self, vocab_size: int, library: Any) -> None:
+        super().__init__(vocab_size, torch.device("cpu"))
+        self._find = library.race_contenders
+        self._find.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        self._find.restype = ctypes.c_int64
+        self._found = torch.empty(vocab_size, dtype=torch.int64)
+
+    def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+        bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
+        pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
+        return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
+
+    def _winner(self, probs: Tensor, bits: int) -> int:
+        contenders = self._found[: self._find(address(probs), len(probs), bits, address(self._found))]
+        if len(contenders) == 1:
+            return int(contenders)
+        if not len(contenders):  # no probability is above zero
+            return int(argmax(probs))
+        return int(contenders[int(argmax(probs[contenders] / self.noise(bits, contenders)))])
+
+
+def race(vocab_size: int, device: torch.device) -> Race:
+    """The fastest race of a device."""
+    library = kernels() if device.type == "cpu" else None
+    return Race(vocab_size, device) if library is None else CompiledRace(vocab_size, library)

@@ -1,0 +1,70 @@
+"""The compiled race against `Race`: the same winner for every distribution and key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.core.rng import Race, key
+from slipstream.models.cpu.compiled_race import CompiledRace, race
+from slipstream.models.cpu.kernel_libraries import kernels
+
+CPU, VOCAB, ROWS = torch.device("cpu"), 5003, 40  # no multiple of what the kernel looks at together
+
+
+def compiled() -> CompiledRace:
+    if (library := kernels()) is None:
+        pytest.skip("needs the kernels, which this machine cannot compile")
+    return CompiledRace(VOCAB, library)
+
+
+def distributions(scale: float, kept: float = 0.0) -> Tensor:
+    """[ROWS, VOCAB], the wider `scale` the sharper; probabilities below `kept` of the greatest are zero."""
+    probs = (scale * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    return torch.where(probs < kept * probs.amax(-1, keepdim=True), 0.0, probs)
+
+
+def keys(seed: int = 0) -> list[int]:
+    return [key(seed, row) for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3], ids=["all tokens", "few tokens"])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 3.0, 20.0])
+def test_the_winners_are_those_of_the_race(scale: float, kept: float) -> None:
+    probs, race_in_c = distributions(scale, kept), compiled()
+    for seed in range(10):
+        assert torch.equal(race_in_c.draw(probs, keys(seed)), Race(VOCAB, CPU).draw(probs, keys(seed)))
+        assert torch.equal(race_in_c.draw(1e-4 * probs, keys(seed)), race_in_c.draw(probs, keys(seed)))
+
+
+def test_another_key_has_other_winners() -> None:
+    probs = distributions(1.0)
+    assert not torch.equal(compiled().draw(probs, keys(1)), Race(VOCAB, CPU).draw(probs, keys(0)))
+
+
+def test_equal_speeds_go_to_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contenders that rounding alone could order are raced as `Race` does."""
+    race_in_c = compiled()
+    exact = list[int]()
+    own = Race.noise
+    monkeypatch.setattr(Race, "noise", lambda self, *given: exact.append(1) or own(self, *given))
+    noise = Race(VOCAB, CPU).noise(key(3))
+    exact.clear()
+    assert race_in_c.draw(noise[None] / noise.sum(), [key(3)]).tolist() == [
+        int((noise / noise.sum() / noise).numpy().argmax())
+    ]
+    assert exact
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_where_no_token_is_possible_the_winner_has_no_probability(value: float) -> None:
+    probs = torch.full((2, VOCAB), value)
+    winners = compiled().draw(probs, [1, 2])
+    assert winners.shape == (2,) and not bool((probs.gather(1, winners[:, None]) > 0).any())
+
+
+def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(race(VOCAB, CPU), CompiledRace) or kernels() is None
+    monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
+    assert type(race(VOCAB, CPU)) is Race
