@@ -136,9 +136,12 @@ def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
 DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
 
 
-@pytest.mark.parametrize("name", [*DEEPSPEC, "dflash2"])
+@pytest.mark.parametrize("name", [*DEEPSPEC, "dflash2", "peagle"])
 def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
-    """DeepSpec's heads have an embedding and an output layer, those of DFlash 2 have their settings in an object."""
+    """DeepSpec's heads have an embedding and an output layer, those of DFlash 2 have their settings in an object.
+
+    P-EAGLE has the official layout of EAGLE-3 with one tensor more.
+    """
     settings = json.loads((RECORDED / name / "config.json").read_text())
     tensors, target = (load_file(path / "model.safetensors") for path in (RECORDED / name, RECORDED / "target"))
     own = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
@@ -148,6 +151,10 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
         kept = ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
         flags = {key: settings[key] for key in kept if key in settings} | numbered
         flags["architectures"], tensors = [DEEPSPEC[name]], own | tensors
+    elif name == "peagle":
+        flags = {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": settings["mask_token_id"]}
+        flags["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
+        tensors = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
     else:
         kept = ("block_size", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         flags = {"architectures": ["DFlash2DraftModel"], "dflash_config": numbered | {k: settings[k] for k in kept}}

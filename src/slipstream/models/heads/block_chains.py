@@ -57,13 +57,13 @@ class MarkovChain:
     def _recurrent_state(self, joint: Linear, outputs: Tensor, before: Tensor) -> Tensor:
         """What the recurrence says of the last place, from the first place on: a block is short."""
         tokens = embedding(before, self.tokens)
-        state = told = torch.zeros_like(tokens[:, 0])
+        state = output = torch.zeros_like(tokens[:, 0])
         for place in range(before.shape[1]):
             joined = joint(torch.cat([state, tokens[:, place], outputs[:, place]], -1))
-            gate, candidate, told = joined.chunk(3, -1)
+            gate, candidate, output = joined.chunk(3, -1)
             gate = gate.sigmoid()
             state = gate * state + (1 - gate) * candidate.tanh()
-        return told.tanh()
+        return output.tanh()
 
 
 @dataclass(frozen=True)

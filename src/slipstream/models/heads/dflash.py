@@ -103,15 +103,16 @@ class DFlashNetwork:
         where there is no text.
         """
         hidden, count = self.weights.embed(tokens).to(self.dtype), self.config.num_key_heads
+        kinds = {(layer.window, layer.is_causal) for layer in self.weights.layers}
+        masks = {kind: _mask(*kind, distance, tokens.shape[1]) for kind in kinds}
         for number, layer in enumerate(self.weights.layers):
-            mask = _mask(layer, distance, tokens)
             normed, of_layer = self._norm(hidden, layer.block_norm), slice(number * count, (number + 1) * count)
             shares = None if layer.attention_mix is None else layer.attention_mix.shares(normed)
             normed = normed if shares is None else mixed(normed, shares[0])
             query = self._turned(self._split(layer.query(normed)), layer.query_norm, positions)
             key, value = self._key_value(layer, normed, positions)
             key, value = torch.cat([keys[:, of_layer], key], 2), torch.cat([values[:, of_layer], value], 2)
-            attended = grouped_attention(query, key, value, mask)
+            attended = grouped_attention(query, key, value, masks[layer.window, layer.is_causal])
             added = layer.out(attended.transpose(1, 2).flatten(2))
             hidden = hidden + (added if shares is None else mixed(added, shares[1]))
             normed = self._norm(hidden, layer.middle_norm)
@@ -137,13 +138,12 @@ class DFlashNetwork:
         return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
 
-def _mask(layer: DFlashLayer, distance: Tensor, tokens: Tensor) -> Tensor:
+def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> Tensor:
     """[B, W, L + W] true where a row of a block sees a position of the text or another row."""
-    width = tokens.shape[1]
-    seen = distance > 0 if layer.window is None else (distance > 0) & (distance <= layer.window)
-    within = torch.ones(width, width, dtype=torch.bool, device=tokens.device)
-    within = within.tril() if layer.is_causal else within
-    return torch.cat([seen[:, None].expand(-1, width, -1), within.expand(len(tokens), -1, -1)], 2)
+    seen = distance > 0 if window is None else (distance > 0) & (distance <= window)
+    within = torch.ones(width, width, dtype=torch.bool, device=distance.device)
+    within = within.tril() if is_causal else within
+    return torch.cat([seen[:, None].expand(-1, width, -1), within.expand(len(distance), -1, -1)], 2)
 
 
 class DFlashBackend(FeatureReader):

@@ -45,6 +45,7 @@ KINDS = {  # the kind of head, by the architecture that a config.json names
 }
 EMBEDDED_NAME = "smollm2_head"
 MASK_FEATURE = "mask_hidden"
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
@@ -53,8 +54,11 @@ REFUSED = {  # flags of other networks, and the value that every head has which 
     "num_hidden_layers": 1,
 }
 WINDOWED = "sliding_attention"
-# tensors that need not be read: what the target has, too, what follows from others, and DSpark's estimate of acceptance
-UNREAD = re.compile(r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq")
+# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimate of acceptance,
+# and P-EAGLE's in place of features, which is read elsewhere
+UNREAD = re.compile(
+    r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
+)
 
 
 def embedded_head() -> Path:
@@ -127,6 +131,8 @@ def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
     named = next((KINDS[name] for name in settings.get("architectures") or [] if name in KINDS), None)
+    if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _names(folder, options):
+        return PEAGLE
     if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _names(folder, options):
         return EAGLE1
     return named
@@ -160,14 +166,17 @@ def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
     """A head of P-EAGLE: one of EAGLE-3, and what stands for tokens and features to come."""
-    network, token = read_eagle3(files, tensors, target), files.flags.get("mask_token_id")
+    network = read_eagle3(files, tensors, target)
+    name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
+    token = files.settings.get(name)
     if not isinstance(token, int) or not 0 <= token < target.backend.vocab_size:
         raise UsageError(
-            f"draft head {files.source!r} has mask_token_id={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
+            f"draft head {files.source!r} has {name}={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
         )
     size = len(network.config.layers) * network.config.target_hidden_size
-    feature = TensorReader(files.source, tensors, target.backend.device)(MASK_FEATURE, 1, 1, size)
-    return HeadBackend(network, token, feature[0])
+    stored = {key: tensor.reshape(1, -1) for key, tensor in tensors.items() if key == MASK_FEATURE}
+    feature = TensorReader(files.source, stored, target.backend.device)(MASK_FEATURE, 1, size)
+    return HeadBackend(network, token, feature)
 
 
 def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
@@ -365,7 +374,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
             for i in range(1, len(config.windows))
         ],
     )
-    read.check_all_read(*([MASK_FEATURE] if files.kind == PEAGLE else []))
+    read.check_all_read()
     return weights
 
 
@@ -394,10 +403,9 @@ class TensorReader:
         self.names.add(name)
         return tensor.to(self.device)
 
-    def check_all_read(self, *others: str) -> None:
+    def check_all_read(self) -> None:
         """Raise `SlipstreamError` if there are more tensors: the head computes something else with them."""
-        read = self.names.union(others)
-        more = sorted(name for name in self.tensors if name not in read and not UNREAD.fullmatch(name))
+        more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
         if more:
             raise SlipstreamError(
                 f"draft head {self.source!r}: its config.json says nothing of tensor {more[0]!r}; allowed: the tensors "
