@@ -188,6 +188,21 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.parametrize("name", [*CHAINED, "peagle"])
+def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name: str) -> None:
+    folder = changed(tmp_path / name, name, {})
+    tensors = load_file(folder / "model.safetensors")
+    halved = {key: part.bfloat16() if part.is_floating_point() else part for key, part in tensors.items()}
+    save_file(halved, folder / "model.safetensors")
+    settings: dict[str, Any] = {"tokenizer": tokenizer(), "num_draft_tokens": 4, "fast": False}
+    decoder = SpeculativeDecoder(TARGET, str(folder), drafter="model", **settings)
+    for options in ({}, {"temperature": 0.8, "seed": 2}):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **options)
+        result = decoder.generate(prompts([17])[0], params)
+        assert result.token_ids == plain().generate(prompts([17])[0], params).token_ids
+        assert result.stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("name", [*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"])
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     """Two tokens are favoured, so that some drafts are kept."""

@@ -41,7 +41,7 @@ class MarkovChain:
     token_ids: Tensor | None = None
 
     def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
-        added = self.add(self._state(outputs, before))
+        added = self.add(self._state(outputs, before)).to(scores.dtype)
         if self.token_ids is None:
             return scores + added[:, : scores.shape[1]]
         return scores.index_add(1, self.token_ids, added)
@@ -82,4 +82,4 @@ class CandidateChain:
         best, candidates = scores.topk(self.count)
         expected = embedding(before[:, -1], self.before) * self.project(outputs[:, -1])
         fit = (expected[:, None] * embedding(candidates, self.after)).sum(-1)
-        return torch.full_like(scores, float("-inf")).scatter(1, candidates, best + fit)
+        return torch.full_like(scores, float("-inf")).scatter(1, candidates, best + fit.to(scores.dtype))
