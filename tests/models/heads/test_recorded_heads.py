@@ -163,6 +163,13 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
     assert all(agreeing(tmp_path, Steps.of(name)))
 
 
+def test_heads_that_are_not_read_are_refused_by_their_names(tmp_path: Path) -> None:
+    save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4DSparkModel"]}))
+    with pytest.raises(SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'dflash', 'dflash2', "):
+        pair_of(TARGET, tmp_path)
+
+
 def decoder_of(name: str, **settings: Any) -> SpeculativeDecoder:
     chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3, "fast": False} | settings
     return SpeculativeDecoder(TARGET, str(RECORDED / name), tokenizer=tokenizer(), **chosen)
@@ -173,9 +180,11 @@ def plain() -> SpeculativeDecoder:
     return SpeculativeDecoder(TARGET, drafter="none", tokenizer=tokenizer(), max_batch_size=3, fast=False)
 
 
+ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"]]
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto"])
-@pytest.mark.parametrize("name", [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"])
+@pytest.mark.parametrize(("name", "drafter"), [*ALONE, ("dspark", "auto"), ("peagle", "auto")])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     name: str, drafter: str, options: dict[str, Any]
 ) -> None:
@@ -220,8 +229,9 @@ def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     assert count > 8
 
 
-@pytest.mark.parametrize("acceptance", ["block", "rejection"])
-@pytest.mark.parametrize("name", [*CHAINED, "peagle"])
+@pytest.mark.parametrize(
+    ("name", "acceptance"), [*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")]
+)
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str
 ) -> None:
@@ -254,6 +264,11 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
         ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
         ("dspark", {"speculators_model_type": "dflash"}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        (
+            "dflash2",
+            {"speculators_model_type": "xpress"},
+            "is of type 'xpress'; allowed: 'dflash', 'dflash2', 'dspark',",
+        ),
         ("dflash2", {"conv_group_size": 5}, "has conv_group_size=5; allowed: divisors of 8"),
         ("dflash2", {"conv_kernel_size": 2}, "base_kernel' is [2, 3, 8]; allowed: [2, 2, 8]"),
         ("dflash2", {"selector_top_k": 62}, "has selector_top_k=62; allowed: 1 to 61"),

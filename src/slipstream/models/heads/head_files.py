@@ -42,6 +42,7 @@ KINDS = {  # the kind of head, by the architecture that a config.json names
     "DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DSparkModel": DSPARK,
+    **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},  # which are not read
 }
 EMBEDDED_NAME = "smollm2_head"
 MASK_FEATURE = "mask_hidden"
