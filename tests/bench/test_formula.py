@@ -163,10 +163,8 @@ def test_acceptance_from_statistics() -> None:
     stats = Stats(num_rounds=10, accepted_per_position=[6, 3], drafted_per_position=[8, 5]).to_dict()
     acceptance = Acceptance.from_stats(stats)
     assert acceptance == Acceptance((0.6, 0.3), (0.8, 0.5))
-    assert acceptance.alphas == (0.6, 0.5)
     assert expected_tokens(acceptance, 2) == pytest.approx(1.9)
     assert expected_tokens(acceptance, 1) == pytest.approx(1.6)
-    assert Acceptance((0.0, 0.0), (1.0, 1.0)).alphas == (0.0, None)
 
 
 def test_expected_tokens_are_those_of_the_run() -> None:

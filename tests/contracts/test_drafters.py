@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +151,14 @@ def test_help_shows_the_arguments_of_drafters_that_there_are_and_no_other_takes_
     for name in set(drafters.names()) - drafters.ARGUMENTS.keys():
         with pytest.raises(drafters.UsageError, match="allowed"):
             drafters.load(f"{name}:3", drafters.Setup(CPU, VOCAB_SIZE, Session(ToyBackend())))
+
+
+def test_a_file_that_begins_with_an_underscore_is_no_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = drafters.names()
+    for name in ("_shared", "echo"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    assert sorted(drafters.names()) == sorted([*before, "echo"])
 
 
 def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
+from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import Rectangle
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.decoder.cache import lay_out
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend

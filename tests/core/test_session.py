@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError
-from slipstream.core.interfaces import Backend, RowSegment
+from slipstream.core.interfaces import Backend
 from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.layouts import make_session
 from slipstream.models.toy import ToyBackend

@@ -9,13 +9,12 @@ import torch
 
 from slipstream import Draft, SamplingParams
 from slipstream.core.loop import draft_lengths
-from slipstream.core.rounds import Round, RowDraft, Seconds
+from slipstream.core.rounds import MODEL, RETRIEVAL, Round, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import LATEST, MODEL, SOONEST, STEPS, Pause, Planner, awaited_together
+from slipstream.draft_length.planner import LATEST, SOONEST, STEPS, Pause, Planner, awaited_together
 from slipstream.draft_length.policies import Heuristic
-from slipstream.draft_length.tree_growth import RETRIEVAL
 
 CPU = torch.device("cpu")
 numbers = itertools.count()

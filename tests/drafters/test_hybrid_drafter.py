@@ -9,10 +9,10 @@ import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
-from slipstream.core.rounds import Round
+from slipstream.core.rounds import MODEL, Round
 from slipstream.core.types import Row
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import MODEL, Planner
+from slipstream.draft_length.planner import Planner
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_slow

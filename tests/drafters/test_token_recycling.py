@@ -121,7 +121,7 @@ def test_a_memory_is_bounded_and_the_recent_stays(monkeypatch: pytest.MonkeyPatc
     for token in range(45):
         teach(drafter, row_of(token), [], 0, [token + 1])
         teach(drafter, row_of(40, 41, token), [], 0, [token + 2])
-        assert drafter.num_contexts() < 2 * 60 + 3
+        assert len(drafter._commons.default) < 2 * 60 + 3
     assert follow(drafter, row_of(40, 41, 44), 1) == [46]
     assert follow(drafter, row_of(0), 1) == []
     fresh = TokenRecyclingDrafter(SIZE, 1)
@@ -135,7 +135,7 @@ def test_forgetting_drops_what_was_learned_and_a_row_goes_on() -> None:
     teach(drafter, row_of(8), [], 0, [9])
     assert follow(drafter, row) == [3, 1, 2, 3, 1] and follow(drafter, row_of(8), 1) == [9]
     drafter.forget()
-    assert drafter.num_contexts() == 0
+    assert len(drafter._commons.default) == 0
     assert follow(drafter, row_of(8)) == [] and follow(drafter, row) == [3, 1, 2, 3, 1]
 
 

@@ -25,7 +25,7 @@ from slipstream.models.cpu.kernel_libraries import (
 )
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed, pack
 from slipstream.models.cpu.processor import NoCompilerError, NoKernelsError, parse
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.notices import warn_slower
 from tests.support.markers import subcases
 from tests.support.tiny_models import fast, fresh
 

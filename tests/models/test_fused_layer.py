@@ -15,11 +15,11 @@ from slipstream.errors import UsageError
 from slipstream.models.decoder import attention as grouped
 from slipstream.models.decoder.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
 from slipstream.models.decoder.fused_linear import fuse
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.trials import later_starts, tolerance
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.notices import warn_slower
 from slipstream.models.pretrained import wrap_model
 from tests.support.tiny_models import VOCAB, fast, fresh
 from tests.support.tiny_models import ragged_logits as logits

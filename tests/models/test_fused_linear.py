@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.decoder.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.notices import warn_slower
 from tests.support.tiny_models import ARCHITECTURES, fresh
 
 GROUPS = {

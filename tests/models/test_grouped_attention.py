@@ -12,9 +12,9 @@ from torch import Tensor
 from slipstream import SlipstreamError, SpeculativeDecoder
 from slipstream.models.decoder import attention as grouped
 from slipstream.models.decoder.attention import UngroupableError
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.notices import warn_slower
 from tests.support.tiny_models import fresh
 from tests.support.tiny_models import ragged_logits as logits
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.interfaces import RowSegment, set_attended_lengths
+from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.trees import segments_of
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cuda.indexed_cache import SPARE
 from slipstream.models.decoder import cache

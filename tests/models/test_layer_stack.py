@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import RowSegment
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack, Rotations
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.core.interfaces import RowSegment
-from slipstream.models.backend_capabilities import is_shape_independent
+from slipstream.models.backend_capabilities import RowSegment, is_shape_independent
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, packed
 from slipstream.models.cpu.quantised_linear import rounded

@@ -15,9 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
-from slipstream.core.interfaces import RowSegment
 from slipstream.core.rng import Race, key
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend

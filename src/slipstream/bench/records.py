@@ -162,25 +162,6 @@ def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
         ) from error
 
 
-def _write_all(file: Any, data: bytes) -> None:
-    """On a disk that is almost full a write may take a part of the data only."""
-    while data:
-        data = data[file.write(data) :]
-
-
-def _end_of_last_whole_line(file: Any) -> int:
-    """Position after the last newline: the end, unless the last write was torn."""
-    end: int = file.seek(0, os.SEEK_END)
-    while end > 0:
-        begin = max(0, end - (1 << 16))
-        file.seek(begin)
-        newline: int = file.read(end - begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        end = begin
-    return 0
-
-
 def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     where = f"{str(folder / FILE)!r}, line {number}"
     try:

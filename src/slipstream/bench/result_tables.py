@@ -1,6 +1,6 @@
 """Tables of results, and how a figure with its interval is written: in a terminal, in Markdown, and for the page.
 
-A `Table` is made once, of cells; `terminal_table` and `markdown_table` write it, and the report's template does.
+A `Table` is made once, of cells; `TerminalTable` and `markdown_table` write it, and the report's template does.
 """
 
 from __future__ import annotations
@@ -115,11 +115,6 @@ class TerminalTable:
             table = table.without(left_out.pop(0))
 
 
-def terminal_table(table: Table) -> TerminalTable:
-    """A table that fits itself to the width of the terminal it is printed on."""
-    return TerminalTable(table)
-
-
 def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
     """The columns' widths, None where they do not fit; columns of words share what the others leave."""
     rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
@@ -191,14 +186,14 @@ def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Te
     """Speeds beside parity, speed-ups per family, where the time went, and what failed."""
     for batch in dict.fromkeys(arm.batch for arm in summaries):
         arms = [arm for arm in summaries if arm.batch == batch]
-        yield terminal_table(_overall(arms, batch, reference))
+        yield TerminalTable(_overall(arms, batch, reference))
         if len({family for arm in arms for family in arm.families}) > 1:
-            yield terminal_table(_families(arms, reference))
+            yield TerminalTable(_families(arms, reference))
         if any(arm.time_split is not None for arm in arms):
-            yield terminal_table(_time(arms))
+            yield TerminalTable(_time(arms))
             yield accepted_by_position([(_name(arm), arm.acceptance_by_position) for arm in arms])
     if any(arm.failed for arm in summaries):
-        yield terminal_table(_failures(summaries))
+        yield TerminalTable(_failures(summaries))
 
 
 def accepted_by_position(shares: Sequence[tuple[str, Sequence[float]]]) -> Text:

@@ -173,7 +173,7 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
     """The grammar of a text in llguidance's variant of Lark. schemas: JSON schemas that it names as @name."""
     depth = sum(text.count(sign) for sign in "\n([{")
     if depth > DEEPEST:
-        raise UsageError(f"constraint: grammar has {depth} lines and brackets; {_AT_MOST}")
+        raise UsageError(f"constraint: grammar has {depth} lines and opening brackets together; {_AT_MOST}")
     if not schemas:
         return str(load_llguidance().LLMatcher.grammar_from_lark(text))
     named = [

@@ -86,14 +86,11 @@ def rule_for(choice: str | Rule, draft: Draft) -> Rule:
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
     """Make the random draws of one round. logits: [B, K + 1, V], the target's; the rule decides, `sampler` draws."""
-    if draft.parents is not None:
-        if choice.distributions is not None:
-            raise UsageError(
-                f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches"
-            )
-        return Verdict(*match_tree(sampler.choose(logits, draft), draft))
     if choice.distributions is None:
-        return match(sampler.choose(logits, draft), draft)
+        chosen = sampler.choose(logits, draft)
+        return match(chosen, draft) if draft.parents is None else Verdict(*match_tree(chosen, draft))
+    if draft.parents is not None:
+        raise UsageError(f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches")
     scores = sampler.scores(logits, draft.tokens)
     distributions = choice.distributions(sampler.probs(scores), scores, draft)
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)

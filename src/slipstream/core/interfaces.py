@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,7 +27,7 @@ class Sampler(Protocol):
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
 
     def drafted(self) -> None:
-        """The draft is made: forget what failed while it was scored, its verification asks again."""
+        """Forget the processors that failed while the draft was made: verification calls them again."""
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
@@ -41,7 +40,7 @@ class Sampler(Protocol):
 
     def choose(self, logits: Tensor, draft: Draft) -> Tensor:
         """[B, K + 1] the target's own token after the committed tokens and after each draft token: what plain decoding
-        would commit there. Of no interest, and any number, after a draft token that is not the target's own."""
+        would commit there. What stands after a draft token that is not the target's own does not count."""
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
@@ -125,7 +124,7 @@ class Policy(Protocol):
         """Tokens to ask the drafter for, per row; the loop shortens those that would overrun a row's end."""
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft, or less of rows whose `acceptance_probs` are known."""
+        """The draft, cut where verifying more is not expected to pay."""
 
 
 class Backend(Protocol):
@@ -192,8 +191,8 @@ class AttendedLengths(Protocol):
 
     attended_lengths: tuple[int, ...]
 
-    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
-        """Whether attention of these widths, and of prompts, gives the same bits over `length` positions as `whole`."""
+    def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
+        """Whether attention of these widths, and of prompts, gives the same bits over both lengths."""
 
 
 @runtime_checkable
@@ -230,34 +229,3 @@ def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) 
     backend.attended_unit = unit
     if isinstance(backend, AttendedLengths):
         backend.attended_lengths = lengths
-
-
-@dataclass(frozen=True)
-class RowSegment:
-    """Some tokens of one row in a forward of several: `count` of them, written to `slot` from `start` on."""
-
-    slot: int
-    start: int
-    count: int
-
-
-@runtime_checkable
-class RaggedForwards(Protocol):
-    """Optional capability of a backend: forwards that take different numbers of tokens of each row; `ragged` if so."""
-
-    ragged: bool
-
-    def forward_ragged(
-        self,
-        tokens: Tensor,
-        segments: Sequence[RowSegment],
-        *,
-        widths: Sequence[int] | None,
-        columns: Tensor | None = None,
-    ) -> Tensor:
-        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
-
-        widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
-        ascending; none for as many as there are. None for prompts, each of which attends as if alone.
-        Returns logits [T, V], or [C, V] of the given columns [C].
-        """

@@ -20,7 +20,7 @@ from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError
 
 PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
-IDLE_CANDIDATES = 8  # idle slots, those used longest ago, one of which gives way to what an ended row has left
+IDLE_CANDIDATES = 8  # of the idle slots, the least recently used: one of them may be overwritten to keep a row's cache
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 

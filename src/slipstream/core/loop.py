@@ -20,13 +20,12 @@ from slipstream.core.acceptance import Rule, accept, rule_for
 from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
-from slipstream.core.rounds import Round, Seconds, TokenLogprobs, token_logprobs
+from slipstream.core.rounds import PREDICTION, Round, Seconds, TokenLogprobs, token_logprobs
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.trees import arranged, check_parents, main_chain
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
-PREDICTION = "prediction"  # the source of drafts that a request brought itself
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
 
@@ -163,8 +162,8 @@ class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
     draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predict: calls the
-    drafter for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
+    a row, as far as is known beforehand; it then reads the prompts of all rows of the batch. predict: calls the drafter
+    for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
     constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
     random draws are made.
     """

@@ -40,11 +40,15 @@ class TokenLogprobs:
     top_tokens: tuple[str, ...] = field(default=(), compare=False)
 
 
+# sources of drafts: what a request brought itself, a forward for each token, text that was looked up
+PREDICTION, MODEL, RETRIEVAL = "prediction", "model", "retrieval"
+
+
 @dataclass(frozen=True)
 class RowDraft:
     """Where one row's draft comes from, and what its source says of it.
 
-    source: the name of the source; "" if the decoder's drafter does not name one.
+    source: its name, one of those above; "" if the decoder's drafter does not name one.
     acceptance_probs: the probability that the first 1, 2, ... tokens are all accepted; for a tree, that each node and
     its path are; None where the source cannot tell. A draft that has them may be cut before it is verified, so its
     tokens must not have been sampled.
@@ -137,7 +141,7 @@ class Round:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens proposed in this round."""
+        """Tokens verified in this round. Those that were cut from the draft before are in no statistic."""
         return len(self.draft)
 
     @property

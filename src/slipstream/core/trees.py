@@ -53,7 +53,7 @@ class TreeForwards(Protocol):
         """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
 
         A segment attends to its row up to its start, as `detour` says, and to itself, with the bits that it would get
-        as a row of its own. widths: see `RaggedForwards.forward_ragged`. Returns logits [T, V].
+        as a row of its own. widths: see `RaggedForwards` in models. Returns logits [T, V].
         """
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:

@@ -108,8 +108,8 @@ class ModelDrafts:
             return
         self._learn_chances(row, newest)
         self._by_position.learn(row, newest, drafted)
-        beside = newest.num_accepted_tokens - newest.num_accepted_on_chain
-        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + beside)
+        on_branches = newest.num_accepted_tokens - newest.num_accepted_on_chain
+        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + on_branches)
         self._rows[row] = self.of(row).towards(observed, weight=0.15)
         self._all = self._all.towards(observed, weight=0.03)
 
@@ -125,7 +125,7 @@ class ModelDrafts:
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:
-        """Move the yield of new rows towards the first guess, as a draft model that is passed over shows nothing."""
+        """Move the yield of new rows towards the first guess, because a draft model that is not used shows nothing."""
         self._all = self._all.towards(FIRST_YIELD, weight=0.02)
 
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:

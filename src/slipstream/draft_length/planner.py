@@ -1,15 +1,16 @@
 """Chooses which source drafts for each row, and how many tokens, to maximise expected tokens per second.
 
-Every round each source that can draft for a row makes an offer: how likely its 1st, 2nd, ... token is to be accepted,
-and how many seconds drafting takes. The planner starts from plain decoding and adds the likeliest token of all offers
-as long as that raises the expected tokens per second of the batch (`best_lengths`). How likely tokens are is counted
-per kind of token over all rows, and corrected by this row (`acceptance_model.py`); seconds are the calibration,
-corrected by what rounds took (`costs.py`). A draft model that must read a text first pays for that with the tokens that
-the text is expected to have left. A source that was passed over is tried again after 4, 8, ... 64 rounds; a draft model
-that would have to read a text first, after as many texts.
+Every round each source makes an offer for a row: a lookup says how likely its 1st, 2nd, ... token is to be accepted; of
+a draft model it is known how many tokens it usually drafts, and how many are accepted. Each row takes the draft model
+where that promises more, if its steps cost less than it saves (`model_lengths`). Of all drafts the likeliest tokens are
+verified, as many as make the expected tokens per second of the batch highest (`worth_verifying`). Likelihoods are
+learned for each kind of token and corrected by this row (`acceptance_model.py`); seconds are the calibration, corrected
+by what rounds took (`costs.py`). A draft model that must read a text first pays for that with the tokens that the text
+is expected to have left. A source that was passed over is tried again after 4, 8, ... 64 rounds; a draft model that
+would have to read a text that runs alone, after as many texts.
 
-Choices between tokens are never made: a sampled draft is not cut, it ends (docs/exactness.md). `observe` learns;
-everything else answers and changes nothing.
+Dropping a sampled token because of what it is would bias the text, so a sampled draft is never shortened afterwards: it
+only stops growing. `observe` learns; everything else answers and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from slipstream.core.loop import PREDICTION
-from slipstream.core.rounds import Round
+from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, Round
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import ModelDrafts, Positions
 from slipstream.draft_length.costs import CostModel, best_lengths
-from slipstream.draft_length.tree_growth import RETRIEVAL
 
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
-MODEL = "model"  # the source of drafts that take a forward for each token
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
 # the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
 OWN_TOKENS, ALL_TOKENS = 16, 128
@@ -209,7 +207,7 @@ class Planner:
             self._learn(row)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """The most tokens that can pay; `worth_verifying` cuts drafts that have acceptance probabilities."""
+        """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
         if self.asks_model:
             chosen = self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows))
@@ -260,8 +258,8 @@ class Planner:
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft, cut where verifying more would cost more than it brings.
 
-        Never cut are sampled drafts, rows whose request sets a length, and drafts of a model that tells no
-        probabilities.
+        Never cut are rows whose request sets a length, drafts of a model that tells no probabilities, and all drafts of
+        a round in which one is sampled.
         """
         if not any(draft.lengths) or any(map(self.is_fixed, rows)):
             return draft

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import PREDICTION
-from slipstream.core.types import Draft, Row, Traits
+from slipstream.core.rounds import PREDICTION
+from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.planner import Planner
 from slipstream.errors import UsageError
@@ -64,17 +64,11 @@ class Heuristic:
         return self._lengths.get(row, min(5, self.longest))
 
 
-def make_policy(choice: LengthChoice, traits: Traits, planner: Planner | None, *, limit: int | None) -> Policy:
-    """The policy for a drafter of these traits.
-
-    planner: where costs decide; it then is the policy. limit: the longest draft that the forward shapes allow, None for
-    any.
-    """
+def make_policy(choice: LengthChoice, planner: Planner | None, *, limit: int | None) -> Policy:
+    """The policy of a setting. planner: that of "auto". limit: the longest draft that fits, None for any."""
     if planner is not None:
         return planner
     longest = MAX_DRAFT_TOKENS if limit is None else limit
-    if choice.kind == "auto":
-        return Fixed(traits.default_length)
     if choice.kind == "confidence":
         return Fixed(longest)
     length = longest if choice.count is None else choice.count

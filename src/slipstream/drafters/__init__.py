@@ -1,8 +1,9 @@
 """Drafters: anything that proposes tokens. A new one is one file (or folder) here.
 
-The file name is the drafter's name. The file has `TRAITS`, what the drafter declares about itself, and
-`build(setup, argument)`, which returns an object with the one method of `Drafter`. `argument` is what the user wrote
-after a colon: "ngram:5" gives "5". How it is written stands in `ARGUMENTS`, so that `--help` shows it.
+The file name is the drafter's name; files that begin with an underscore hold what several drafters share. A drafter's
+file has `TRAITS`, what it declares about itself, and `build(setup, argument)`, which returns an object with the one
+method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". How it is written stands in
+`ARGUMENTS`, so that `--help` shows it.
 Importing this package imports no drafter and no PyTorch.
 """
 
@@ -71,13 +72,13 @@ class Setup:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all drafters: of the files and folders here."""
+    """The names of all drafters."""
     return _names_in(tuple(__path__))
 
 
 @cache
 def _names_in(folders: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders)))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")))
 
 
 def check_name(text: str) -> None:

@@ -18,7 +18,7 @@ from slipstream.draft_length.planner import Planner
 from slipstream.drafters import Setup, model, suffix
 from slipstream.errors import UsageError
 
-STEPS = 6  # most tokens of the draft model, where costs are not known
+STEPS = 6  # most tokens of the draft model in a round, unless the user says how many
 
 
 @dataclass

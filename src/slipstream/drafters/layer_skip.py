@@ -22,7 +22,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
-from slipstream.drafters.model import ModelDrafter, stop_for
+from slipstream.drafters.model.model_drafter import ModelDrafter, stop_for
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.models.cache_folder import cache_folder
@@ -36,7 +36,7 @@ class SharedCacheSession:
     """Scores drafts with some layers of the target, which read the target's KV cache of the committed tokens.
 
     A draft begins with a call without draft tokens, which forgets what the last one wrote. Between two calls the target
-    may score these rows only.
+    must score no other rows.
     """
 
     def __init__(self, target: Session, layers: Sequence[int]) -> None:

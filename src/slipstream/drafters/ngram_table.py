@@ -19,14 +19,14 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.errors import UsageError
 
 SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
 AGREED, SIZES = 3, 4  # kinds of tokens: by how far their context's occurrences agree, and by its length, up to 4
-KINDS = 1 + AGREED * SIZES  # the first is what the target ranked
-# chance of a token of each kind, and of the second and third of a place given that those before it are wrong
+# chance of a token of each kind, the first what the target ranked; and of the second and third of a place given that
+# those before it are wrong
 PRIOR = (0.25, 0.08, 0.3, 0.3, 0.2, 0.55, 0.6, 0.4, 0.6, 0.75, 0.3, 0.6, 0.9)
 CHANCES = (*PRIOR, *(0.17 for _ in PRIOR), *(0.1 for _ in PRIOR))
 SPAN = 1 << 16  # a table covers the last SPAN to 2 * SPAN tokens of its row
@@ -189,7 +189,7 @@ class NgramTableDrafter:
         table = self._table(row)
         if row in self._guesses:
             learn(acceptance_model, row, *self._guesses[row])
-        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS, ranks=3)
+        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, len(PRIOR), ranks=3)
         deepest = -(-length // (1 + branches)) if self.fixed_tree else None
         nodes = grown(lambda place, prob: likely.followers(table.alternatives(place), prob), table.end, length, deepest)
         self._guesses[row] = len(row.tokens), nodes

@@ -22,8 +22,8 @@ from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.errors import UsageError
 
 SPAN = 1 << 15  # a table holds the last SPAN to 2 * SPAN contexts
@@ -139,10 +139,6 @@ class TokenRecyclingDrafter:
         self._row_tables.clear()
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
-
-    def num_contexts(self) -> int:
-        """How many contexts the common table holds."""
-        return len(self._commons.default)
 
     def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         if self.acceptance_model is not None and row in self._guesses:

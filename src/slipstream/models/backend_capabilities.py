@@ -1,10 +1,13 @@
-"""Optional capabilities of backends: to run a part of their layers, to compute every token as if it were alone, to free
-their KV cache.
+"""Optional capabilities of backends that the core does not ask for.
+
+To run a part of their layers, to compute every token as if it were alone, to take different numbers of tokens of each
+row, to keep hidden states, to free their KV cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -84,7 +87,8 @@ class HiddenStates(Protocol):
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         """[stop - start, layers * hidden size] of layers that are kept, side by side; None before the first forward.
 
-        Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
+        Positions that were written before `keep_hidden_states` or in turns of decoders whose drafters read none, and
+        those beyond what is cached, hold anything.
         """
 
 
@@ -104,4 +108,35 @@ class ParallelDrafts(Protocol):
         """Logits [B, 1, V] of the next token of drafts [B, K], from those of its place in the block scored last.
 
         newest: each row's token before its draft.
+        """
+
+
+@dataclass(frozen=True)
+class RowSegment:
+    """Some tokens of one row in a forward of several: `count` of them, written to `slot` from `start` on."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@runtime_checkable
+class RaggedForwards(Protocol):
+    """Optional capability of a backend: forwards that take different numbers of tokens of each row; `ragged` if so."""
+
+    ragged: bool
+
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
+
+        widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
+        ascending; none for as many as there are. None for prompts, each of which attends as if alone.
+        Returns logits [T, V], or [C, V] of the given columns [C].
         """

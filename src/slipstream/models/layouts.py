@@ -14,11 +14,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
+from slipstream.core.interfaces import Backend, Checkpoints
 from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotTable, common_beginning, in_order
 from slipstream.core.rng import argmax
 from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
 
 class RaggedLayout:

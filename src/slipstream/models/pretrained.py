@@ -26,7 +26,6 @@ from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.draft_vocabulary import Restriction
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import make_faster
@@ -37,6 +36,7 @@ from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backe
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
+from slipstream.models.notices import warn_slower
 from slipstream.models.quantised_models import QuantisedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import PREDICTION, Drafts
+from slipstream.core.loop import Drafts
+from slipstream.core.rounds import PREDICTION
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.predicted_outputs.alignment import Alignment

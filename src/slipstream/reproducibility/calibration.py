@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.models.backend_capabilities import is_shape_independent
-from slipstream.models.once_per_machine import announce, is_silenced
+from slipstream.models.notices import announce, is_silenced
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,

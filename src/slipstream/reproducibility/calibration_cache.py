@@ -20,9 +20,9 @@ from slipstream.durable_files import replaced
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
+from slipstream.models.notices import warn_slower
 from slipstream.reproducibility.calibration import Calibration, calibrate, progress_bar
 from slipstream.reproducibility.timing import DraftTimes
 

@@ -10,17 +10,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import (
-    AttendedLengths,
-    Backend,
-    Checkpoints,
-    RaggedForwards,
-    RowSegment,
-    set_attended_lengths,
-)
+from slipstream.core.interfaces import AttendedLengths, Backend, Checkpoints, set_attended_lengths
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.errors import UsageError
-from slipstream.models.backend_capabilities import LayerKinds
+from slipstream.models.backend_capabilities import LayerKinds, RaggedForwards, RowSegment
 from slipstream.reproducibility.timing import ForwardTimes, end_to_end, ragged_rounds
 
 OF_EACH_KIND = 2

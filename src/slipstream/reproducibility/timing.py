@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer, RaggedForwards, RowSegment
+from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer
 from slipstream.core.rng import argmax
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens are whose, over and over
 FEW_ROWS = 3  # rows
@@ -169,7 +170,7 @@ class DraftTimes:
 
 
 def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
-    """Draft for 1, 2, 4, ... and `most` rows whose texts nobody wrote; the fastest step counts.
+    """Draft for 1, 2, 4, ... and `max_rows` rows of random tokens; the fastest step counts.
 
     scorer: with room for them; what it has cached is overwritten.
     """
@@ -184,7 +185,7 @@ def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
 
 
 def _row_counts(max_rows: int) -> Sequence[int]:
-    """Powers of two from 2 on that are less than `most`, and `most` itself."""
+    """Powers of two from 2 on that are less than `max_rows`, and `max_rows` itself."""
     return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 

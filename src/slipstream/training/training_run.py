@@ -177,7 +177,9 @@ class TrainingRun:
             loss.backward()  # type: ignore[no-untyped-call]
             total, count = total + float(loss.detach()), count + counted
         if not total < float("inf"):
-            raise SlipstreamError(f"the loss is {total} at step {step + 1}")
+            raise SlipstreamError(
+                f"the loss is {total} at step {step + 1}; allowed: to continue from the saved state, or other texts"
+            )
         for weight in self.head.parameters():
             if weight.grad is not None:
                 weight.grad /= count

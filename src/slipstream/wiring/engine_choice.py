@@ -170,7 +170,7 @@ def assemble(
 ) -> Engine:
     """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
-    policy = make_policy(choice, traits, planner, limit=target.longest_draft)
+    policy = make_policy(choice, planner, limit=target.longest_draft)
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)

@@ -183,11 +183,11 @@ class ModelPair:
         """Make the target attend to lengths as its shapes say; a decoder of other shapes may have changed that."""
         set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
 
-    def keep_hidden_states(self, *, wanted: bool) -> None:
-        """Whether the target keeps what a draft head reads; captured graphs do so always."""
+    def keep_hidden_states(self, *, enabled: bool) -> None:
+        """Have the target keep what a draft head reads, or not; captured graphs do so always."""
         backend = self.target.backend
         if self.draft is not None and isinstance(self.draft.backend, FeatureReader) and backend.device.type == "cpu":
-            backend.cache.keeps_hidden = wanted  # type: ignore[attr-defined]
+            backend.cache.keeps_hidden = enabled  # type: ignore[attr-defined]
 
     def draft_scorer(self) -> DraftScorer | None:
         """What a draft model of the target's vocabulary drafts with: its session, perhaps within others that score a

@@ -25,7 +25,7 @@ def first_row(request: HasRows) -> Row | None:
 
 
 def ordered(items: Sequence[T], row_of: Callable[[T], Row | None], reuse: int) -> list[T]:
-    """Those with the most to do first, and right behind each those whose prompts begin like its own.
+    """The longest first; each is followed by those whose prompts begin like its own.
 
     The long ones first, so that the batch stays full to the end; neighbours of like length, which is cheap in a batch;
     and a common beginning is computed once, as it is still cached when the next one comes. row_of: the row of an item

@@ -189,7 +189,7 @@ WRONG_USE = [
     (("--batch-sizes", "one"), "--batch-sizes 'one'; allowed"),
     (("--batch-sizes", "9"), "batch size 9; allowed: up to max_batch_size (8)"),
     (("--batch-sizes", "3"), "batch size 3; allowed: 1 to 2"),
-    (("--at-once", "2"), "--at-once beside batch sizes 1; allowed: max_batch_size (8)"),
+    (("--at-once", "2"), "--at-once with --batch-sizes 1; allowed: the only batch size is max_batch_size (8)"),
     (("--at-once", "3", "--batch-sizes", "1", "--max-batch-size", "1"), "--at-once 3; allowed: 1 to 2"),
     (("--repeats", "0"), "--repeats"),
     (("--category", "plants"), "category 'plants' is not in"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, compare
 from slipstream.constraints.constraint import Constraint
+from slipstream.core.interfaces import Sampler
 from slipstream.core.session import Session
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.heads.head_files import embedded_head
 from tests.support.head_cases import Written, transcribed, without, write_head
@@ -241,3 +244,32 @@ def test_hidden_states_are_kept_in_turns_of_engines_that_read_them(tmp_path: Pat
     for user, kept in ((decoder, True), (plain, False), (decoder, True)):
         user.generate(prompts([9])[0], SamplingParams(max_tokens=4))
         assert cache.keeps_hidden is kept
+
+
+class ReadsHiddenStates:
+    """Drafts nothing, and notes the target's hidden states that it can read in each round."""
+
+    traits = Traits(reads_hidden_states=True)
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.read = session, list[Tensor]()
+        session.backend.keep_hidden_states([1])  # type: ignore[attr-defined]
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        base = self.session.slot_states[0].base
+        states = self.session.backend.hidden_states([1], 0, 0, base)  # type: ignore[attr-defined]
+        self.read.append(torch.empty(0) if states is None else states.clone())
+        return Draft.empty(len(rows), sampler.device)
+
+
+def test_a_drafter_of_the_users_reads_hidden_states_beside_a_loaded_head(tmp_path: Path) -> None:
+    decoder = decoder_of(write_head(tmp_path, target()))
+    decoder.using("none").generate(prompts([9])[0][::-1], SamplingParams(max_tokens=2))  # in whose turn none are kept
+    drafter = ReadsHiddenStates(decoder._target_session)
+    result = decoder.using(drafter, num_draft_tokens=1).generate(prompts([9])[0], SamplingParams(max_tokens=5))
+    tokens = torch.tensor([prompts([9])[0] + result.token_ids])
+    true = target()(tokens, output_hidden_states=True).hidden_states[1][0]
+    read = drafter.read[-4:]  # before them perhaps a round in which nothing has been read yet
+    assert [len(states) for states in read] == [9, 10, 11, 12]
+    for states in read:
+        torch.testing.assert_close(states.float(), true[: len(states)].float(), rtol=1e-4, atol=1e-4)

@@ -346,7 +346,7 @@ def _form(constraint: Constraint) -> dict[str, Any]:
     """`response_format` where OpenAI has a form for it, else vLLM's `structured_outputs`."""
     if constraint.whitespace != Constraint.whitespace:
         raise UsageError(
-            f"--whitespace {constraint.whitespace!r} with --url, which no request can ask for; "
+            f"--whitespace {constraint.whitespace!r} with --url, to which it cannot be sent; "
             f"allowed: {Constraint.whitespace!r}"
         )
     if constraint.schemas:

@@ -98,7 +98,8 @@ def bench_command(
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     if options.at_once is not None and batches != [config.max_batch_size]:
         raise UsageError(
-            f"--at-once beside batch sizes {options.batch_sizes}; allowed: max_batch_size ({config.max_batch_size})"
+            f"--at-once with --batch-sizes {options.batch_sizes}; allowed: the only batch size is max_batch_size "
+            f"({config.max_batch_size})"
         )
     names, named = _arms(options.arms, config), prompt_set(choice)
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)

@@ -155,7 +155,6 @@ class Screen:
             out.print(line, soft_wrap=True)
 
     def remark(self, line: str) -> None:
-        """A remark, dim."""
         self.close()
         err.sentence(line, style="dim")
 

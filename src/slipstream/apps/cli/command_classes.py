@@ -127,7 +127,7 @@ def _argument(param: Any) -> str:
 
 def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
     """What to say of a command that a group does not have."""
-    names = [known for known in group.list_commands(ctx) if not group.get_command(ctx, known).hidden]
+    names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
     return UsageError(f"unknown command {name!r}; allowed: {', '.join(names)}{near}")
 
@@ -170,7 +170,7 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str:
-    """Of a value that an option cannot have, or of an argument that is missing."""
+    """What to say of a value that an option cannot have, or of a missing argument."""
     if error.param is None:
         return _reworded(error.format_message(), ctx)
     values = _values(words, error.param.opts)

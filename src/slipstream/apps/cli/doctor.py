@@ -124,11 +124,11 @@ def _packages() -> Iterator[Fact]:
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             text = f"{requirement.name}{requirement.specifier}"
-            problem = f"{text} is needed, {'not installed' if found is None else f'{found} is installed'}"
-            yield Fact(requirement.name, found or "missing", problem, _install(f"'{text}'"))
+            problem = f"{text} is needed, {'not installed' if installed is None else f'{installed} is installed'}"
+            yield Fact(requirement.name, installed or "missing", problem, _install(f"'{text}'"))
 
 
 def _version(name: str) -> str | None:
@@ -197,8 +197,9 @@ def _threads() -> Iterator[Fact]:
     from slipstream.apps.cli import CORES
 
     usable = len(CORES) or os.cpu_count() or 1
-    told = ", ".join(f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS",) if name in os.environ)
-    yield Fact("threads", f"{torch.get_num_threads()} of PyTorch, {usable} processors{f', {told}' if told else ''}")
+    limit = os.environ.get("OMP_NUM_THREADS")
+    setting = "" if limit is None else f", OMP_NUM_THREADS={limit}"
+    yield Fact("threads", f"{torch.get_num_threads()} of PyTorch, {usable} processors{setting}")
 
 
 def _devices() -> Iterator[Fact]:

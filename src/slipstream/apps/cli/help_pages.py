@@ -24,8 +24,8 @@ def help_command(
         group = shown.command
         if not isinstance(group, Group):
             raise UsageError(f"unexpected argument {word!r}; allowed: slipstream help [COMMAND]")
-        found = group.get_command(shown, word)
-        if found is None:
+        subcommand = group.get_command(shown, word)
+        if subcommand is None:
             raise unknown_command(group, shown, word)
-        shown = found.make_context(word, [], parent=shown, resilient_parsing=True)
+        shown = subcommand.make_context(word, [], parent=shown, resilient_parsing=True)
     typer.echo(shown.get_help())

@@ -242,7 +242,7 @@ def _assumed(grid: Grid) -> Acceptance:
 
 
 def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
-    """Of a folder of a benchmark, or of a JSON file: of `compare --json`, or `Stats.to_dict()` alone."""
+    """The arm of a benchmark's folder, or of a JSON file: that of `compare --json`, or `Stats.to_dict()` alone."""
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if path.is_dir():

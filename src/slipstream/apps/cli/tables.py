@@ -21,7 +21,6 @@ from slipstream.bench.result_tables import (
     acceptance_cells,
     accepted_by_position,
     speed_cells,
-    terminal_table,
     verdict_cell,
 )
 from slipstream.bench.result_tables import Table as ResultTable
@@ -107,7 +106,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
         row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", percent(stats.acceptance_rate)]
         row += [f"{stats.block_efficiency:.2f}", verdict(run.difference)]
         rows.append([*row, verdict(comparison.runs[HF].difference)] if HF in arms else row)
-    return terminal_table(ResultTable("", columns, rows, words=texts, optional=("acceptance\nrate",)))
+    return TerminalTable(ResultTable("", columns, rows, words=texts, optional=("acceptance\nrate",)))
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
@@ -151,7 +150,7 @@ def certificate(checks: Sequence[Check]) -> TerminalTable:
         for check in checks
     ]
     columns = ("check", "result", "evidence", "seconds")
-    return terminal_table(ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",)))
+    return TerminalTable(ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",)))
 
 
 def print_simulation(
@@ -180,7 +179,7 @@ def simulation_table(simulation: Simulation) -> TerminalTable:
         for length in simulation.lengths
     ]
     title = "predicted speed-up over plain decoding (* best, - slower)"
-    return terminal_table(ResultTable(title, columns, rows))
+    return TerminalTable(ResultTable(title, columns, rows))
 
 
 def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
@@ -212,7 +211,7 @@ def series_table(series: Series) -> TerminalTable:
         for cell in series.cells
     ]
     optional = ["alpha", "acceptance\nrate"]
-    return terminal_table(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))
+    return TerminalTable(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))
 
 
 def positions_of(series: Series) -> Text:

@@ -160,12 +160,12 @@ def _refuse_lossy(config: DecoderConfig) -> None:
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
     """Print, write, and fail where a candidate failed."""
     from slipstream.bench.records import FILE
-    from slipstream.bench.result_tables import terminal_table
+    from slipstream.bench.result_tables import TerminalTable
     from slipstream.bench.tuning.advice import advice_table, positions
     from slipstream.bench.tuning.engine_settings import write_files
 
     for advice in tuned.advice:
-        out.print(terminal_table(advice_table(advice)))
+        out.print(TerminalTable(advice_table(advice)))
     for advice in tuned.advice:
         out.sentence(advice.sentence)
         if advice.best is not None:

@@ -98,7 +98,8 @@ def _digest(key: str) -> bytes:
 class Access:
     """An ASGI layer that lets requests through to an app, or refuses them; `scope["state"]` says whose they are.
 
-    owner: the name of the key; caller: with whom they take turns, without keys everyone at an address.
+    owner: the name of the key; caller: what takes turns with other callers: the key's owner, or the client's address
+    if there are no keys.
 
     count: see `Count`.
     """

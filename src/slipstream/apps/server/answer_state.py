@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
-from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
+from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, FinishReason, Round, TokenLogprobs
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.draft_length.planner import MODEL
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText
@@ -24,8 +23,6 @@ from slipstream.text.results import Stats
 from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
-
-PREDICTION = "prediction"  # the source of what a request's prediction drafted
 
 
 class Piece(NamedTuple):
@@ -168,7 +165,7 @@ class ModelFacts:
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
     """The decoder's drafter in a round. is_mixed: it takes turns with a draft model."""
     if is_mixed:
-        return MODEL if round.origin.source == MODEL else "retrieval"
+        return MODEL if round.origin.source == MODEL else RETRIEVAL
     return drafter.partition(":")[0]
 
 

@@ -136,15 +136,6 @@ class Acceptance:
         """The longest draft about which something is known."""
         return len(self.accepted)
 
-    @property
-    def alphas(self) -> tuple[float | None, ...]:
-        """Probability that position i is proposed and accepted, given that position i - 1 was; None if that never was.
-
-        Where everything is proposed this is the acceptance by position.
-        """
-        before = (1.0, *self.accepted)
-        return tuple(now / last if last else None for last, now in zip(before, self.accepted, strict=False))
-
 
 def stat(stats: Mapping[str, Any], name: str) -> Any:
     """A total of `Stats.to_dict()`."""

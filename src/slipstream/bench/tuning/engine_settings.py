@@ -16,7 +16,7 @@ from slipstream.bench.tuning.advice import Advice
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
-from slipstream.drafters.model import MIN_DRAFT_PROB
+from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE, trained_kind
 from slipstream.models.loaded import MTP

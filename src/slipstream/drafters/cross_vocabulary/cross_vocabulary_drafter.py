@@ -20,8 +20,15 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.model import Line, ModelDrafter, Stop, WhilePays, stop_for
-from slipstream.drafters.model.model_drafter import extended, record_of
+from slipstream.drafters.model.model_drafter import (
+    Line,
+    ModelDrafter,
+    Stop,
+    WhilePays,
+    extended,
+    record_of,
+    stop_for,
+)
 from slipstream.errors import UsageError
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from slipstream.core.interfaces import Drafter, DraftScorer, Extender, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Stream, argmax
-from slipstream.core.rounds import RowDraft
+from slipstream.core.rounds import MODEL, RowDraft
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import bin_of, sibling_bin
-from slipstream.draft_length.planner import MODEL, Planner
+from slipstream.draft_length.planner import Planner
 from slipstream.drafters import Setup, load
 from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError

@@ -20,7 +20,10 @@ MOST = 8  # tokens that a forward scores; a longer draft goes on from its own to
 
 
 class ParallelScorer:
-    """See `DraftScorer`. num_tokens: how many tokens the next draft asks for. longest: the most that it can have."""
+    """A `DraftScorer` that scores a whole draft at once.
+
+    num_tokens: how many tokens the next draft asks for. longest: the most that it can have.
+    """
 
     def __init__(
         self,

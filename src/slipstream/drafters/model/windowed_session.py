@@ -16,8 +16,6 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 
 BEGINNING = 64  # tokens of a prompt that are always read: instructions, and the first tokens, which attention needs
-# what is skipped grows in steps of this part of the limit, so that a chat's next turn finds most of its text cached
-STEPS = 4
 
 
 class PartialRow(Row):
@@ -33,7 +31,7 @@ class PartialRow(Row):
 
 def num_tokens_skipped(prompt_length: int, limit: int) -> int:
     """How many tokens of a prompt are skipped so that at most `limit` are read; a function of its length alone."""
-    step = max(1, limit // STEPS)
+    step = max(1, limit // 4)  # coarse, so that a chat's next turn finds most of its text cached
     return -(-max(0, prompt_length - limit) // step) * step
 
 

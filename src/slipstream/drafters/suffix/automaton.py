@@ -9,7 +9,6 @@ of steps however the text repeats itself. This module knows neither rows nor dra
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 LIMIT = 32  # tokens of context; longer matches count as this long
 SCANNED = 64  # followers of a context that are compared where several are wanted
-INT_BYTES = 28  # of an int in a dict; those in arrays take 4
 
 
 class Match(NamedTuple):
@@ -158,13 +156,6 @@ class SuffixAutomaton:
                         occurrences -= count[target]
             state, occurrences = self._link[state], count[self._link[state]]
             length = self._length[state]
-
-    def memory_bytes(self) -> int:
-        """Bytes taken; counting them takes time that grows with the number of states."""
-        arrays = (self._link, self._length, self._count, self._token, self._target)
-        dicts = sum(sys.getsizeof(branch) + 2 * INT_BYTES * len(branch) for branch in self._branches.values())
-        keys = sys.getsizeof(self._branches) + INT_BYTES * len(self._branches)
-        return sum(map(sys.getsizeof, arrays)) + dicts + keys
 
     def _step(self, state: int, token: int) -> int:
         if self._token[state] == token:

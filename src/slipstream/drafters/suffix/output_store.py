@@ -118,11 +118,6 @@ class SuffixStore:
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
         self.seed([list(islice(tokens, length)) for length in lengths])
 
-    def memory_bytes(self) -> int:
-        """Bytes taken: the automata, and 4 per token for the texts."""
-        texts = self.num_tokens + sum(map(len, self._given))
-        return 4 * texts + sum(half.automaton.memory_bytes() for half in (self._older, self._newer))
-
     def _cut(self, tokens: Sequence[int]) -> array[int]:
         """The end of a text, as much of it as one half holds."""
         return array("i", tokens[max(0, len(tokens) - self.budget // 2) :])

@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary, finalize
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError
@@ -247,13 +247,6 @@ class SuffixDrafter:
         """Tokens of past outputs that `save` would write now: those of the default group."""
         self._keep_outputs()
         return self._store.num_tokens
-
-    def memory_bytes(self) -> int:
-        """An upper bound of the bytes taken by unfinished rows and past outputs."""
-        self._keep_outputs()
-        return sum(store.memory_bytes() for store in self._stores) + sum(
-            text.own.memory_bytes() for text in list(self._texts.values())
-        )
 
     def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         text = self._texts.get(row)

@@ -1,8 +1,8 @@
 """A job over a Ray cluster: Ray Data hands blocks of lines to actors, this process writes the answers as they come.
 
 The output is that of a job on one machine, so either can go on with what the other has begun. It also makes a job
-survive its driver: Ray keeps nothing, what is not in the output is asked again. Blocks of a node that died are
-given to another by Ray; an answer is written once, as every line is in one block.
+survive its driver: Ray stores no state, and lines without an answer in the output are asked again. Blocks of a node
+that died are given to another by Ray; an answer is written once, as every line is in one block.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RayJob:
         except ray.exceptions.RayError as error:
             raise SlipstreamError(f"Ray has failed: {_reason(error)}; what is answered stays in the output") from error
         if lines:
-            raise SlipstreamError(f"Ray has lost {len(lines)} lines; the same command goes on with them")
+            raise SlipstreamError(f"Ray has lost {len(lines)} lines; run the same command again to answer them")
 
     def _blocks(self, ray: Any, lines: Mapping[int, Line]) -> Iterator[Mapping[str, Any]]:
         """Answers, a block at a time, in the order in which they are there."""

@@ -50,7 +50,7 @@ from slipstream.models.decoder.fused_layer import (
     UnknownLayerError,
     recognise_activation,
 )
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.notices import warn_slower
 
 MANY = 1 << 40  # tokens
 AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers

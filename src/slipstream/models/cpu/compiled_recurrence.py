@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
 from slipstream.models.decoder.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.notices import warn_slower
 
 TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, and its largest relative difference
 NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)

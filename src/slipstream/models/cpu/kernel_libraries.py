@@ -47,8 +47,7 @@ from slipstream.models.cpu.processor import (
     processor,
 )
 from slipstream.models.cpu.structs import check_layout
-from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.once_per_machine import announce
+from slipstream.models.notices import announce, warn_slower
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DESCRIPTORS = Path("/proc/self/fd")

@@ -43,10 +43,10 @@ from slipstream.models.cuda.indexed_cache import (
 from slipstream.models.cuda.triton_layer import TritonOps, has_kernels, uses_kernels, why_no_kernels
 from slipstream.models.decoder.attention import Masks
 from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
+from slipstream.models.notices import warn_slower
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
 

@@ -27,10 +27,10 @@ from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from slipstream.core.interfaces import RowSegment
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import SlipstreamError
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.decoder.attention import LONG, ROWS, Block, Cut, attend, cut_mask
 from slipstream.models.decoder.recurrence import RecurrentStates
 

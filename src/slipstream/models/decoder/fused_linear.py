@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.notices import warn_slower
 
 
 class FusedLinear(nn.Module):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import RowSegment
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import RaggedCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows

@@ -22,10 +22,10 @@ from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
 from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.declared_numbers import AROUND_LAYERS, OF_LAYERS, unimplemented
 from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
+from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from slipstream.core.interfaces import RowSegment
+from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.decoder.attention import unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.prepared_inputs import BUCKETS, NAMES, cache_name, input_device, prepared_name, vocab_size_of

@@ -15,10 +15,10 @@ from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, prepares_inputs_differently
 from slipstream.models.hf.trials import START, a_few_tokens, later_starts
+from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 

@@ -28,7 +28,7 @@ import numpy
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.once_per_machine import announce
+from slipstream.models.notices import announce
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.once_per_machine import announce
+from slipstream.models.notices import announce
 from slipstream.models.weights.gguf_configuration import prepared, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side

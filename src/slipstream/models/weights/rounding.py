@@ -19,7 +19,6 @@ from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, NotInBlock
 from slipstream.models.cpu.structs import INPUTS, BlockFormat
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles
 
-QUANTISED = ("int4", "int8")
 INT4 = grouped_format("INT4", INPUTS)
 LARGEST_SCALE, SMALLEST_SCALE = 65504.0, 2.0**-24  # of float16
 SHARES = tuple(0.72 + 0.04 * step for step in range(9))  # of the range of a group's weights
@@ -70,7 +69,7 @@ class RoundedTensors:
     """The tensors of an ordinary checkpoint for `block_model.fill`, its matrices quantised."""
 
     def __init__(self, files: CheckpointFiles, quantise: str, wide: set[str]) -> None:
-        """quantise: of `QUANTISED`; wide: parameters that always get 8 bits."""
+        """quantise: "int4" or "int8"; wide: parameters that always get 8 bits."""
         self._files, self._quantise, self._wide = files, quantise, wide
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:

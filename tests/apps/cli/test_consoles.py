@@ -7,7 +7,7 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from slipstream.text.word_wrap import WordWrap
+from slipstream.apps.cli.consoles import WordWrap
 
 TEXT = "The heron  waited by the river,\n\n    and was not hurried. " * 6
 

@@ -16,19 +16,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from slipstream.core.rounds import RETRIEVAL
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 T = TypeVar("T")
-RETRIEVAL = "retrieval"  # the source of drafts that were looked up
 MAX_GROUPS = 64  # remembered besides the default one; the least recently used goes
 
 
 class Follower(NamedTuple):
     """A token that may come next.
 
-    kind: see `acceptance_model`. prob: that the path up to it is accepted. place: where its own followers are found.
+    kind: see `acceptance_model`. prob: that the path up to it is accepted. place: the state of the lookup from which
+    its own followers are listed.
     """
 
     token: int
@@ -161,9 +162,6 @@ class LearnedByGroup(Generic[T]):
                 del self._others[next(iter(self._others))]
         self._others[group] = memory  # now the most recently used
         return memory
-
-    def __iter__(self) -> Iterator[T]:
-        return iter([self.default, *self._others.values()])
 
     def forget_others(self) -> None:
         """Drop all but the default group's."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.once_per_machine import announce, is_silenced
+from slipstream.models.notices import announce, is_silenced
 
 LOG = logging.getLogger("slipstream")
 LOADS = "from slipstream import SpeculativeDecoder; SpeculativeDecoder('toy')"

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.draft_length.tree_growth import MAX_GROUPS, LearnedByGroup
+from slipstream.drafters._tree_growth import MAX_GROUPS, LearnedByGroup
 
 PROMPT = "zq zq the wind"  # says nothing of what comes
 

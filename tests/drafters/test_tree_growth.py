@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, Follower, Node, grown, learn
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, Follower, Node, grown, learn
 
 STEADY = settings(max_examples=100)
 DEPTH = 4  # paths end there
