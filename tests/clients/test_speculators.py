@@ -1,4 +1,4 @@
-"""`speculators` loads the head that `slipstream train` writes, and computes what is recorded of its own heads."""
+"""`speculators` computes the same with a head of `slipstream train`, and what is recorded of its own heads."""
 
 from __future__ import annotations
 
