@@ -1,21 +1,16 @@
-"""Pictures of the documentation: a recorded terminal, and the built site on a desktop, on a phone and in the dark.
+"""The recorded terminal of the documentation, docs/images/terminal.svg.
 
-    python packaging/pictures.py terminal           # docs/images/terminal.svg
-    make docs && python packaging/pictures.py site  # docs/images/site-*.png, by Chromium through Playwright
+    python packaging/pictures.py
 
-docs/images/make_screenshots.py takes those of the server's page and of a report.
+docs/images/make_screenshots.py takes the pictures of the server's page.
 """
 
 from __future__ import annotations
 
-import functools
-import http.server
 import io
 import re
-import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +18,6 @@ IMAGES = ROOT / "docs" / "images"
 WIDTH = 96
 SHOWN = 'slipstream generate "Repeat: the ferry leaves at nine, the bus leaves at ten." --debug'
 FACES = re.compile(r"@font-face \{[^}]*\}")  # they name addresses of fonts
-SCREENS = {  # file: page, width, height, colors
-    "site-desktop": ("index.html", 1280, 860, "light"),
-    "site-dark": ("drafters.html", 1280, 860, "dark"),
-    "site-phone": ("start.html", 390, 844, "light"),
-}
 
 
 def terminal() -> None:
@@ -71,29 +61,5 @@ def _on_a_terminal(command: str) -> str:
     return "\n".join(shown).strip("\n")
 
 
-def site() -> None:
-    """Photograph pages of the built site; no page may ask another address for anything."""
-    from playwright.sync_api import sync_playwright
-
-    served = functools.partial(http.server.SimpleHTTPRequestHandler, directory=ROOT / "site")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), served)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}/"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        for name, (page_name, width, height, colors) in SCREENS.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=colors)  # type: ignore[arg-type]
-            asked: list[str] = []
-            page.on("request", lambda request, asked=asked: asked.append(request.url))
-            page.goto(address + page_name)
-            page.wait_for_timeout(300)
-            if foreign := [url for url in asked if not url.startswith((address, "data:", "blob:"))]:
-                raise SystemExit(f"{page_name} asks for {foreign[0]}")
-            page.screenshot(path=IMAGES / f"{name}.png")
-        browser.close()
-    server.shutdown()
-
-
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or ["terminal"]:
-        {"terminal": terminal, "site": site}[wanted]()
+    terminal()

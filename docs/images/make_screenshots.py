@@ -1,8 +1,8 @@
-"""Take the pictures of the page of `slipstream serve` and of a benchmark's report that the documentation shows.
+"""Take the pictures of the page of `slipstream serve` that the documentation shows, or all, to look at them.
 
-    python docs/images/make_screenshots.py --runs bench-folder              # all pictures, into docs/images
-    python docs/images/make_screenshots.py --all /tmp/pictures              # every state of the page, to look at
-    python docs/images/make_screenshots.py --runs bench-folder --report     # the report's only
+    python docs/images/make_screenshots.py                                      # those of the documentation
+    python docs/images/make_screenshots.py --all /tmp/pictures                  # every state of the page
+    python docs/images/make_screenshots.py --all /tmp/pictures --runs FOLDER    # and of a benchmark's report
 
 Needs playwright and a Chromium (`pip install playwright`; the browser from `--browser`, by default the one on PATH).
 The server is started with the default model on a free port, and ended for the picture of a dead one. --runs is a folder
@@ -29,7 +29,7 @@ DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 PATIENCE_MS = 600_000  # for an answer on a slow machine
 CODE = "Write a Python function that returns the n-th Fibonacci number, and explain it in a short list."
 LIST = "Repeat this list twice: heron, kingfisher, wagtail, dipper, osprey, bittern, grebe."
-IN_DOCS = ("server-chat", "server-tokens", "server-race", "server-engine", "server-phone", "report", "report-phone")
+IN_DOCS = ("server-chat", "server-race")
 
 
 class Pictures:
@@ -147,7 +147,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
         race = pictures.open(url, dark=True, fragment="#race")
         race.wait_for_selector("#served[data-up]")
         race.fill("#temperature", "0")
-        race.fill("#max_tokens", "80")
+        race.fill("#max_tokens", "120")
         race.click("#race-go")
         race.wait_for_selector("#verdict .seal")
         pictures.take(race, "server-race")
@@ -194,13 +194,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2", help="model of the server")
     parser.add_argument("--runs", type=Path, help="folder with report.html; none: no picture of the report")
-    parser.add_argument("--report", action="store_true", help="pictures of the report only")
     parser.add_argument("--all", type=Path, metavar="FOLDER", help="every state, into this folder")
     browsers = ("chromium", "google-chrome", "chromium-browser")
     parser.add_argument("--browser", default=next(filter(None, map(shutil.which, browsers)), None))
     options = parser.parse_args()
-    if options.report and options.runs is None:
-        parser.error("--report without --runs; allowed: together with a folder of runs")
+    if options.runs is not None and options.all is None:
+        parser.error(f"--runs {str(options.runs)!r} without --all; allowed: with --all FOLDER")
     if options.browser is None:
         parser.error("no Chromium on PATH; install one, or name it with --browser")
     from playwright.sync_api import sync_playwright
@@ -210,8 +209,7 @@ def main() -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=options.browser, args=["--no-sandbox", "--disable-gpu"])
         pictures = Pictures(browser, folder, None if options.all else IN_DOCS)
-        if not options.report:
-            pictures_of_the_page(pictures, options.target)
+        pictures_of_the_page(pictures, options.target)
         if options.runs is not None:
             pictures_of_the_report(pictures, options.runs)
         browser.close()

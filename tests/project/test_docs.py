@@ -29,7 +29,7 @@ GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md
 # Names of models in the documentation, which are not on every machine, and what the tests take for them.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
 HELP = {"--help", "-h", "--help-all", "--version"}
-OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git"}
+OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -181,6 +181,12 @@ def test_a_figure_would_be_noticed() -> None:
 def words_of(page: Path) -> int:
     """Words outside code: what has a letter in it."""
     return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
+
+
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = [file for file in (ROOT / "docs" / "images").iterdir() if file.suffix in (".png", ".svg")]
+    assert pictures and [file.name for file in pictures if f"images/{file.name})" not in text] == []
 
 
 def test_the_documentation_is_short() -> None:

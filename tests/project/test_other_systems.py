@@ -21,7 +21,7 @@ WITHOUT_THEM = (
     f"import sys; sys.modules.update(dict.fromkeys({UNIX}))\nfrom slipstream.apps.cli import main\n"
     "sys.argv[:1] = ['slipstream']\nmain()"
 )
-COMMAND = [sys.executable, "-W", "ignore:only soft file lock", "-c", WITHOUT_THEM]
+COMMAND = [sys.executable, "-c", WITHOUT_THEM]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 

@@ -14,7 +14,7 @@ from slipstream.version import __version__
 from tests.support.markers import subcases
 
 ROOT = Path(__file__).parents[2]
-FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+FILES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[[^\]]+\]\(([^)#:]+)(?:#[^)]*)?\)")
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 

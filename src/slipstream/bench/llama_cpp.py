@@ -25,7 +25,7 @@ from slipstream.models.weights.model_files import is_gguf
 from slipstream.sampling.params import SamplingParams
 
 PACKAGE = "llama-cpp-python"
-NEEDED = "{} needs llama-cpp-python; run: pip install 'slipstream-lm[llama]'"
+NEEDED = "{} needs llama-cpp-python; run: pip install llama-cpp-python"
 ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
 CONTEXT = 4096  # tokens that there is room for without asking
 BATCH = 512  # tokens of a prompt in one call, llama.cpp's own default

@@ -34,7 +34,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise SlipstreamError("Parquet files need pyarrow; run: pip install 'slipstream-lm[parquet]'") from error
+        raise SlipstreamError("Parquet files need pyarrow; run: pip install pyarrow") from error
     return pyarrow
 
 

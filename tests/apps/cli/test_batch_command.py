@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.apps.cli import batch_requests, serve
+from slipstream.apps.cli.consoles import err
 from slipstream.config import SERVED, DecoderConfig
 from tests.support.command_line import run
 from tests.support.job_cases import by_id, chat, read, requests, toy, write
@@ -54,12 +55,21 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
     assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
 
     seen: list[DecoderConfig] = []
-    monkeypatch.setattr(serve, "load_decoder", lambda models, config: seen.append(config))
+    monkeypatch.setattr(serve, "load_decoder", lambda models, config, **_: seen.append(config))
     monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, load, *_: load())
     for arguments in ((), ("--config", str(file))):
         file.write_text('{"drafter": "ngram"}')
         assert run(capsys, monkeypatch, "serve", *TOY, *arguments)[0] == 0
     assert seen == [SERVED, replace(SERVED, drafter="ngram")]
+
+
+def test_a_terminal_is_told_once_what_is_loaded(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(err, "_force_terminal", True)
+    source = write(tmp_path / "in.jsonl", requests(1))
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "out.jsonl"), *TOY)
+    assert code == 0 and told.count("loading toy") == 1
 
 
 def test_options_are_those_of_lines_that_bring_none(

@@ -148,6 +148,7 @@ WRITTEN: list[Case] = [
     (("train", *TOY, "--out", "x", "--steps", "0"), "--steps '0'; allowed: 1 or more"),
     (("train", *TOY, "--out", "x", "--prompts", "absent.txt"), "--prompts 'absent.txt' cannot be read"),
     (("train", *TOY, "--out", "x", "--prompts", "absent.jsonl"), "'absent.jsonl' cannot be read"),
+    (("train", *TOY, "--out", "x"), "--target 'toy' has no hidden states that a head could read; allowed: a model of"),
     (("train", *TOY, "--out", "x", "--drafter", "ngram"), "unknown option '--drafter'"),
     # serving
     (("serve", "--host", "0.0.0.0"), "0.0.0.0"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
 from uvicorn.lifespan.on import LifespanOn
 
+from slipstream.apps.cli.consoles import err
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.command_line import run
@@ -37,10 +39,30 @@ def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypa
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
 
 
+def test_a_terminal_is_told_once_what_is_loaded_and_gets_a_call_that_can_be_copied(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ready(_settings: Any, load: Callable[[], Any], banner: Callable[[Server], None], _cores: Any) -> NoReturn:
+        load()
+        with running_server() as server:
+            banner(server.server)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("slipstream.apps.server.launch.serve", ready)
+    for name, value in (("_force_terminal", True), ("_width", 60), ("_color_system", None)):
+        monkeypatch.setattr(err, name, value)
+    lines = run(capsys, monkeypatch, "serve", "--target", "toy")[2].splitlines()
+    assert sum(line.startswith("loading toy") for line in lines) == 1
+    (call,) = [line for line in lines if "curl" in line]
+    assert call.endswith("""[{"role": "user", "content": "Name three birds."}]}'""")
+
+
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
 def test_what_a_server_cannot_use_is_one_line_before_models_are_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:
     (tmp_path / "file").touch()
-    code, out, err = run(capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file"))
-    assert code == 2 and not out and len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
+    code, out, told = run(
+        capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file")
+    )
+    assert code == 2 and not out and len(told.strip().splitlines()) == 1 and told.startswith("error: "), told

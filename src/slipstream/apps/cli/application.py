@@ -59,14 +59,14 @@ def quiet_libraries() -> None:
     quiet()
 
 
-def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
-    """Load a decoder and say so on a terminal; warn if its rule is lossy."""
+def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = False) -> SpeculativeDecoder:
+    """Load a decoder and say so on a terminal, unless the command has; warn if its rule is lossy."""
     if (useless := config.contradiction()) is not None:
         raise UsageError(useless)
     drafters.check_name(config.drafter)
     if config.acceptance != "auto":
         check_rule(config.acceptance)
-    if err.is_terminal:
+    if err.is_terminal and not is_announced:
         announce_loading(models)
     quiet_libraries()
     with paused_collection():

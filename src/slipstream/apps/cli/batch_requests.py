@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.application import command, config_from, load_decoder, write_json
+from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder, write_json
 from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
@@ -78,11 +78,14 @@ def batch_command(
     Exit code 1 if some failed. A job that was interrupted continues when the same command is run again.
     """
     from slipstream.jobs.job_lines import JobFiles
-    from slipstream.jobs.line_formats import JobOptions
 
     config = config_from(config, models.config_file, SERVED)
-    options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
     files = JobFiles.of(source, output, errors)
+    if err.is_terminal and not cluster.ray:  # before a second of imports
+        announce_loading(models)
+    from slipstream.jobs.line_formats import JobOptions
+
+    options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
     job = _job(models, config, files, options, cluster)
     try:
         with _progress() as on_progress:
@@ -106,7 +109,7 @@ def _job(
     if not cluster.ray:
         from slipstream.jobs.batch_job import BatchJob
 
-        return BatchJob(load_decoder(models, config), files, options)
+        return BatchJob(load_decoder(models, config, is_announced=True), files, options)
     from slipstream.integrations.ray.ray_engine import EngineSpec
     from slipstream.integrations.ray.ray_job import RayJob
     from slipstream.integrations.ray.ray_options import ray_module

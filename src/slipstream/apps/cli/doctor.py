@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "slipstream-lm"
 SHOWN = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub")
-# package, what it is for, the extra that brings it
+# package, what it is for, what brings it
 OPTIONAL = (
-    ("matplotlib", "plots in reports", "bench"),
-    ("pyarrow", "Parquet files", "parquet"),
-    ("peft", "LoRA adapters", "lora"),
-    ("ray", "many machines", "ray"),
-    ("llama_cpp", "comparison with llama.cpp", "llama"),
+    ("matplotlib", "plots in reports", "matplotlib jinja2"),
+    ("pyarrow", "Parquet files", "pyarrow"),
+    ("peft", "LoRA adapters", "peft"),
+    ("ray", "many machines", "'ray[data,serve]' pyarrow"),
+    ("llama_cpp", "comparison with llama.cpp", "llama-cpp-python"),
 )
 PROMPT, TOKENS = "The heron stands in the shallows", 8  # of the self-test
 
@@ -139,10 +139,9 @@ def _version(name: str) -> str | None:
 
 
 def _optional() -> Iterator[Fact]:
-    for module, use, extra in OPTIONAL:
+    for module, use, packages in OPTIONAL:
         if find_spec(module) is None:
-            package = f"'{DISTRIBUTION}[{extra}]'"
-            yield Fact("optional", f"{module}, for {use}: not installed; {_install(package)}")
+            yield Fact("optional", f"{module}, for {use}: not installed; {_install(packages)}")
         else:
             yield Fact("optional", f"{module}, for {use}: installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slipstream.apps.cli.application import command, config_from, load_decoder
+from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder
 from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, flags
 from slipstream.apps.server.server_settings import ServerSettings
@@ -34,12 +34,15 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
+    if err.is_terminal:  # before seconds of imports
+        announce_loading(models)
     from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
 
     def load() -> SpeculativeDecoder:
-        err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
-        return load_decoder(models, config)
+        if not err.is_terminal:
+            announce_loading(models)
+        return load_decoder(models, config, is_announced=True)
 
     serve(settings, load, _banner, CORES)
 
@@ -57,7 +60,10 @@ def _banner(server: Server) -> None:
         f"{service.rows.max_model_len} tokens each, {keys}",
         f"  fingerprint {facts.fingerprint}: {same}",
         f"  open {server.url} in a browser, or:",
-        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
-        """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
     ):
         err.sentence(line)
+    err.print(
+        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
+        soft_wrap=True,  # to be copied: a line end would end the command
+    )

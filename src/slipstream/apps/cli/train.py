@@ -109,6 +109,7 @@ def _job(options: TrainOptions) -> TrainingJob:
     if not 0 < options.hours < float("inf"):
         raise UsageError(f"--hours {options.hours:g}; allowed: a number above 0")
     quiet_libraries()
+    from slipstream.models.loaded import is_toy
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
     from slipstream.training.texts import refuse_without_template
     from slipstream.training.training_job import TrainingJob, TrainingSettings
@@ -117,6 +118,10 @@ def _job(options: TrainOptions) -> TrainingJob:
         options.target, options.out_folder, options.prompts, tokens, options.hours, options.steps, options.seed
     )
     job = TrainingJob(settings)
+    if is_toy(options.target):
+        raise UsageError(
+            f"--target {options.target!r} has no hidden states that a head could read; allowed: a model of transformers"
+        )
     if options.prompts is None:
         refuse_without_template(inspect_vocabulary(options.target).tokenizer, options.target)
     return job

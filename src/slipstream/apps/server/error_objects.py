@@ -115,7 +115,7 @@ def _status_line(status: int, request: Request) -> str:
     """One line about a status of the web framework."""
     path = f"{request.method} {request.scope['path']!r:.80}"
     if status == 404:
-        return f"{path}: there is no such address"
+        return f"{path}: there is no such address; allowed: those that GET /openapi.json lists"
     if status == 405:
         return f"{path}: this address does not take this method"
     if status == 408:

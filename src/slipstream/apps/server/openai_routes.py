@@ -132,7 +132,8 @@ async def model(http: Request, name: str) -> dict[str, Any]:
     """The model that is served, by its name."""
     card = _card(service_of(http))
     if name != card["id"]:
-        raise ApiError(404, f"model {name!r:.200} is not served here", param="model", code="model_not_found")
+        message = f"model {name!r:.200} is not served here; allowed: {card['id']!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
     return card
 
 

@@ -92,7 +92,7 @@ def app(args: Mapping[str, Any]) -> Any:
         from ray import serve
         from ray.serve.config import RequestRouterConfig
     except ImportError as error:
-        raise SlipstreamError(f"Ray Serve needs {error.name}; run: pip install 'slipstream-lm[ray]'") from error
+        raise SlipstreamError(f"Ray Serve needs {error.name}; run: pip install 'ray[data,serve]' pyarrow") from error
     spec = ServeSpec.of(args)
 
     def build() -> FastAPI:

@@ -111,7 +111,7 @@ class Chart:
 def require_matplotlib() -> None:
     """Refuse in one line where matplotlib is missing; call it before a measurement that ends in plots."""
     if find_spec("matplotlib") is None:
-        raise SlipstreamError("plots need matplotlib; run: pip install 'slipstream-lm[bench]'")
+        raise SlipstreamError("plots need matplotlib; run: pip install matplotlib jinja2")
 
 
 def save(charts: Iterable[Chart], folder: Path) -> list[Path]:

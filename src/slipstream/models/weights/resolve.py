@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
+from slipstream.models.weights.hub import hub_or_cached
 from slipstream.models.weights.model_files import (
     EMBEDDED,
     NO_OPTIONS,
@@ -24,18 +25,21 @@ SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling o
 def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
     """Turn what the user named into a folder or a hub id; fetch or convert what that needs.
 
-    options: load options. Raises `UsageError` for what is no model, and for a revision of what has none.
+    options: load options. Raises `UsageError` for what is no model, and for a revision of what has none;
+    `SlipstreamError` for a hub id while the hub cannot be reached, if it was not downloaded before.
     """
-    place = _place_of(source, str(options.get("subfolder", "")))
-    if options.get("revision", "main") != "main" and (is_gguf(source) or Path(place).is_dir()):
+    place = place_of(source, str(options.get("subfolder", "")))
+    is_local = is_gguf(source) or Path(place).is_dir()
+    if is_local and options.get("revision", "main") != "main":
         raise UsageError(
             f"load_options revision={options['revision']!r}, but model {source!r} is a local "
             f"{'file' if is_gguf(source) else 'folder'}; allowed: revisions of a hub id"
         )
-    return place
+    return place if is_local else hub_or_cached(place, options)
 
 
-def _place_of(source: str, subfolder: str) -> str:
+def place_of(source: str, subfolder: str = "") -> str:
+    """See `resolve`; the hub is not asked."""
     if source == EMBEDDED:
         from slipstream.models.weights.default_model import embedded_model
 

@@ -132,11 +132,14 @@ def pull_model(name: str) -> Path:
         raise UsageError("model 'toy' is built in; allowed: smollm2 or a hub id")
     if is_gguf(name) or Path(name).expanduser().exists() or (cache_folder() / name / "config.json").is_file():
         raise UsageError(f"model {name!r} is on this machine already; allowed: smollm2 or a hub id")
-    from slipstream.models.weights.resolve import resolve
-
-    repository = resolve(name)  # refuses names that no hub id can have, and near misses of cached ones
     if not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read when huggingface_hub is imported
+    from slipstream.models.weights.hub import check_connected
+    from slipstream.models.weights.resolve import place_of
+
+    repository = place_of(name)  # refuses names that no hub id can have, and near misses of cached ones
+    check_connected(repository)
+    if not sys.stderr.isatty():
         log.info("downloading %s from the Hugging Face Hub ...", repository)
     from huggingface_hub import snapshot_download
 

@@ -9,9 +9,12 @@ const EXAMPLES = [
 	"Write a Python function that returns the n-th Fibonacci number, then the same function with a cache.",
 	"Repeat this list twice: heron, kingfisher, wagtail, dipper, osprey, bittern, grebe.",
 ];
-const RACE_EXAMPLE = `Write this text again, word for word, with every "heron" changed to "egret":
+const RACE_EXAMPLE = `Summarize the following notice. Use its own sentences.
 
-The heron stands in the shallow water and waits. When a fish comes near, the heron strikes. A heron that has eaten flies back to its tree, and the next heron takes its place in the shallow water.`;
+The harbour office has moved the evening ferry from pier two to pier five for the whole of March. Passengers with \
+bicycles must now board through the east gate, because the ramp at the west gate is being repaired. The last ferry \
+leaves at 21:40 on weekdays and at 23:10 on Saturdays. Tickets bought before the change stay valid, and nobody has to \
+exchange them. The office asks passengers to arrive ten minutes early during the first week.`;
 const NUMBERS = {
 	temperature: ["Temperature", 0, 100, false],
 	top_p: ["Top p", 0, 1, false],

@@ -1,0 +1,88 @@
+"""Whether the Hugging Face Hub can be reached, found out before anything is fetched from it.
+
+huggingface_hub itself tries each file again for 23 seconds, minutes where a firewall drops packets, and says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError, one_line
+from slipstream.models.weights.model_files import NO_OPTIONS, not_loaded
+
+log = logging.getLogger("slipstream")
+
+PAUSE_SECONDS = 1.0  # before a second try
+KEPT_SECONDS = 60  # for which the answer holds: one command asks for several models
+CONFIGS = ("config.json", "adapter_config.json")
+
+
+def hub_or_cached(repository: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
+    """The hub id, or where the hub cannot be reached, the folder that the repository was downloaded to before.
+
+    options: load options. Raises `SlipstreamError` where it has not been downloaded.
+    """
+    reason = None if options.get("local_files_only") else why_unreachable()
+    if reason is None:
+        return repository
+    folder = _downloaded(repository, options)
+    if folder is None:
+        raise _not_connected(repository, reason)
+    log.warning("no connection to the Hugging Face Hub (%s): %s is used as downloaded before", reason, repository)
+    return str(folder)
+
+
+def check_connected(repository: str) -> None:
+    """Raise `SlipstreamError` if the hub, from which this is to be downloaded, cannot be reached."""
+    if (reason := why_unreachable()) is not None:
+        raise _not_connected(repository, reason)
+
+
+def _not_connected(repository: str, reason: str) -> SlipstreamError:
+    return not_loaded(repository, repository, ConnectionError(f"no connection ({reason})"))
+
+
+def why_unreachable() -> str | None:
+    """Why no answer comes from the hub; None if one does, whatever it says, and in offline mode, which asks nothing."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return None
+    return _why_unreachable(constants.ENDPOINT, int(time.monotonic() // KEPT_SECONDS))
+
+
+@lru_cache(maxsize=1)
+def _why_unreachable(endpoint: str, _period: int) -> str | None:
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import get_session
+
+    network_error: Any = vars(errors)["HTTPError"]  # of httpx or httpx2, whichever this version uses
+    begin = time.monotonic()
+    while True:
+        try:
+            # connecting over a slow line takes seconds; whoever needs longer sets HF_HUB_ETAG_TIMEOUT
+            get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return None
+        except network_error as error:
+            if time.monotonic() - begin > PAUSE_SECONDS:  # tried twice, or waited for
+                return one_line(error)
+        time.sleep(PAUSE_SECONDS)
+
+
+def _downloaded(repository: str, options: Mapping[str, Any]) -> Path | None:
+    """The folder of a repository in Hugging Face's cache, if it has the revision."""
+    from huggingface_hub import try_to_load_from_cache
+
+    subfolder = str(options.get("subfolder") or "")
+    prefix = f"{subfolder}/" if subfolder else ""
+    revision, cache = options.get("revision"), options.get("cache_dir")
+    for name in CONFIGS:
+        file = try_to_load_from_cache(repository, f"{prefix}{name}", cache_dir=cache, revision=revision)
+        if isinstance(file, str):
+            return Path(file.removesuffix(f"{prefix}{name}"))
+    return None
