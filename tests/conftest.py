@@ -1,5 +1,6 @@
 """What every test relies on: no network, and one thread for small models."""
 
+import gc
 import logging
 import os
 
@@ -63,6 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(OSError):  # then kernels are compiled once more
         kernels.mkdir(parents=True, exist_ok=True)
         (folder / "kernels").symlink_to(kernels, target_is_directory=True)
+
+
+def pytest_collection_finish() -> None:
+    """Leave libraries, tests and what else there is by now out of garbage collections: it stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from slipstream.bench.tuning.engine_settings import config_of, engine_settings, files_for
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
+from tests.models.heads.test_recorded_heads import RECORDED
 from tests.support.dflash_cases import write_dflash
 from tests.support.eagle1_cases import write_eagle1
 from tests.support.head_cases import write_head
@@ -109,27 +111,37 @@ def test_what_has_no_counterpart_is_said_in_a_comment() -> None:
         ("eagle3", "eagle3", "EAGLE3", "draft-eagle3"),
         ("eagle1", "eagle", "EAGLE", None),
         ("dflash", "dflash", "DFLASH", "draft-dflash"),
+        ("dflash2", "dflash", "DFLASH", "draft-dflash"),
+        ("dspark", "dspark", "DSPARK", "draft-dspark"),
+        ("peagle", "eagle3", None, None),
+        ("mtp", "mtp", None, None),
         ("pard", "draft_model", "STANDALONE", "draft-simple"),
         ("plain", "draft_model", "STANDALONE", "draft-simple"),
     ],
 )
 def test_a_draft_head_has_the_engines_own_name(
-    tmp_path: Path, kind: str, method: str, algorithm: str, spec_type: str | None
+    tmp_path: Path, kind: str, method: str, algorithm: str | None, spec_type: str | None
 ) -> None:
     model, folder = fresh("llama", num_hidden_layers=5), str(tmp_path / "draft")
     if kind in ("pard", "plain"):
         if kind == "pard":
             model.config.pard_token = 5
         model.save_pretrained(folder)
+    elif kind in ("dflash2", "dspark", "mtp", "peagle"):
+        copytree(RECORDED / kind, folder)
     else:
         {"eagle3": write_head, "eagle1": write_eagle1, "dflash": write_dflash}[kind](Path(folder), model)
     value, sglang, llamacpp, notes = parsed(Candidate("model", 4, folder))
-    parallel = {"parallel_drafting": True} if kind == "pard" else {}
+    parallel = {"parallel_drafting": True} if kind in ("pard", "peagle") else {}
     assert value == {"method": method, "model": folder, "num_speculative_tokens": 4, **parallel}
-    assert set(sglang) <= SGLANG and sglang["--speculative-algorithm"] == algorithm
-    assert sglang["--speculative-draft-model-path"] == folder and sglang["--speculative-num-draft-tokens"] == "5"
-    assert ("--speculative-num-steps" in sglang) == (kind != "dflash")
-    assert llamacpp.get("--spec-type") == spec_type and ("runs no draft heads" in notes) == (spec_type is None)
+    assert set(sglang) <= SGLANG and sglang.get("--speculative-algorithm") == algorithm
+    assert ("SGLang runs no draft heads" in notes) == (algorithm is None) == (not sglang)
+    if algorithm is not None:
+        assert sglang["--speculative-draft-model-path"] == folder and sglang["--speculative-num-draft-tokens"] == "5"
+        assert ("--speculative-num-steps" in sglang) == (kind not in ("dflash", "dflash2", "dspark"))
+    assert llamacpp.get("--spec-type") == spec_type and ("llama.cpp runs no draft heads" in notes) == (
+        spec_type is None
+    )
     assert ("drafts token by token" in notes) == (kind == "pard")
 
 

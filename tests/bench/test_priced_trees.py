@@ -32,7 +32,7 @@ from slipstream.bench.speed_model.round_costs import Costs, Machine, TokenCosts,
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
-from tests.support.markers import subcases
+from tests.support.markers import mostly_slow, subcases
 from tests.support.simulated_rounds import Load, play
 from tests.support.tiny_models import fresh
 
@@ -169,6 +169,7 @@ def test_trees_that_fit_no_shape_are_priced_as_their_main_chains() -> None:
     assert predicted_speed_up(fits, comb, 3, 4) != predicted_speed_up(fits, comb.main_chain, 3, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [COMB, RAGGED], ids=["comb", "uneven chains"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_played_rounds_without_padding_agree_with_the_formula(acceptance: Acceptance, batch: int) -> None:
@@ -223,7 +224,7 @@ def test_the_probe_measures_trees_as_the_decoder_drafts_them(tmp_path: Path) -> 
     assert chains.trees is None
 
 
-@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("reproducible", mostly_slow([False, True], False))
 def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducible: bool) -> None:
     length = "auto" if reproducible else "3x2"
     options = {"drafter": "model", "num_draft_tokens": length, "reproducible": reproducible}

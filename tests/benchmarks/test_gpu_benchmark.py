@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
-import sys
+import logging
 from pathlib import Path
 
+import gpu
+import gpu_arms
 import pytest
+import terminal
+
+from tests.support.command_line import run_main
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_benchmark_runs_on_tiny_models(tmp_path: Path) -> None:
-    script, out = Path(__file__).parents[2] / "benchmarks" / "gpu.py", tmp_path / "result.json"
-    command = [sys.executable, "-W", "error", str(script), "--small", "--acceptance", "0.6", "--json", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == out.read_text().strip()
+def test_the_benchmark_runs_on_tiny_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, out = logging.getLogger("slipstream"), tmp_path / "result.json"
+    monkeypatch.setattr(log, "handlers", log.handlers[:])  # it adds one
+    options = ["--small", "--acceptance", "0.6", "--json", str(out)]
+    code, printed, err = run_main(capsys, monkeypatch, lambda: terminal.run(gpu.main), *options)
+    assert code == 0, err
+    assert printed.splitlines()[-1] == out.read_text().strip()
     result = json.loads(out.read_text())
     for rows, arms in result["batches"].items():
         found = {arm["arm"]: arm for arm in arms}
@@ -37,14 +41,11 @@ def test_the_benchmark_runs_on_tiny_models(tmp_path: Path) -> None:
         assert found["largest_relative_difference"] < 0.02 < found["of_other_contexts"]
 
 
-def test_a_failed_arm_of_the_benchmark_is_a_line_and_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    gpu, arms = importlib.import_module("gpu"), importlib.import_module("gpu_arms")
-
+def test_a_failed_arm_of_the_benchmark_is_a_line_and_not_a_number() -> None:
     def broken(_: int) -> list[list[int]]:
         raise RuntimeError("no memory\nat all")
 
-    arm = arms.Arm("broken", broken)
+    arm = gpu_arms.Arm("broken", broken)
     for _ in range(2):
         gpu.attempt(arm, lambda: arm.run(1))
     assert gpu.report(arm, arm, None, 1) == {"arm": "broken", "error": "RuntimeError: no memory"}

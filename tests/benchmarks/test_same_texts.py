@@ -63,18 +63,31 @@ def test_prompts_come_from_all_categories_in_turn(same_texts: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_checkout_agrees_with_itself_until_a_token_is_changed(tmp_path: Path) -> None:
+def test_a_checkout_agrees_with_itself_but_for_a_token_that_is_changed(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    same = run(ROOT, ROOT, *TOY, "--json", out)
-    assert same.returncode == 0, same.stderr
+    done = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
+    assert done.returncode == 1 and "prompt 0, token 11" in done.stdout, done.stderr
     report = json.loads(out.read_text())
-    assert len(report["comparisons"]) == 10 and all(len(texts) == 2 for texts in report["texts"]["before"].values())
-    changed = run(ROOT, ROOT, *TOY, "--drafters", "ngram", "--temperatures", "0", "--self-check")
-    assert changed.returncode == 1 and "prompt 0, token 11" in changed.stdout, changed.stderr
+    assert all(len(texts) == 2 for texts in report["texts"]["before"].values())
+    changed, *others = report["comparisons"].values()
+    assert (changed["identical"], changed["different"]) == (1, 1) and len(others) == 9
+    assert all((arm["identical"], arm["different"]) == (2, 0) for arm in others)
+
+
+def test_texts_that_are_all_alike_are_no_failure(same_texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_texts, "texts_of", lambda checkout, job, keep: {"none at 0": [[1, 2, 3]]})
+    for self_check in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            same_texts.main(ROOT, ROOT, target="toy", prompts=1, self_check=self_check)
+        assert ended.value.code == self_check
 
 
 @pytest.mark.slow
-def test_a_folder_without_sources_is_not_compared_with_installed_ones(tmp_path: Path) -> None:
+def test_a_folder_without_sources_is_not_compared_with_installed_ones(
+    same_texts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "src").mkdir()
-    done = run(ROOT, tmp_path, *TOY, "--drafters", "none", "--temperatures", "0")
-    assert done.returncode == 1 and "is not in" in done.stderr
+    job = same_texts.Job("toy", None, {}, 12, 1, ["none"], [0.0], ["A heron"])
+    with pytest.raises(SystemExit, match="the worker failed with exit code 1"):
+        same_texts.texts_of(tmp_path, job, None)
+    assert "is not in" in capfd.readouterr().err

@@ -57,7 +57,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))
+@pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
 def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) -> None:
     constraint, limits = CASES[case]
     given = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]

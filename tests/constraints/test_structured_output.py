@@ -12,6 +12,7 @@ import torch
 
 from slipstream import Constraint, Result, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
 from slipstream.core.types import Draft
+from tests.support.embedded_model import loaded
 from tests.support.markers import mostly_slow
 from tests.support.structured_outputs import SCHEMAS, decoder, tokenizer
 
@@ -281,9 +282,9 @@ def test_a_model_without_end_or_tokenizer_is_refused() -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("name", ["suffix", "token_recycling"])
+@pytest.mark.parametrize("name", ["suffix", pytest.param("token_recycling", marks=pytest.mark.exhaustive)])
 def test_smollm2_writes_what_was_demanded(name: str) -> None:
-    target = SpeculativeDecoder("smollm2", drafter="none")
+    target = loaded().using("none")
     given = [params("record"), params("call"), params("nested", temperature=0.7, seed=1), SamplingParams(max_tokens=20)]
     prompt = "Describe a person or a place as JSON."
     expected = target.generate([prompt] * 4, given)

@@ -61,10 +61,8 @@ def decoder() -> SpeculativeDecoder:
             for options in (OPTIONS if n == "3x2" else ("sampled",))
         ],
         ("model", "3x2", "greedy"),
-        ("model", "3x2", "penalised"),
         ("token_recycling", "auto", "sampled"),
         ("suffix", "2x4", "sampled"),
-        ("ngram_table:fill", "auto", "sampled"),
     ),
 )
 def test_the_text_is_plain_decodings(drafter: str, count: int | str, options: str) -> None:

@@ -23,6 +23,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.decoder_layers import make_layer_subset
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
+from tests.support.embedded_model import loaded
 from tests.support.engine_parts import engine, run
 from tests.support.fake_cuda_graph import Tape
 from tests.support.layer_skip_cases import by_hugging_face, decoder_of, left_out
@@ -370,8 +371,8 @@ def test_backends_without_layers_and_setups_without_a_target_are_refused() -> No
 
 @pytest.mark.smollm2
 def test_the_default_model_says_the_same_with_its_own_layers_drafting() -> None:
-    decoder = SpeculativeDecoder("smollm2", num_draft_tokens=3)
-    prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=24)
+    decoder = loaded().using(num_draft_tokens=3)
+    prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=16)
     plain = decoder.using("none").generate(prompt, params)
     for argument in ("28", "0-9,11-29"):
         result = decoder.using(f"layer_skip:{argument}").generate(prompt, params)

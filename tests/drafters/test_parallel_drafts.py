@@ -15,6 +15,7 @@ from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import MOST
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import same_logits, step_logits
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, fresh, prompts, shared, tokenizer
 
 MASK = 5
@@ -95,8 +96,9 @@ def test_masks_that_stay_in_the_cache_are_found_out(monkeypatch: pytest.MonkeyPa
     assert not drafts_agree(decoder_of())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, options: dict[str, Any]) -> None:
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)
     asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)

@@ -155,6 +155,7 @@ def test_counts_are_right_where_texts_are_longer_than_the_contexts_counted(small
     check()
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(token_lists, min_size=1, max_size=2), token_lists, st.integers(0, 40))
 def test_the_longest_suffix_is_found_in_one_go_or_two(texts: list[list[int]], text: list[int], cut: int) -> None:
@@ -212,6 +213,7 @@ def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
     assert propose(drafter, [row], length)[0] == expected
 
 
+@pytest.mark.slow
 def test_a_draft_is_that_of_the_specification_beyond_the_limit(small_limit: int) -> None:
     @STEADY
     @given(token_lists, st.integers(1, 12))

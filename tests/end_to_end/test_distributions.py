@@ -147,8 +147,6 @@ MORE = range(3 * RUNS // 2)
     mostly_slow(
         [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)],
         ("close", "residual-of-one-token"),
-        ("close", "bonus-from-raw-logits"),
-        ("ngram:1-3", "recovered-from-p"),
     ),
 )
 def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,7 @@ def test_a_model_in_training_mode_is_refused_and_stays_in_it() -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_decoders_are_kept_with_their_models_and_no_longer() -> None:
     made, model, draft = CustomGenerate(), fresh("llama"), fresh("llama", 1)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft)

@@ -62,6 +62,7 @@ OPTIONS: dict[str, Any] = {
 NEUTRAL = {"renormalize_logits": True, "remove_invalid_values": True, "use_cache": False, "num_beams": 1}
 
 
+@pytest.mark.slow
 @subcases("option", OPTIONS)
 def test_greedy_options_one_by_one(option: str) -> None:
     ours, plain = both({option.partition(" ")[0]: OPTIONS[option]()})

@@ -145,7 +145,17 @@ def matches(texts: list[list[int]], name: str) -> bool:
     return p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "hot"])
+WARMER = ("warm nucleus", "warm both")  # another temperature, no other code
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in WARMER else name
+        for name in PROCESSORS
+        if name != "hot"
+    ],
+)
 def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
     texts, stats = observed(name)
     assert matches(texts, name)
@@ -153,7 +163,7 @@ def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
     assert sum(s.num_accepted_tokens for s in stats) > RUNS / 6 < sum(s.num_rejected_rounds for s in stats)
 
 
-@pytest.mark.parametrize("name", ["multinomial", "warm nucleus"])
+@pytest.mark.parametrize("name", [pytest.param("multinomial", marks=pytest.mark.exhaustive), "warm nucleus"])
 def test_skipping_the_adjustment_is_caught_and_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         texts, stats = observe(name, 2 * RUNS, skip_sample_adjustment=True)

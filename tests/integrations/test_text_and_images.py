@@ -9,6 +9,7 @@ import transformers
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
+from tests.support.markers import mostly_slow
 from tests.support.multimodal_models import CONFIGS, VOCAB, multimodal
 from tests.support.tiny_models import fresh
 
@@ -17,7 +18,7 @@ COUNT = 16
 IDS = torch.tensor([[0, 0, 5, 9, 11, 5, 9, 11], [5, 9, 11, 5, 9, 11, 5, 20]])
 BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": [7, 49]}
-over_classes = pytest.mark.parametrize("name", CONFIGS)
+over_classes = pytest.mark.parametrize("name", mostly_slow(CONFIGS, "Gemma3ForConditionalGeneration"))
 TYPES = {  # what processors return beside the ids of a text: no token of it is an image's
     "Gemma3ForConditionalGeneration": "token_type_ids",
     "Qwen2VLForConditionalGeneration": "mm_token_type_ids",
@@ -36,6 +37,7 @@ def test_a_text_without_images_is_that_of_generate(name: str) -> None:
     assert torch.equal(drafted, plain)
 
 
+@pytest.mark.slow
 @over_classes
 def test_a_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
     model = multimodal(name)

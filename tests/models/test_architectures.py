@@ -64,6 +64,7 @@ def test_texts_are_those_of_generate(model_type: str) -> None:
     assert outcome.tokens_per_round > 3  # a model that drafts for itself is nearly always right
 
 
+@pytest.mark.slow
 def test_rows_enter_and_drafts_are_rejected_after_every_number_of_tokens() -> None:
     assert check("cohere2").verdict == "works"
 

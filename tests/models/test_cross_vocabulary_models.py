@@ -45,7 +45,7 @@ def check(decoder: SpeculativeDecoder, count: int, prompts: Sequence[str] = PROM
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(("target", "draft"), [("smollm2", "toy"), ("toy", "smollm2")])
 def test_smollm2_drafts_and_is_drafted_for_across_vocabularies(target: str, draft: str) -> None:
-    assert check(SpeculativeDecoder(target, draft, reproducible=True), 12) > 0
+    assert check(SpeculativeDecoder(target, draft, reproducible=True), 8, PROMPTS[1:]) > 0
 
 
 @pytest.mark.models

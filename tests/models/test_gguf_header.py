@@ -61,6 +61,7 @@ def refused(file: Path, message: str, ways: tuple[LoadOptions, ...] = WAYS) -> N
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
+@pytest.mark.slow
 def test_a_file_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
     for name in ("model.GGUF", f"sha256-{'0' * 64}", "model.bin", "model.gguf.part"):
         (tmp_path / name).symlink_to(folder / "whole.gguf")
@@ -89,6 +90,7 @@ def test_what_is_no_gguf_file_says_what_it_is(folder: Path, tmp_path: Path) -> N
             resolve(str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_a_split_model_is_the_whole_one_whichever_part_is_named(folder: Path) -> None:
     parts = sorted(folder.glob("split-*.gguf"))
     assert len(parts) == 4 and [read_header(part).parts for part in parts] == [tuple(parts)] * 4
@@ -232,6 +234,7 @@ def test_a_damaged_header_is_one_line_and_asks_for_no_memory(folder: Path, tmp_p
     assert 0 < read < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -181,6 +181,7 @@ TURNS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<stop>": 3}
 HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("added", "ids", "template", "ends"),
     [

@@ -170,6 +170,7 @@ def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> No
     assert decoder.generate(PROMPT, PARAMS).token_ids == drop_in_text(model) == expected
 
 
+@pytest.mark.slow
 def test_the_drop_in_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     assert drop_in_text(model) == reference(model, PROMPT, COUNT)
@@ -239,6 +240,7 @@ def test_the_mode_of_a_model_stays_and_does_not_matter() -> None:
     assert texts == [reference(target.eval(), PROMPT, COUNT)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fast": True}, {"draft_dtype": "int8"}, {}])
 def test_a_model_is_saved_copied_and_cast_as_before(options: dict[str, Any], tmp_path: Path) -> None:
     target, draft = fresh("llama"), fresh("llama", hidden_size=64, intermediate_size=128)
@@ -307,6 +309,7 @@ def adapted() -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fast": True}, {"draft_dtype": "int8"}])
 def test_layers_with_adapters_run_and_switch(options: dict[str, Any]) -> None:
     model = adapted()
@@ -391,6 +394,7 @@ def test_offloaded_weights_are_brought_as_they_are_needed(tmp_path: Path) -> Non
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected and not decoder.target.packed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
 def test_adapters_of_peft_run_as_targets_and_drafts_and_follow_their_owner() -> None:
     peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")

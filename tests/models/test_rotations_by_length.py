@@ -15,6 +15,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.rotations_by_length import RotationsByLength
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, Oracle, fresh, prompts, reference
 
 SWITCH = 64  # tokens of the longest text that is short
@@ -48,7 +49,7 @@ def made(kind: str, dtype: torch.dtype = torch.float32, **rope: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config(**every, rope_parameters=ROPE | rope), dtype=dtype)
 
 
-@pytest.fixture(scope="module", params=["phi3", "phimoe", "llama"])
+@pytest.fixture(scope="module", params=mostly_slow(["phi3", "phimoe", "llama"], "phi3"))
 def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[list[int]]]:
     """A model, prompts, and what `generate` says after each alone, by a copy that nothing of ours has touched."""
     model, texts = made(request.param).eval(), prompts(LENGTHS)

@@ -1,4 +1,7 @@
-"""The embedded default model in float32: drafting and batching change nothing of what it says."""
+"""The embedded default model in float32: drafting and batching change nothing of what it says.
+
+Forwards are of any shape: in float32 their roundings change no token of these texts.
+"""
 
 from functools import cache
 
@@ -22,7 +25,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
-    return SpeculativeDecoder("smollm2", dtype="float32", drafter="ngram", max_batch_size=4)
+    return SpeculativeDecoder("smollm2", dtype="float32", drafter="ngram", reproducible=False, max_batch_size=4)
 
 
 @cache
@@ -72,6 +75,6 @@ def test_a_stop_string_cuts_the_text_and_the_stream(decoder: SpeculativeDecoder)
 
 
 def test_seeded_sampling_says_the_same_with_and_without_drafts(decoder: SpeculativeDecoder) -> None:
-    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=24)
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=COUNT)
     spoken = [decoder.using(drafter).generate(PROMPTS[2], params).token_ids for drafter in ("none", "ngram")]
-    assert spoken[0] == spoken[1] != by_hugging_face()[2][:24]
+    assert spoken[0] == spoken[1] != by_hugging_face()[2]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Positions
+from tests.support.embedded_model import loaded
 from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
 
@@ -57,7 +58,7 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
     mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
     ids=str,
 )
-@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings_beside_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]
@@ -252,9 +253,9 @@ def test_a_text_needs_a_tokenizer() -> None:
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_edit_by_a_real_model_is_plain_decodings(temperature: float) -> None:
-    decoder = SpeculativeDecoder("smollm2", drafter="suffix")
+    decoder = loaded().using("suffix")
     old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"
-    params = SamplingParams(max_tokens=80, temperature=temperature, seed=1, prediction=old)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=1, prediction=old)
     prompt = f"Rename `result` to `size` and show the function again.\n\n```python\n{old}```"
     result = decoder.generate(prompt, params)
     assert result.token_ids == plain(decoder, prompt, params).token_ids

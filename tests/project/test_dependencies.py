@@ -10,6 +10,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.support.import_graph import FILES, imports
@@ -65,6 +66,7 @@ def test_commands_need_no_extra() -> None:
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
+@pytest.mark.slow
 def test_the_library_works_with_four_packages(tmp_path: Path) -> None:
     blocked = with_requirements(DECLARED) - with_requirements(set(CORE))
     modules = sorted(module for module, owners in MODULES.items() if owners <= blocked)

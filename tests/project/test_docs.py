@@ -195,6 +195,7 @@ def test_the_documentation_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 110
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install './slipstream[docs]'")
     pytest.importorskip("mkdocstrings")

@@ -1,7 +1,11 @@
 """The examples run on the embedded model or the toy and show what they say; what is saved in them is clean."""
 
+import ast
+import contextlib
 import importlib.util
+import io
 import re
+import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,13 +49,37 @@ def notebook(*cells: str) -> Any:
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
 
 
-def executed(name: str, changes: Mapping[str, str] | None = None) -> str:
+def executed(name: str) -> str:
+    """What an example shows that the runner runs, in a process of its own."""
     (path,) = run.examples(FOLDER, [name])
     before = path.read_bytes()
-    outcome = run.run_example(path, {**SETTINGS, **(changes or {})})
+    outcome = run.run_example(path, SETTINGS)
     assert outcome.error is None, outcome.error
     assert path.read_bytes() == before, "a run without --save changed the file"
     return str(outcome.output)
+
+
+def read_here(name: str, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str] | None = None) -> str:
+    """What a notebook's code prints and displays in this process, which need not import everything anew."""
+    for variable, value in {**SETTINGS, **(changes or {})}.items():
+        monkeypatch.setenv(variable, value)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells:
+            if cell.cell_type == "code":
+                print(_displayed(cell.source, names))
+    return out.getvalue()
+
+
+def _displayed(source: str, names: dict[str, Any]) -> str:
+    """Run a cell; the HTML and the text of its last line's value."""
+    *statements, last = ast.parse(source).body
+    if not isinstance(last, ast.Expr):
+        exec(compile(source, "cell", "exec"), names)
+        return ""
+    exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+    value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    return "" if value is None else f"{getattr(value, '_repr_html_', str)()}\n{value!r}"
 
 
 def leaks(text: str) -> list[str]:
@@ -73,8 +101,8 @@ def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
 
 
 @pytest.mark.smollm2
-def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts() -> None:
-    said = executed("top_k_acceptance")
+def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = read_here("top_k_acceptance", monkeypatch)
     assert "exact is identical to plain: True" in said
     assert "top 10 is identical to plain: False" in said
     assert re.search(r"exact .* lossless: True", said) and re.search(r"top 10 .* lossless: False", said)
@@ -82,15 +110,15 @@ def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts() -> None:
 
 
 @pytest.mark.smollm2
-def test_the_longest_matching_prefix_gives_the_greedy_text() -> None:
-    said = executed("longest_matching_prefix")
+def test_the_longest_matching_prefix_gives_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = read_here("longest_matching_prefix", monkeypatch)
     assert re.search(r"speculative .* identical to plain: True", said)
     assert re.search(r"hf generate .* s, identical to plain: (True|False)", said)
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_say_what_they_say_alone() -> None:
-    said = executed("batches", TOY)
+def test_rows_of_a_batch_say_what_they_say_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = read_here("batches", monkeypatch, TOY)
     assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
     assert "greedy text identical to plain: True" in said
     assert "text of a seed identical to plain: True" in said
@@ -100,18 +128,28 @@ def test_rows_of_a_batch_say_what_they_say_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["", "toy:2"])
-def test_every_draft_length_is_measured_and_plotted(draft: str) -> None:
-    said = executed("draft_length", TOY | {"SLIPSTREAM_DRAFT": draft})
+def test_every_draft_length_is_measured_and_plotted(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    shown = list[int]()
+    monkeypatch.setattr(plt, "show", lambda: shown.extend(len(axes.lines) for axes in plt.gcf().axes))
+    said = read_here("draft_length", monkeypatch, TOY | {"SLIPSTREAM_DRAFT": draft})
     rows = re.findall(r"^ +(\d) .* (True|False)$", said, flags=re.MULTILINE)
     assert rows == [(str(length), "True") for length in range(2, 9)]
-    assert "<Figure" in said
+    plt.close("all")
+    assert shown == [1, 2]
     assert ("draft model: usable as is" in said) == bool(draft)
 
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("draft", ["", "smollm2"])
-def test_the_script_prints_its_text_and_its_acceptance_rate(draft: str) -> None:
-    said = executed("speculative_generate", {"SLIPSTREAM_DRAFT": draft})
+def test_the_script_prints_its_text_and_its_acceptance_rate(
+    draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable, value in (SETTINGS | {"SLIPSTREAM_DRAFT": draft}).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "argv", ["speculative_generate.py"])
+    runpy.run_path(str(FOLDER / "speculative_generate.py"), run_name="__main__")
+    said = capsys.readouterr().out
     assert re.search(r"^Output: \S", said, flags=re.MULTILINE)
     rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", said, flags=re.MULTILINE)
     assert rate is not None

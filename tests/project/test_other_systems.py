@@ -81,6 +81,7 @@ def test_the_reader_of_calls_sees_each_form(call: str) -> None:
         assert not list(locale_dependent(binary))
 
 
+@pytest.mark.slow
 def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
     arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
@@ -101,6 +102,7 @@ def address(log: IO[str]) -> str:
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.slow
 def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folder(tmp_path: Path) -> None:
     arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
     pipe = subprocess.PIPE

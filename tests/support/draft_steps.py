@@ -16,14 +16,17 @@ from slipstream.wiring.model_pair import ModelPair
 from tests.support.tiny_models import tokenizer
 
 
-def pair_of(model: Any, head: Path) -> ModelPair:
+def pair_of(model: Any, head: Path | str) -> ModelPair:
     """A target and its head as a decoder loads them."""
-    return ModelPair.load(model, str(head), DecoderConfig(reproducible=False, drafter="model"), tokenizer())
+    return ModelPair.load(model, str(head), DecoderConfig(reproducible=False, drafter="model", fast=False), tokenizer())
 
 
 @torch.inference_mode()
-def step_logits(pair: ModelPair, text: Sequence[int], steps: int) -> list[Tensor]:
-    """The head's logits [V] for each token of its greedy draft after a text, of which the target read all but one."""
+def step_logits(pair: ModelPair, text: Sequence[int], steps: int, draft: Sequence[int] | None = None) -> list[Tensor]:
+    """The head's logits [V] for each token of a draft after a text, of which the target read all but one.
+
+    draft: its tokens, at least all but the last; the likeliest by default.
+    """
     scorer = pair.draft_scorer()
     assert scorer is not None and pair.draft_session is not None
     pair.forget()
@@ -35,7 +38,8 @@ def step_logits(pair: ModelPair, text: Sequence[int], steps: int) -> list[Tensor
     drafted, logits = torch.zeros(1, 0, dtype=torch.int64), []
     for step in range(steps):
         logits.append(scorer.score([row], drafted, [step], keep=1)[0, -1].clone())
-        drafted = torch.cat([drafted, logits[-1].argmax()[None, None]], 1)
+        token = logits[-1].argmax() if draft is None or step >= len(draft) else torch.tensor(draft[step])
+        drafted = torch.cat([drafted, token[None, None]], 1)
     scorer.keep_drafts([0])
     return logits
 

@@ -23,8 +23,16 @@ from slipstream.training.texts import MadeText, TextMaker, read_sources, read_te
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
 from slipstream.training.training_run import STATE, State
 from tests.support.head_cases import Written, transcribed
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import LETTERS, fresh, prompts, tokenizer
 from tests.support.training_cases import decoder, job, small, target, train
+
+
+@pytest.fixture(scope="module")
+def shortly_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("short")
+    train(folder, num_steps=16)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +115,7 @@ def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
     assert not torch.equal(other["fc"], weights["fc"])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", mostly_slow(["qwen3", "gemma3", "phi3", "olmo2"], "gemma3"))
 def test_heads_of_other_architectures_begin_with_what_fits(name: str) -> None:
     kinds = ["sliding_attention" if name == "gemma3" and i % 2 else "full_attention" for i in range(4)]
     tiny = fresh(name, num_hidden_layers=4, layer_types=kinds)
@@ -205,6 +213,7 @@ def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = TrainableHead.loss
 
@@ -223,6 +232,7 @@ def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypa
     assert all(bool(weight.isfinite().all()) for weight in state.weights.values())
 
 
+@pytest.mark.slow
 def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,9 +258,10 @@ def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
     assert heads[0] == heads[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["state", "head"])
 def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     module: Any = {"state": training_run, "head": head_writer}[place]
     replaced, calls = module.replaced, []
@@ -263,10 +274,10 @@ def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
 
     monkeypatch.setattr(module, "replaced", full)
     with pytest.raises(SlipstreamError, match=r"No space left on device; .*training.pt holds step \d+$"):
-        train(tmp_path)
+        train(tmp_path, num_steps=16)
     monkeypatch.setattr(module, "replaced", replaced)
-    train(tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    train(tmp_path, num_steps=16)
+    assert (tmp_path / "model.safetensors").read_bytes() == (shortly_trained / "model.safetensors").read_bytes()
 
 
 def test_no_time_left_ends_with_a_head(tmp_path: Path) -> None:

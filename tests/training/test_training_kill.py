@@ -16,10 +16,11 @@ import torch
 from slipstream.training.texts import read_texts
 from slipstream.training.training_run import STATE, State
 from tests.support.processes import PATIENCE, started
-from tests.support.training_cases import STEPS, TOKENS, train
+from tests.support.training_cases import TOKENS, train
 
 pytestmark = pytest.mark.slow
 
+STEPS = 24
 SERVER = """
 import os, sys
 from tests.training.test_training_kill import go_on
@@ -35,7 +36,7 @@ for folder in sys.stdin:
 
 def go_on(folder: str) -> None:
     torch.set_num_threads(1)
-    train(Path(folder))
+    train(Path(folder), num_steps=STEPS)
 
 
 def how_far(folder: Path) -> tuple[int, int]:
@@ -51,11 +52,13 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
         while not kills or kills[-1][0] < STEPS - 8:
             server.stdin.write(f"{tmp_path}\n")
             server.stdin.flush()
-            child, before, end = int(server.stdout.readline()), how_far(tmp_path), time.monotonic() + PATIENCE
-            while how_far(tmp_path) <= before:  # it gets somewhere before it is killed
+            child, end = int(server.stdout.readline()), time.monotonic() + PATIENCE
+            step, count = how_far(tmp_path)
+            goal = (step + rng.randint(1, 5), 0) if step else (0, count + rng.randint(1, 30))
+            while how_far(tmp_path) < goal:  # it gets somewhere before it is killed, however busy the machine is
                 assert time.monotonic() < end, "the training got nowhere"
                 time.sleep(0.002)
-            time.sleep(rng.uniform(0.0, 0.3))
+            time.sleep(rng.uniform(0.0, 0.05))
             with suppress(ProcessLookupError):  # it has ended, which the next line says
                 os.kill(child, signal.SIGKILL)
             if int(server.stdout.readline()) != -signal.SIGKILL:
@@ -66,7 +69,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
                     file.write(b'{"number": 9, "ids": [4')
                 (tmp_path / f".{STATE}.{child}.partial").write_bytes(b"half")
         server.stdin.close()
-    assert len(kills) >= 3 and 0 < kills[-1][0] < STEPS
+    assert len(kills) >= 3 and any(0 < step < STEPS for step, _ in kills)
     go_on(str(tmp_path))
     whole = tmp_path / "whole"
     go_on(str(whole))
@@ -79,6 +82,6 @@ def test_another_order_of_texts_gives_other_bytes(tmp_path: Path) -> None:
     """What the test above compares depends on every step."""
     heads = []
     for seed in (0, 1):
-        train(tmp_path / str(seed), seed=seed)
+        train(tmp_path / str(seed), seed=seed, num_steps=8)
         heads.append((tmp_path / str(seed) / "model.safetensors").read_bytes())
     assert heads[0] != heads[1]

@@ -96,11 +96,19 @@ class HiddenStates(Protocol):
 class ParallelDrafts(Protocol):
     """Optional capability: a backend that fills in whole blocks, the newest token and mask tokens after it.
 
-    The logits in a mask token's place are those of the token there. block_size: tokens of every block.
+    block_size: tokens of every block. first_place: which of them has the logits of the draft's first token: 1 where
+    those in a mask token's place are of the token there, 0 where they are of the token after it.
     """
 
     mask_token: int
     block_size: int
+    first_place: int
+
+    def chained(self, scores: Tensor, newest: Sequence[int], draft: Tensor) -> Tensor:
+        """Logits [B, 1, V] of the next token of drafts [B, K], from those of its place in the block scored last.
+
+        newest: each row's token before its draft.
+        """
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from slipstream.durable_files import locked, replaced
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
+from slipstream.models.weights.resolve import resolve
 from slipstream.training.held_out import Judgement, judged
 from slipstream.training.texts import LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
@@ -217,7 +218,7 @@ class TrainingJob:
             head.served_weights(),
             dtype=precision(model.dtype),
             target={
-                "name_or_path": settings.target,
+                "name_or_path": name_for_others(decoder.target.source) if decoder.target.source else settings.target,
                 "architectures": model.config.architectures or [type(model).__name__],
                 "max_length": decoder.target.backend.max_length,
             },
@@ -274,6 +275,12 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def name_for_others(target: str) -> str:
+    """What other programs find a target by: its hub id, or the whole path of its folder."""
+    place = resolve(target)
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], vocab_size: int) -> torch.Tensor:

@@ -14,17 +14,18 @@ from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.drafters.model.parallel_scorer import ParallelScorer
+from slipstream.drafters.model.parallel_scorer import MOST, ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_backend import HeadSession
+from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
@@ -198,9 +199,13 @@ class ModelPair:
         restricted = self.draft.restricted
         scorer = session if restricted is None else RestrictedScorer(session, restricted)
         if isinstance(self.draft.backend, ParallelDrafts):
-            return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend.block_size)
+            return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend)
         mask_token = parallel_mask(self.draft)
-        return scorer if mask_token is None else ParallelScorer(scorer, mask_token)
+        if mask_token is None:
+            return scorer
+        # a head's own outputs are no features of rows that a second forward would begin with
+        is_head = isinstance(self.draft.backend, HeadBackend)
+        return ParallelScorer(scorer, mask_token, longest=MOST if is_head else MAX_DRAFT_TOKENS)
 
     @property
     def draft_reader(self) -> PromptReader | None:
@@ -331,6 +336,8 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
 
 def parallel_mask(draft: Loaded) -> int | None:
     """The token in place of tokens to come, for a draft model that was trained to score a whole draft at once."""
+    if isinstance(draft.backend, HeadBackend):
+        return draft.backend.mask_token
     model = getattr(draft.backend, "model", None)
     token = None if model is None else getattr(model.config, "pard_token", None)
     if token is not None and (not isinstance(token, int) or not 0 <= token < draft.backend.vocab_size):

@@ -9,10 +9,17 @@ import pytest
 
 from slipstream.apps.cli.command_classes import COMMANDS
 
-# Imports the command line once, and has a fork of itself run it with each list of arguments.
+# Runs the command line twice, so that all it imports is there, and has a fork of itself run it with each list of
+# arguments.
 PROGRAM = """
-import json, os, sys
+import contextlib, io, json, os, sys
 from slipstream.apps.cli import main
+
+for arguments in ("--help",), ("generate", "--target", "toy", "-p", "A", "--temperature", "-1"):
+    sys.argv = ["slipstream", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            main()
 
 def run():
     try:
@@ -31,8 +38,14 @@ for line in sys.stdin:
         sys.stdin = null
         os.closerange(null.fileno() + 1, 256)
         sys.argv = ["slipstream", *json.loads(line)]
-        run()
-        sys.exit()
+        code = 0
+        try:
+            run()
+        except SystemExit as ended:
+            code = ended.code or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # at once: to take the interpreter down takes longer than most commands
     texts = []
     for begin, end in pipes:  # what a command prints is less than a pipe holds
         os.close(end)

@@ -24,6 +24,7 @@ def train(capsys, monkeypatch, target: str, out: Path, *arguments: str) -> tuple
         return command_line.run(capsys, monkeypatch, "train", *options, *arguments)
 
 
+@pytest.mark.slow
 def test_a_head_that_was_interrupted_is_finished_and_drafts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) 
         assert page.locator(".lane").first.locator(".t:not(.plain)").count() == 0
 
 
+@pytest.mark.slow
 @browsers
 def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", canned(["a heron stands", "a heron waits"]))
@@ -115,6 +116,7 @@ def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer,
     assert "character 9" in told and '"a heron stands"' in told and "Identical" not in told
 
 
+@pytest.mark.slow
 @browsers
 def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
     gate = Gate()
@@ -131,6 +133,7 @@ def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
         page.wait_for_selector("text=0 of 9 tokens", state="detached")
 
 
+@pytest.mark.slow
 @browsers
 @pytest.mark.parametrize(("width", "theme"), [(320, "dark"), (1280, "light")])
 def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Opened, width: int, theme: str) -> None:
@@ -150,6 +153,7 @@ def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Open
         assert found == [], [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
 
 
+@pytest.mark.slow
 @browsers
 def test_the_theme_can_be_switched_and_is_remembered(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url, color_scheme="light")

@@ -11,6 +11,8 @@ import pytest
 from tests.support.page_browser import Opened, ask, browsers, canned
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
+pytestmark = [browsers, pytest.mark.slow]  # tests/apps/server/test_page.py asks in the chat too
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -18,7 +20,6 @@ def server() -> Iterator[RunningServer]:
         yield one
 
 
-@browsers
 def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=40, seed=3)
@@ -40,7 +41,6 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     assert "Identical" in page.wait_for_selector(".receipt .seal").text_content()
 
 
-@browsers
 def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningServer, opened: Opened) -> None:
     tokens = ["\ufffd", "\ufffd", " b", "token_id:0", "{"]
     page = opened(server.url, canned(["\u00e9 b{"], lambda text: tokens, origin="forced"))
@@ -49,7 +49,6 @@ def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningS
     assert page.locator(".answer .forced").all_text_contents() == ["\u00e9", " b", "{"]
 
 
-@browsers
 def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
@@ -74,7 +73,6 @@ def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
         assert "a bittern" in page.text_content("#chats")
 
 
-@browsers
 def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=5000)
@@ -86,7 +84,6 @@ def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: O
     assert page.input_value("#ask") == "again" and page.get_attribute("#temperature", "aria-invalid") == "true"
 
 
-@browsers
 def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: RunningServer, opened: Opened) -> None:
     sent: list[Any] = []
     page = opened(server.url, canned(["one\ntwo\nfour"], origin="accepted", source="prediction"))
@@ -102,7 +99,6 @@ def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server:
     assert "--curl" not in page.text_content("#raw-body") and "extra_body={" in page.text_content("#raw-body")
 
 
-@browsers
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("reader:correct-horse\n")
@@ -119,7 +115,6 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path:
         assert "horse" not in page.evaluate("JSON.stringify(localStorage)") + page.evaluate("document.cookie")
 
 
-@browsers
 def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
     with running_server() as server:
         port = int(server.url.rpartition(":")[2])
@@ -147,7 +142,6 @@ def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
         page.wait_for_selector(".message:last-child .receipt")
 
 
-@browsers
 def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_be_asked_again(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
@@ -169,7 +163,6 @@ def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_b
         assert page.locator(".message .problem").count() == 0 and port
 
 
-@browsers
 def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     page.fill("#ask", "half a thought")
@@ -181,7 +174,6 @@ def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) 
     assert page.input_value("#ask") == ""
 
 
-@browsers
 def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=60, seed=3, temperature="1.5")
@@ -195,7 +187,6 @@ def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer,
     assert shown and all(before.strip('"') and text != rejected for rejected, before, text in shown)
 
 
-@browsers
 def test_the_shown_request_is_the_one_that_would_be_sent(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, "a first question", max_tokens=5)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.page_browser import Opened, browsers
 from tests.support.running_server import RunningServer, running_server
 
+pytestmark = [browsers, pytest.mark.slow]  # tests/apps/server/test_page.py asks in the chat too
 RENDERED = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
   const box = document.createElement('div'); box.append(...markdown(text)); return box.innerHTML; })"""
 CODE_HEAD = '<div class="code-block"><div class="bar"><span class="hint">{}</span></div>'
@@ -80,13 +81,11 @@ def page(server: RunningServer, opened: Opened) -> Any:
     return opened(server.url)
 
 
-@browsers
 def test_markdown_becomes_elements(page: Any) -> None:
     for text, expected in CASES:
         assert page.evaluate(RENDERED, [text]) == expected, text
 
 
-@browsers
 def test_nothing_in_a_text_becomes_markup_or_runs(page: Any) -> None:
     for text in HOSTILE:
         found = page.evaluate(FOUND, [text])
@@ -95,7 +94,6 @@ def test_nothing_in_a_text_becomes_markup_or_runs(page: Any) -> None:
         assert set(found["links"]) <= {"https:", "http:", "mailto:"} and found["title"] == "Slipstream"
 
 
-@browsers
 def test_long_and_deep_texts_are_shown_in_time(page: Any) -> None:
     for text in ("*a " * 30_000, "> " * 5_000 + "x", "- " * 5_000 + "x", "[" * 20_000, "`" * 20_001, "|-" * 10_000):
         took = page.evaluate(
@@ -106,7 +104,6 @@ def test_long_and_deep_texts_are_shown_in_time(page: Any) -> None:
         assert took < 10_000, text[:10]
 
 
-@browsers
 def test_every_beginning_of_a_text_can_be_shown(page: Any) -> None:
     text = "\n\n".join(case for case, _ in CASES)
     count = page.evaluate(

@@ -52,10 +52,8 @@ serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
 """
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("engine", "lock")]
-
-
-@pytest.mark.parametrize("stuck", ["texts", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("stuck", ["texts", "engine", "lock"])
 def test_a_signal_ends_the_process_whatever_its_threads_do(stuck: str) -> None:
     with started("-c", SERVE, stuck, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         assert server.stdout is not None and server.stderr is not None

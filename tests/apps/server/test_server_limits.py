@@ -94,8 +94,9 @@ def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> N
 
 
 def test_a_request_that_waits_too_long_is_given_up(gate: Gate) -> None:
-    with one_at_a_time(gate, queue_timeout=0.05) as server, opened(server.http, LONG):
+    with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
+        server.service.settings = replace(server.service.settings, queue_timeout=0.05)  # the first is in no queue
         answer = server.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]
@@ -118,11 +119,18 @@ def queued(service: Any, **fields: Any) -> LiveRequest:
     return live
 
 
+def reach_deadline(server: RunningServer, live: LiveRequest) -> None:
+    """As when the time of a request is over, which on a busy machine may be before it has got anywhere."""
+    *_, deadline = server.service._timers[live]
+    server.call(deadline._run)
+
+
 def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> None:
-    with one_at_a_time(gate, request_timeout=0.2) as server:
+    with one_at_a_time(gate) as server:
         live = server.call(lambda: queued(server.service))
         assert gate.reached.wait(PATIENCE)
-        server.wait_until(lambda: live.error is not None)
+        reach_deadline(server, live)
+        assert live.error is not None
         gate.opened.set()
         server.wait_until(lambda: live.jobs[0].over)
         assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
@@ -156,8 +164,12 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
 def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
     tokenizer = SlowTokenizer()
     decoder = toy_with(tokenizer)
-    with running_server(lambda: decoder, request_timeout=0.2) as server:
-        assert server.complete().status_code == 408
+    with running_server(lambda: decoder) as server:
+        with in_thread(server.complete) as answers:
+            server.wait_until(lambda: tokenizer.texts == 1)
+            (live,) = server.call(lambda: list(server.service.live))
+            reach_deadline(server, live)
+        assert answers[0].status_code == 408
         assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
         tokenizer.opened.set()
 
@@ -556,11 +568,15 @@ def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) ->
     with running_server(request_timeout=0.3) as server:
         with connected(server) as one:
             one.sendall(HEAD + framing)
-            answer = one.makefile("rb").read()
-            assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive in time" in answer
+            answer = b""
+            while b"did not arrive in time" not in answer:  # not to the end, for which the connection waits seconds
+                answer += (part := one.recv(4096))
+                assert part, answer
+            assert answer.startswith(b"HTTP/1.1 408")
         server.wait_until(lambda: not server.service.live)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_given_up() -> None:
     with running_server(request_timeout=1.0) as server:
         place = urlsplit(server.url)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.embedded_model import loaded
 from tests.support.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.smollm2
@@ -17,7 +18,7 @@ QUESTIONS = ("Name three birds.", "Repeat after me: the ferry leaves from pier f
 
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
-    return SpeculativeDecoder("smollm2", acceptance="match", max_batch_size=3)
+    return loaded().using(acceptance="match")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
 
 def test_answers_are_the_same_alone_together_and_plain(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     bodies: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "temperature": t, "seed": 3}
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 16, "temperature": t, "seed": 3}
         for text in QUESTIONS
         for t in (0, 0.8)
     ]
@@ -36,7 +37,7 @@ def test_answers_are_the_same_alone_together_and_plain(server: RunningServer, de
         answers = list(threads.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
     plain = decoder.using("none")
     for body, answer in zip(bodies, answers, strict=True):
-        params = SamplingParams(max_tokens=24, temperature=body["temperature"], seed=3)
+        params = SamplingParams(max_tokens=16, temperature=body["temperature"], seed=3)
         assert answer["choices"][0]["message"]["content"] == plain.generate(body["messages"], params).text
 
 

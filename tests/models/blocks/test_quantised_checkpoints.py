@@ -19,6 +19,7 @@ from slipstream.models.hf import block_model
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
+from tests.support.markers import mostly_slow
 from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +41,7 @@ CASES = [
     ("compressed-tensors", "llama", 8, 0, True, HALF),
     ("torchao", "llama", 4, 128, False, BRAIN),
 ]
+FEW = (CASES[0], CASES[6], CASES[8])
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 
@@ -70,7 +72,11 @@ def own(tmp_path: Path) -> Made:
     return write_checkpoint(tmp_path / "own", group=64, num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_logits_are_those_of_the_numbers_that_the_codes_mean(case: tuple, tmp_path: Path) -> None:  # type: ignore[type-arg]
     form, name, bits, group, symmetric, dtype = case
     made = write_checkpoint(tmp_path / "made", form, name, bits=bits, group=group, symmetric=symmetric, dtype=dtype)
@@ -108,7 +114,7 @@ def test_every_weight_stays_as_the_checkpoint_has_it(gptq: Made) -> None:
     assert torch.equal(tied.rows(torch.arange(9)), gptq.reference.lm_head.weight[:9])
 
 
-@pytest.mark.parametrize("activations", ["int8", "int15"])
+@pytest.mark.parametrize("activations", mostly_slow(["int8", "int15"], "int8"))
 def test_texts_are_the_same_with_speculation_and_in_batches(activations: str, gptq: Made) -> None:
     decoder = SpeculativeDecoder(str(gptq.folder), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)

@@ -24,7 +24,7 @@ def test_speculation_changes_no_text_of_the_quantised_model() -> None:
     decoder = SpeculativeDecoder("smollm2", quantize="int4")
     assert decoder.target.name == "smollm2 quantised to int4, group 32"
     assert decoder.target.arithmetic == "Q8_0+int4 group 32 blocks, int8 activations"
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=16)
     plain = [decoder.using("none").generate(prompt, params) for prompt in PROMPTS]
     drafted = decoder.using("ngram", num_draft_tokens=6).generate(PROMPTS, params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]

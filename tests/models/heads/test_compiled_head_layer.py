@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class ReadSlot:
         self.base = base
 
 
-def network() -> HeadNetwork:
+def network(head_norms: bool = False) -> HeadNetwork:
     generator = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> Tensor:
@@ -76,6 +77,10 @@ def network() -> HeadNetwork:
         lm_head=product(VOCABULARY, SIZE),
         **{name: 1 + 0.3 * random(SIZE) for name in ("token_norm", "hidden_norm", "middle_norm", "final_norm")},
     )
+    if head_norms:
+        norms = [1 + 4 * random(CONFIG.head_dim) for _ in range(2)]
+        counts = CONFIG.num_heads, CONFIG.num_key_heads
+        weights.head_norms = torch.cat([norm.expand(n, 1, -1) for norm, n in zip(norms, counts, strict=True)])
     return HeadNetwork(CONFIG, weights, nn.Embedding.from_pretrained(random(VOCABULARY, SIZE) * 8))
 
 
@@ -95,16 +100,26 @@ def outputs(head: HeadNetwork, starts: Sequence[Sequence[int]], compiled: bool) 
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
-@pytest.mark.parametrize("before_residual", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True}, {"windows": (3,)}], ids=str)
+@pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize(
     "starts", [[[0], [5], [6]], [[0, 0, 0], [5, 5, 5], [6, 6, 6]], [[0, 2, 30], [5, 1, 35], [6, 2, 36]]]
 )
-def test_one_call_computes_what_operators_do(starts: list[list[int]], before_residual: bool) -> None:
-    head = network()
-    head.config = replace(CONFIG, norm_before_residual=before_residual)
+def test_one_call_computes_what_operators_do(starts: list[list[int]], head_norms: bool, flags: dict[str, Any]) -> None:
+    head = network(head_norms)
+    head.config = replace(CONFIG, **flags)
     assert HeadBackend(head)._compiled is not None
     for fast, plain in zip(outputs(head, starts, True), outputs(head, starts, False), strict=True):
         assert float((fast - plain).norm()) < 0.02 * float(plain.norm())
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+@pytest.mark.parametrize("wrong", [{"windows": (3,)}, {"norm_before_residual": True}], ids=str)
+def test_other_settings_would_be_seen(wrong: dict[str, Any]) -> None:
+    head, starts = network(), [[0, 0, 0], [5, 5, 5]]
+    plain = outputs(head, starts, False)[-1]
+    head.config = replace(CONFIG, **wrong)
+    assert float((outputs(head, starts, True)[-1] - plain).norm()) > 0.02 * float(plain.norm())
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")

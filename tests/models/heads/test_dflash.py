@@ -17,6 +17,7 @@ from slipstream.models.heads.dflash import DFlashBackend
 from slipstream.models.heads.head_backend import HeadSession
 from tests.support.dflash_cases import BLOCK, DFlash, transcribed, write_dflash
 from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, fresh, prompts, tokenizer
 
 STEPS = BLOCK - 1
@@ -85,14 +86,18 @@ def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_a_round
     assert not drafts_agree(decoder_of(head), head)
 
 
+@pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(("drafter", "length"), [("model", 4), ("model", 9), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("drafter", "length"), mostly_slow([("model", 4), ("model", 9), ("auto", "auto")], ("model", 4))
+)
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     tmp_path: Path, drafter: str, length: int | str, options: dict[str, Any]
 ) -> None:
     decoder = decoder_of(write_dflash(tmp_path, target()), drafter=drafter, num_draft_tokens=length)
     plain = decoder.using("none")
-    asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
+    asked, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=24, **options)
     expected = [plain.generate(prompt, params).token_ids for prompt in asked]
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
     results = decoder.generate(asked, params)
@@ -112,10 +117,10 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         ({"mask_token_id": 61}, "mask_token_id=61; allowed: 0 to 60"),
         ({"target_layer_ids": [1, 9]}, "reads layers [2, 10] of its target"),
         ({"target_layer_ids": None}, "reads layers None of its target"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types with 'sliding_attention'; allowed: 'full_attention'"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']; allowed: 'sliding_attention' or"),
         ({"is_causal": True}, "is_causal=True; allowed: False"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0; allowed: None"),
-        ({"num_hidden_layers": 3}, "tensor 'layers.2.self_attn.q_proj.weight' is missing; allowed: [32, 32]"),
+        ({"num_hidden_layers": 3}, "'full_attention' for each of its 3 layers"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
     ],
 )

@@ -84,6 +84,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 OUTPUT: tuple[dict[str, Any], dict[str, Any], str] = ({"norm_output": True}, {"norm_output": None}, "norm_output=True")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags", "changes", "meant"),
     [("speculators", *OUTPUT), *((layout, *case) for layout in ("speculators", "official") for case in CASES)],

@@ -20,13 +20,15 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, without_mtp
+from tests.support.markers import mostly_slow
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
 
 COUNT, STEPS = 24, 3
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
-over_layouts = pytest.mark.parametrize("kind", LAYOUTS)
-over_counts = pytest.mark.parametrize(("kind", "count"), [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)])
+over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3"))
+COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
+over_counts = pytest.mark.parametrize(("kind", "count"), mostly_slow(COUNTS, ("deepseek_v3", 3)))
 
 
 @cache
@@ -90,6 +92,7 @@ def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None
         assert drafted.draft == drafted.logits.argmax(-1).tolist()
 
 
+@pytest.mark.each_value
 @over_layouts
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
 def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) -> None:
@@ -97,7 +100,9 @@ def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) ->
         assert drafted.gap(transcription(kind), **wrong) > 0.01
 
 
-@pytest.mark.parametrize(("kind", "count"), [("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)])
+@pytest.mark.parametrize(
+    ("kind", "count"), mostly_slow([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
+)
 def test_rows_of_drafts_are_computed_again(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
     favoured = dict.fromkeys((7, 9, 21), 30.0)
@@ -113,8 +118,8 @@ def test_rows_of_drafts_are_computed_again(kind: str, count: int, monkeypatch: p
     assert largest() > 0.01
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", mostly_slow(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
+@pytest.mark.parametrize("count", mostly_slow([1, 3], 3))
 def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
@@ -135,8 +140,9 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
         assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 @over_layouts
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     kind: str, drafter: str, options: dict[str, Any]
@@ -144,7 +150,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    asked = prompts([3, 17, 9, 40, 5])
+    asked = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
     expected = [plain.generate(prompt, params).token_ids for prompt in asked]
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
@@ -154,7 +160,8 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         assert all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("mellum", 1), ("deepseek_v3", 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), mostly_slow([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
 def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
     """Rows that enter, leave and move to other slots keep what was kept of their hidden states."""
     asked = prompts([3, 17, 9, 40, 5, 30])
@@ -197,7 +204,7 @@ FAST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
+@pytest.mark.parametrize("settings", mostly_slow(FAST.values(), FAST["packed"]), ids=FAST)
 def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Heads of 64 numbers and whole groups of inputs, as the kernels take them."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)

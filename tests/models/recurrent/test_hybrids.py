@@ -74,7 +74,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("right", [None, 0, 2, 4])
+@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], None, 2))
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
     backend = decoder_of(name).target.backend

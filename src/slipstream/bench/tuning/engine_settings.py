@@ -18,17 +18,25 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
+<<<<<<< HEAD
 from slipstream.models.heads.head_files import ASSISTANT, DFLASH, EAGLE1, EAGLE3, PARD, trained_kind
+=======
+from slipstream.models.heads.head_files import DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE, trained_kind
+from slipstream.models.loaded import MTP
+>>>>>>> main
 from slipstream.models.weights.model_files import is_gguf
 
 # a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type
-ENGINE_NAMES = {
+ENGINE_NAMES: dict[str | None, tuple[str, str, str]] = {
     None: ("draft_model", "STANDALONE", "draft-simple"),
     ASSISTANT: ("mtp", "FROZEN_KV_MTP", "draft-mtp"),
     PARD: ("draft_model", "STANDALONE", "draft-simple"),
-    DFLASH: ("dflash", "DFLASH", "draft-dflash"),
+    **dict.fromkeys((DFLASH, DFLASH2), ("dflash", "DFLASH", "draft-dflash")),
+    DSPARK: ("dspark", "DSPARK", "draft-dspark"),
     EAGLE1: ("eagle", "EAGLE", ""),
     EAGLE3: ("eagle3", "EAGLE3", "draft-eagle3"),
+    PEAGLE: ("eagle3", "", ""),
+    MTP: ("mtp", "", ""),
 }
 NOTHING = "do not speculate: no setting measured gains anything here"
 
@@ -74,7 +82,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
         kind = _trained_kind(candidate)
         value = {"method": ENGINE_NAMES[kind][0], "model": candidate.draft}
         value |= {"num_speculative_tokens": _model_tokens(candidate)}
-        value |= {"parallel_drafting": True} if kind == PARD else {}
+        value |= {"parallel_drafting": True} if kind in (PARD, PEAGLE) else {}
         notes = _model_notes(candidate, stops_early, "vLLM")
     return Settings("vllm", ("--speculative-config", json.dumps(value)), tuple(notes), value)
 
@@ -82,9 +90,11 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
 def _sglang(candidate: Candidate, stops_early: bool) -> Settings:
     if candidate.kind in ("model", "hybrid"):
         steps, kind = _model_tokens(candidate), _trained_kind(candidate)
+        if not ENGINE_NAMES[kind][1]:
+            return Settings("sglang", notes=(f"SGLang runs no draft heads of the kind of {candidate.draft}",))
         flags = ["--speculative-algorithm", ENGINE_NAMES[kind][1]]
         flags += ["--speculative-draft-model-path", str(candidate.draft)]
-        if kind != DFLASH:  # which drafts a block in one step
+        if kind not in (DFLASH, DFLASH2, DSPARK):  # which draft a block in one step
             flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
         flags += ["--speculative-num-draft-tokens", str(steps + 1)]
         notes = [*_model_notes(candidate, stops_early, "SGLang"), *_token_by_token(kind, "SGLang")]

@@ -1,7 +1,7 @@
 """A draft model that scores all tokens of a draft in one forward, with mask tokens in place of those to come.
 
 PARD (An et al. 2025, arXiv 2504.18583) trains ordinary models for that, DFlash heads. The distribution of each token is
-given the text alone, whatever the draft's other tokens are.
+given the text alone, whatever the draft's other tokens are; DSpark and DFlash 2 then change it by those before it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Backend, DraftScorer
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
+from slipstream.models.backend_capabilities import ParallelDrafts
 
 MOST = 8  # tokens that a forward scores; a longer draft goes on from its own tokens, with another forward
 
@@ -24,10 +25,16 @@ class ParallelScorer:
     num_tokens: how many tokens the next draft asks for. longest: the most that it can have.
     """
 
-    def __init__(self, session: DraftScorer, mask_token: int, block_size: int | None = None) -> None:
-        """block_size: of a backend with `ParallelDrafts`; None for a model, whose rows score the token after theirs."""
-        self.session, self.mask_token, self.block_size = session, mask_token, block_size
-        self.longest = MAX_DRAFT_TOKENS if block_size is None else block_size - 1
+    def __init__(
+        self,
+        session: DraftScorer,
+        mask_token: int,
+        blocks: ParallelDrafts | None = None,
+        longest: int = MAX_DRAFT_TOKENS,
+    ) -> None:
+        """blocks: the session's backend; None for a model, whose rows score the token after theirs."""
+        self.session, self.mask_token, self.blocks = session, mask_token, blocks
+        self.longest = longest if blocks is None else blocks.block_size - blocks.first_place
         self.num_tokens = MOST
         self._first, self._logits = 0, torch.empty(0, 0, 0)  # scored last: from which token of the draft on
 
@@ -39,14 +46,16 @@ class ParallelScorer:
         """The logits after the draft's last token, one position: `keep` is 1."""
         drafted = draft.shape[1]
         if not drafted or drafted >= self._first + self._logits.shape[1]:
-            masks = max(0, min(MOST, self.num_tokens - drafted) - 1) if self.block_size is None else self.longest
-            scored = masks + 1 if self.block_size is None else masks
+            blocks = self.blocks
+            masks = max(0, min(MOST, self.num_tokens - drafted) - 1) if blocks is None else blocks.block_size - 1
+            scored = masks + 1 if blocks is None else self.longest
             inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
             longer = [length + masks for length in lengths]
             self._first, self._logits = drafted, self.session.score(rows, inputs, longer, keep=scored)
             self.session.keep_drafts(lengths)  # what the masks left in the cache is no text
         place = drafted - self._first
-        return self._logits[:, place : place + 1]
+        logits = self._logits[:, place : place + 1]
+        return logits if self.blocks is None else self.blocks.chained(logits, [row.tokens[-1] for row in rows], draft)
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
         return None  # a draft is one forward already

@@ -1,4 +1,4 @@
-"""A head's layer after its joint projection, in one call of the kernels, for bfloat16 on a processor.
+"""The only layer of a head after its joint projection, in one call of the kernels, for bfloat16 on a processor.
 
 A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.layer` is
 the specification, operator by operator.
@@ -30,14 +30,21 @@ class CompiledLayer:
         config, weights = network.config, network.weights
         self.network, self.rope = network, network.rope
         self.most_tokens = most_tokens((weights.qkv, weights.out, weights.gate_up, weights.down))
-        self._norm, self._products = weights.middle_norm.float().contiguous(), products  # the struct has addresses only
-        norm = NormStruct(address(self._norm), config.eps, 0)
-        norms = NO_NORM, NO_NORM, NO_NORM, NO_NORM, norm, NO_NORM
+        self._products, self._norms = products, list[Tensor]()  # the structs have addresses only
+        of_heads = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
+        queries, keys = (self._norm(norm, rounds_first=1) for norm in of_heads)
+        norms = NO_NORM, queries, keys, NO_NORM, self._norm(weights.middle_norm), NO_NORM
         sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
         self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
         self._finish = LayerFunctions.of(library, CacheStruct).finish
         self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(self._layer))
+
+    def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> NormStruct:
+        if weight is None:
+            return NO_NORM
+        self._norms.append(weight.float().contiguous())
+        return NormStruct(address(self._norms[-1]), self.network.config.eps, rounds_first)
 
     def __call__(
         self, residual: Tensor, heads: Tensor, rope: Tensor, where: Tensor, keys: Tensor, values: Tensor
@@ -51,7 +58,14 @@ class CompiledLayer:
         out, scratch = torch.empty_like(residual), residual.new_empty(tokens * self._scratch_per_token)
         slots, seen, places = (part.data_ptr() for part in where)
         memory = CacheStruct(
-            keys.data_ptr(), values.data_ptr(), keys.stride(1) // self._size, 0, self._scaling, slots, seen, places
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(1) // self._size,
+            self.network.config.windows[0] or 0,
+            self._scaling,
+            slots,
+            seen,
+            places,
         )
         cosines, sines = rope
         self._finish(
@@ -74,7 +88,7 @@ def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
     library = kernels() if network.device.type == "cpu" and network.dtype == torch.bfloat16 else None
     linears = weights.qkv, weights.out, weights.gate_up, weights.down
     products = [product for linear in linears if (product := kernel_product(linear)) is not None]
-    if library is None or len(products) < len(linears) or not _fits(network.config):
+    if library is None or len(products) < len(linears) or weights.further or not _fits(network.config):
         return None
     return CompiledLayer(network, products, library)
 

@@ -1,8 +1,9 @@
 """Heads of DFlash (arXiv 2602.06036): several decoder layers fill in a block of mask tokens in one forward.
 
-A block is the newest token and masks in place of the tokens to come; within it every row sees every other. What the
-target made of the text before it enters as keys and values of every layer: the features of a position, projected once,
-are read by each layer's own projections.
+A block is the newest token and masks in place of the tokens to come; within it every row sees every other, or in some
+heads those before it. What the target made of the text before it enters as keys and values of every layer: the features
+of a position, projected once, are read by each layer's own projections. DSpark and DFlash 2 go on from there: a chain
+changes the scores of a place by the tokens drafted before it, and DFlash 2 mixes each row with those before it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,45 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 
+from slipstream.models.heads.block_chains import Chain
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import UNIT, enlarged
 from slipstream.models.heads.network import HeadConfig, Linear, grouped_attention, rotated, rotations
 
 
 @dataclass(frozen=True)
+class LocalMix:
+    """What DFlash 2 does before and after a layer's attention and its MLP: each row takes some of the rows before it.
+
+    base: [2, taps, H] shares, before and after; project: to what a row adds to them, [2 * taps * groups], by groups of
+    neighbouring numbers.
+    """
+
+    base: Tensor
+    project: Linear
+
+    def shares(self, x: Tensor) -> Tensor:
+        """[2, B, W, taps, H] of what enters [B, W, H]."""
+        of_groups = self.project(x).unflatten(-1, (2, self.base.shape[1], -1))
+        added = of_groups.repeat_interleave(self.base.shape[2] // of_groups.shape[-1], -1)
+        return (self.base + added).permute(2, 0, 1, 3, 4)
+
+
+def mixed(x: Tensor, shares: Tensor) -> Tensor:
+    """Rows [B, W, H] of a block, each with its shares [B, W, taps, H] of itself and the rows before it."""
+    shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(shares.shape[2])]
+    return (torch.stack(shifted, 2) * shares).sum(2)
+
+
+@dataclass(frozen=True)
 class DFlashLayer:
-    """A decoder layer's products and norms. key_value and gate_up are joint."""
+    """A decoder layer's products and norms. key_value and gate_up are joint.
+
+    window: how many positions before the block it sees, None for all. is_causal: a row of the block sees those before
+    it.
+    """
 
     query: Linear
     key_value: Linear
@@ -32,11 +62,15 @@ class DFlashLayer:
     query_norm: Tensor
     key_norm: Tensor
     middle_norm: Tensor
+    window: int | None = None
+    is_causal: bool = False
+    attention_mix: LocalMix | None = None
+    mlp_mix: LocalMix | None = None
 
 
 @dataclass(frozen=True)
 class DFlashWeights:
-    """All of a head. embed, and perhaps lm_head: the target's."""
+    """All of a head. embed, and perhaps lm_head: the target's. chain: None where places are drafted by themselves."""
 
     fc: Linear
     feature_norm: Tensor
@@ -44,6 +78,7 @@ class DFlashWeights:
     final_norm: Tensor
     embed: Callable[[Tensor], Tensor]
     lm_head: Linear
+    chain: Chain | None = None
 
 
 class DFlashNetwork:
@@ -61,22 +96,30 @@ class DFlashNetwork:
         pairs = [self._key_value(layer, entered[None], positions) for layer in self.weights.layers]
         return torch.cat([key[0] for key, _ in pairs]), torch.cat([value[0] for _, value in pairs])
 
-    def block(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    def block(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, distance: Tensor) -> Tensor:
         """[B, W, H] normed outputs of a block of tokens [B, W] at positions [B, W].
 
-        keys, values: [B, K, L, D] of the text before it; seen: [B, L], true where they are of a row's text.
+        keys, values: [B, K, L, D] of the text before it. distance: [B, L] of each from the block, 1 for the last; less
+        where there is no text.
         """
         hidden, count = self.weights.embed(tokens).to(self.dtype), self.config.num_key_heads
-        mask = torch.cat([seen, seen.new_ones(tokens.shape)], 1)[:, None].expand(-1, tokens.shape[1], -1)
+        kinds = {(layer.window, layer.is_causal) for layer in self.weights.layers}
+        masks = {kind: _mask(*kind, distance, tokens.shape[1]) for kind in kinds}
         for number, layer in enumerate(self.weights.layers):
             normed, of_layer = self._norm(hidden, layer.block_norm), slice(number * count, (number + 1) * count)
+            shares = None if layer.attention_mix is None else layer.attention_mix.shares(normed)
+            normed = normed if shares is None else mixed(normed, shares[0])
             query = self._turned(self._split(layer.query(normed)), layer.query_norm, positions)
             key, value = self._key_value(layer, normed, positions)
             key, value = torch.cat([keys[:, of_layer], key], 2), torch.cat([values[:, of_layer], value], 2)
-            attended = grouped_attention(query, key, value, mask)
-            hidden = hidden + layer.out(attended.transpose(1, 2).flatten(2))
-            gate, up = layer.gate_up(self._norm(hidden, layer.middle_norm)).chunk(2, -1)
-            hidden = hidden + layer.down(silu(gate) * up)
+            attended = grouped_attention(query, key, value, masks[layer.window, layer.is_causal])
+            added = layer.out(attended.transpose(1, 2).flatten(2))
+            hidden = hidden + (added if shares is None else mixed(added, shares[1]))
+            normed = self._norm(hidden, layer.middle_norm)
+            shares = None if layer.mlp_mix is None else layer.mlp_mix.shares(normed)
+            gate, up = layer.gate_up(normed if shares is None else mixed(normed, shares[0])).chunk(2, -1)
+            added = layer.down(silu(gate) * up)
+            hidden = hidden + (added if shares is None else mixed(added, shares[1]))
         return self._norm(hidden, self.weights.final_norm)
 
     def _key_value(self, layer: DFlashLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,23 +138,33 @@ class DFlashNetwork:
         return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
 
 
+def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> Tensor:
+    """[B, W, L + W] true where a row of a block sees a position of the text or another row."""
+    seen = distance > 0 if window is None else (distance > 0) & (distance <= window)
+    within = torch.ones(width, width, dtype=torch.bool, device=distance.device)
+    within = within.tril() if is_causal else within
+    return torch.cat([seen[:, None].expand(-1, width, -1), within.expand(len(distance), -1, -1)], 2)
+
+
 class DFlashBackend(FeatureReader):
     """See `Backend`. Positions that the target has read are its features; those from there on are the block.
 
     The cache holds nothing of blocks, so what is not yet right of a slot begins where the target has not been.
-    mask_token, block_size: see `ParallelDrafts`.
+    mask_token, block_size, first_place: see `ParallelDrafts`.
     """
 
     attended_unit = 1
 
-    def __init__(self, network: DFlashNetwork, mask_token: int, block_size: int) -> None:
+    def __init__(self, network: DFlashNetwork, mask_token: int, block_size: int, first_place: int = 1) -> None:
         config = network.config
         super().__init__(config.layers)
         self.network, self.vocab_size, self.max_length = network, config.vocab_size, config.max_length
         self.device, self.mask_token, self.block_size = network.device, mask_token, block_size
+        self.first_place = first_place
         heads = len(network.weights.layers) * config.num_key_heads
         self._keys = torch.zeros(0, heads, 0, config.head_dim, dtype=network.dtype, device=self.device)
         self._values = self._keys
+        self._outputs = torch.zeros(0, 1, block_size, config.hidden_size, dtype=network.dtype, device=self.device)
         self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -119,6 +172,7 @@ class DFlashBackend(FeatureReader):
         if rows > slots or length > positions:
             slots, positions = max(rows, slots), -(-max(length, positions) // UNIT) * UNIT
             self._keys, self._values = (enlarged(part, slots, positions) for part in (self._keys, self._values))
+            self._outputs = enlarged(self._outputs, slots, self.block_size)
         self.num_right += [0] * (slots - len(self.num_right))
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -141,12 +195,23 @@ class DFlashBackend(FeatureReader):
         columns = columns.clamp(max=width - 1)
         positions = torch.tensor(starts, device=self.device)[:, None] + columns
         longest, slots = max(read), slice(first_slot, first_slot + len(starts))
-        seen = torch.arange(longest, device=self.device) < torch.tensor(read, device=self.device)[:, None]
+        distance = torch.tensor(read, device=self.device)[:, None] - torch.arange(longest, device=self.device)
         keys, values = self._keys[slots, :, :longest], self._values[slots, :, :longest]
-        outputs = self.network.block(tokens.gather(1, columns), positions, keys, values, seen)
+        outputs = self.network.block(tokens.gather(1, columns), positions, keys, values, distance)
+        if self.network.weights.chain is not None:
+            self._outputs[slots, 0, : outputs.shape[1]] = outputs
         scores = self._logits(outputs)
         out = scores.new_zeros(len(starts), width, self.vocab_size)
         return out.scatter(1, columns[..., None].expand_as(scores), scores)
+
+    @torch.inference_mode()
+    def chained(self, scores: Tensor, newest: Sequence[int], draft: Tensor) -> Tensor:
+        chain = self.network.weights.chain
+        if chain is None:
+            return scores
+        first = torch.tensor(newest, device=self.device)[:, None]
+        before = torch.cat([first.expand(-1, 1 + self.first_place), draft.to(self.device)], 1)
+        return chain(scores[:, 0], self._outputs[: len(newest), 0, : before.shape[1]], before)[:, None]
 
     def _read(self, slot: int, start: int, stop: int) -> None:
         """Write keys and values of the positions of a slot that the target has read."""

@@ -1,4 +1,4 @@
-"""Reads heads of DFlash, in the layout of their authors and in that of `speculators`.
+"""Reads heads of DFlash, DFlash 2 and DSpark, in the layouts of their authors and in that of `speculators`.
 
 The authors number the target's layers by what leaves them, `speculators` by what enters them.
 """
@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from slipstream.errors import UsageError
-from slipstream.models.heads.dflash import DFlashBackend, DFlashLayer, DFlashNetwork, DFlashWeights
+from slipstream.models.heads.block_chains import CandidateChain, Chain, MarkovChain
+from slipstream.models.heads.dflash import DFlashBackend, DFlashLayer, DFlashNetwork, DFlashWeights, LocalMix
 from slipstream.models.heads.head_files import (
+    DFLASH2,
+    DSPARK,
     FEATURES,
     HeadFiles,
     TensorReader,
@@ -24,6 +27,7 @@ from slipstream.models.heads.head_files import (
     check_size,
     own_embedding,
     token_ids_of,
+    windows_of,
 )
 from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
@@ -33,31 +37,49 @@ OUTPUT = "lm_head.weight"
 REFUSED: dict[str, Any] = {  # flags of other networks, and the value that every head has which this one computes
     "projector_type": "dflash",
     "shift_label": False,
-    "sample_from_anchor": False,
     "is_causal": False,
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
+MARKOV_KINDS = "vanilla", "gated", "rnn"
 
 
 def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> DFlashBackend:
-    """A head of DFlash for a target."""
+    """A head of DFlash, DFlash 2 or DSpark for a target."""
     check_layer(files, several_layers=True)
-    layer, source = files.layer, files.source
-    flags: dict[str, Any] = {**files.settings, **files.settings.get("dflash_config", {})}
+    source, flags = files.source, _flags(files)
     for name, expected in REFUSED.items():
         if flags.get(name) not in (expected, None):
             raise UsageError(f"draft head {source!r} has {name}={flags[name]!r}; allowed: {expected!r}")
-    if "sliding_attention" in (layer.get("layer_types") or ()):
-        raise UsageError(f"draft head {source!r} has layer_types with 'sliding_attention'; allowed: 'full_attention'")
-    vocab_size, block_size = target.backend.vocab_size, flags.get("block_size", 16)
-    mask_token: Any = flags.get("mask_token_id")
-    for name, value, least, most in (("block_size", block_size, 2, 256), ("mask_token_id", mask_token, 0, vocab_size)):
-        if not isinstance(value, int) or not least <= value < most:
-            raise UsageError(f"draft head {source!r} has {name}={value!r}; allowed: {least} to {most - 1}")
+    block_size = _whole(files, "block_size", 16, 2, 255)
+    mask_token = _whole(files, "mask_token_id", None, 0, target.backend.vocab_size - 1)
     config = _config(files, tensors, target)
-    return DFlashBackend(DFlashNetwork(config, _weights(files, tensors, config, target)), mask_token, block_size)
+    network = DFlashNetwork(config, _weights(files, tensors, config, target))
+    return DFlashBackend(network, mask_token, block_size, 0 if _anchor_drafts(files) else 1)
+
+
+def _anchor_drafts(files: HeadFiles) -> bool:
+    """Whether the newest token's place in a block has the scores of the token after it.
+
+    Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
+    """
+    drafts: bool | None = _flags(files).get("sample_from_anchor")
+    if drafts is None and files.kind == DSPARK and "speculators_model_type" in files.settings:
+        raise UsageError(f"draft head {files.source!r}: config.json has no sample_from_anchor; allowed: true or false")
+    return files.kind == DSPARK if drafts is None else drafts
+
+
+def _flags(files: HeadFiles) -> dict[str, Any]:
+    """The settings of the head; its authors nest them."""
+    return {**files.settings, **files.settings.get("dflash_config", {})}
+
+
+def _whole(files: HeadFiles, name: str, default: int | None, least: int, most: int) -> int:
+    value: Any = _flags(files).get(name, default)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {least} to {most}")
+    return value
 
 
 def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadConfig:
@@ -109,17 +131,70 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         lm_head = _in_type(output, model.dtype)
     else:
         raise UsageError(f"draft head {files.source!r} has d2t without {OUTPUT!r}; allowed: both or neither")
-    return DFlashWeights(
+    weights = DFlashWeights(
         fc=product(read(FEATURES, size, len(config.layers) * size)),
         feature_norm=read("hidden_norm.weight", size),
-        layers=[_layer(read, product, config, f"layers.{i}.") for i in range(files.layer["num_hidden_layers"])],
+        layers=[_layer(files, read, product, config, i) for i in range(files.layer["num_hidden_layers"])],
         final_norm=read("norm.weight", size),
         embed=own_embedding(files, tensors, config) or _unscaled(model.get_input_embeddings()),
         lm_head=lm_head,
+        chain=_chain(files, read, product, config),
+    )
+    read.check_all_read()
+    return weights
+
+
+def _chain(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfig) -> Chain | None:
+    """How a head goes on from what was drafted; None for DFlash."""
+    size, vocab_size, flags = config.hidden_size, config.vocab_size, _flags(files)
+    if files.kind == DFLASH2:
+        if config.token_ids is not None:
+            raise UsageError(f"draft head {files.source!r} of type {DFLASH2!r} has d2t; allowed: the whole vocabulary")
+        rank, name = _whole(files, "selector_rank", 256, 1, 1 << 16), "candidate_selector."
+        return CandidateChain(
+            before=read(f"{name}predecessor_codebook", vocab_size, rank),
+            after=read(f"{name}successor_codebook", vocab_size, rank),
+            project=product(read(f"{name}hidden_projection.weight", rank, size)),
+            count=_whole(files, "selector_top_k", 16, 1, vocab_size),
+        )
+    rank = _whole(files, "markov_rank", 256, 0, 1 << 16) if files.kind == DSPARK else 0
+    if not rank:
+        return None
+    kind, name, drafted = flags.get("markov_head_type", MARKOV_KINDS[0]), "markov_head.", config.token_ids
+    if kind not in MARKOV_KINDS:
+        allowed = ", ".join(map(repr, MARKOV_KINDS))
+        raise UsageError(f"draft head {files.source!r} has markov_head_type={kind!r}; allowed: {allowed}")
+
+    def with_bias(part: str, outputs: int, inputs: int) -> Linear:
+        return partial(
+            linear,
+            weight=read(f"{name}{part}.weight", outputs, inputs),
+            bias=read(f"{name}{part}.bias", outputs),
+        )
+
+    return MarkovChain(
+        tokens=read(f"{name}markov_w1.weight", vocab_size, rank),
+        add=product(read(f"{name}markov_w2.weight", vocab_size if drafted is None else len(drafted), rank)),
+        gate=with_bias("gate_proj", rank, size + rank) if kind == "gated" else None,
+        joint=with_bias("joint_proj", 3 * rank, size + 2 * rank) if kind == "rnn" else None,
+        token_ids=None if drafted is None else drafted.to(read.device),
     )
 
 
-def _layer(read: TensorReader, product: Any, config: HeadConfig, name: str) -> DFlashLayer:
+def _mix(files: HeadFiles, read: TensorReader, product: Any, size: int, name: str) -> LocalMix | None:
+    if files.kind != DFLASH2:
+        return None
+    taps, group = _whole(files, "conv_kernel_size", 2, 1, 256), _whole(files, "conv_group_size", 16, 1, size)
+    if size % group:
+        raise UsageError(f"draft head {files.source!r} has conv_group_size={group}; allowed: divisors of {size}")
+    return LocalMix(
+        base=read(f"{name}.base_kernel", 2, taps, size),
+        project=product(read(f"{name}.kernel_projection.weight", 2 * taps * (size // group), size)),
+    )
+
+
+def _layer(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfig, number: int) -> DFlashLayer:
+    name, window = f"layers.{number}.", windows_of(files)[number]
     size, middle, each = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * each, config.num_key_heads * each
     attention, mlp = f"{name}self_attn.", f"{name}mlp."
@@ -133,7 +208,17 @@ def _layer(read: TensorReader, product: Any, config: HeadConfig, name: str) -> D
         query_norm=read(f"{attention}q_norm.weight", each),
         key_norm=read(f"{attention}k_norm.weight", each),
         middle_norm=read(f"{name}post_attention_layernorm.weight", size),
+        window=window,
+        is_causal=window is not None and _windows_are_causal(files),
+        attention_mix=_mix(files, read, product, size, f"{name}attention_conv"),
+        mlp_mix=_mix(files, read, product, size, f"{name}mlp_conv"),
     )
+
+
+def _windows_are_causal(files: HeadFiles) -> bool:
+    """Whether in a layer with a window a block's rows see those before them alone: so only for `speculators`."""
+    whole = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
+    return "speculators_model_type" in files.settings and not whole
 
 
 def _in_type(output: nn.Module, dtype: torch.dtype) -> Linear:

@@ -23,6 +23,7 @@ from slipstream.models.heads.head_files import (
     check_layer,
     check_size,
     own_embedding,
+    windows_of,
 )
 from slipstream.models.heads.network import Attend, HeadConfig, Linear, rotated, rotations
 from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
@@ -107,6 +108,7 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         max_length=target.backend.max_length,
         inverse_frequencies=inverse_frequencies,
         rotation_scale=rotation_scale,
+        windows=tuple(windows_of(files)),
     )
     read = TensorReader(files.source, tensors, target.backend.device)
     size, middle, key_size = config.hidden_size, config.intermediate_size, config.num_key_heads * config.head_dim
@@ -127,6 +129,7 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         lm_head=lambda outputs: lm_head(outputs.to(model.dtype)),
         embed=own_embedding(files, tensors, config) or model.get_input_embeddings(),
     )
+    read.check_all_read()
     return Eagle1Network(config, weights)
 
 

@@ -6,7 +6,8 @@ Rows that a draft made from the head's own outputs are computed again with the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,16 @@ class HeadBackend(FeatureReader):
 
     attended_unit = 1
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, mask_token: int | None = None, mask_feature: Tensor | None = None) -> None:
+        """mask_token, mask_feature: of P-EAGLE (arXiv 2602.01469), which drafts all tokens in one forward: they stand
+        for tokens to come, and [layers * target's hidden size] for the features of rows that do not have one.
+        """
         config = network.config
         super().__init__(config.layers)
         self.network, self.vocab_size, self.max_length = network, config.vocab_size, config.max_length
-        self.device = network.device
-        self._keys = self._values = self._empty(config.num_key_heads, config.head_dim)
+        self.device, self.mask_token = network.device, mask_token
+        self._mask_entered = None if mask_feature is None else network.enter(mask_feature)
+        self._keys = self._values = self._empty(len(config.windows) * config.num_key_heads, config.head_dim)
         self._outputs = self._empty(1, config.hidden_size)
         self._compiled: CompiledLayer | None = None
         if isinstance(network, HeadNetwork):
@@ -68,7 +73,9 @@ class HeadBackend(FeatureReader):
         else:
             positions = place.positions(self.device)
             turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
-            outputs = self.network.layer(tokens, entered, turned, partial(self._attend, place, positions))
+            outputs = self.network.layer(
+                tokens, entered, turned, partial(self._attend, place, positions, itertools.count())
+            )
         for row, start in enumerate(starts):
             if start == 0:
                 outputs[row, 0] = 0  # position 0 has no feature: to it all tokens are equally likely
@@ -88,16 +95,22 @@ class HeadBackend(FeatureReader):
             rope = compiled.rope[:, torch.tensor(positions).clamp_(max=last)]
         return compiled(residual, heads, rope, where, self._keys[:, :, 1:], self._values[:, :, 1:])
 
-    def _attend(self, place: _Place, positions: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write keys and values, and attend to those of positions 1 to each token's own."""
-        place.write(self._keys, key)
-        place.write(self._values, value)
-        end = place.end
-        first = min(1, end - 1)
-        keys, values = self._keys[place.slots, :, first:end], self._values[place.slots, :, first:end]
+    def _attend(
+        self, place: _Place, positions: Tensor, layers: Iterator[int], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Write keys and values of the next layer, and attend to those of positions 1 to each token's own."""
+        layer, heads = next(layers), key.shape[1]
+        of_layer = slice(layer * heads, (layer + 1) * heads)
+        all_keys, all_values = self._keys[:, of_layer], self._values[:, of_layer]
+        place.write(all_keys, key)
+        place.write(all_values, value)
+        end, window = place.end, self.network.config.windows[layer]
+        first = min(1 if window is None else max(1, min(place.starts) + 1 - window), end - 1)
+        keys, values = all_keys[place.slots, :, first:end], all_values[place.slots, :, first:end]
         if place.width == 1 and place.starts_alike:
             return grouped_attention(query, keys, values, None)
-        seen = torch.arange(first, end, device=query.device) <= positions[..., None].clamp(min=first)
+        places, own = torch.arange(first, end, device=query.device), positions[..., None].clamp(min=first)
+        seen = places <= own if window is None else (places <= own) & (places > own - window)
         return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
@@ -111,7 +124,8 @@ class HeadBackend(FeatureReader):
         if start == 0:
             entered.insert(0, self._outputs.new_zeros(1, self._outputs.shape[3]))
         if known < width:
-            entered.append(self._outputs[slot, 0, before + known : before + width])
+            own = self._outputs[slot, 0, before + known : before + width]
+            entered.append(own if self._mask_entered is None else self._mask_entered.expand_as(own))
         return entered[0] if len(entered) == 1 else torch.cat(entered)
 
     def _logits(self, outputs: Tensor) -> Tensor:

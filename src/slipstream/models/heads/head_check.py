@@ -46,13 +46,17 @@ class HeadAgreement:
 
 
 def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
-    """How a head of one layer agrees with its target on a fixed text; None for others, and without a tokenizer."""
+    """How a head of one layer that drafts token by token agrees with its target on a fixed text; None for others, and
+    without a tokenizer."""
     tokenizer = target.tokenizer
-    if tokenizer is None or not isinstance(draft.backend, HeadBackend):
+    if tokenizer is None or not isinstance(draft.backend, HeadBackend) or draft.backend.mask_token is not None:
         return None
     network = draft.backend.network
+    if len(network.config.windows) > 1:
+        return None
     question = tokenizer.chat([{"role": "user", "content": QUESTION}]) if tokenizer.has_chat_template else []
-    text = torch.tensor([*question, *tokenizer.bare(FABLE)][:LENGTH], device=draft.backend.device)
+    length = min(LENGTH, network.config.max_length)
+    text = torch.tensor([*question, *tokenizer.bare(FABLE)][:length], device=draft.backend.device)
     states, likeliest = _states(target, text)
     settings = dict(_settings(network.config, len(states) - 1))
     guessed = {

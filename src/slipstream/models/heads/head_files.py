@@ -1,7 +1,8 @@
 """Reads draft heads from the files that their trainers write, and those of the EAGLE-3 type as networks.
 
-Two layouts of EAGLE-3: `speculators` (vLLM's), and the official one of SafeAILab/EAGLE, which SpecForge and ModelOpt
-share. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's layers differently.
+Three layouts of EAGLE-3: `speculators` (vLLM's), the official one of SafeAILab/EAGLE, which SpecForge and ModelOpt
+share, and DeepSpec's. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's
+layers differently.
 Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
 configuration says.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
-from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights, Linear
+from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
@@ -31,23 +33,41 @@ from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+<<<<<<< HEAD
 ASSISTANT, DFLASH, EAGLE1, EAGLE3 = "assistant", "dflash", "eagle1", "eagle3"
+=======
+DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3 = "dflash", "dflash2", "dspark", "eagle1", "eagle3"
+PEAGLE = "peagle"
+>>>>>>> main
 PARD = "pard"  # an ordinary model that drafts with mask tokens
 KINDS = {  # the kind of head, by the architecture that a config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
-    **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated"), EAGLE3),
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated", "Qwen3Eagle3Model"), EAGLE3),
     "DFlashDraftModel": DFLASH,
+<<<<<<< HEAD
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
+=======
+    "DFlash2DraftModel": DFLASH2,
+    "Qwen3DSparkModel": DSPARK,
+    **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},  # which are not read
+>>>>>>> main
 }
 EMBEDDED_NAME = "smollm2_head"
+MASK_FEATURE = "mask_hidden"
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
-    "sliding_window": None,
     "num_hidden_layers": 1,
 }
+WINDOWED = "sliding_attention"
+# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimate of acceptance,
+# and P-EAGLE's in place of features, which is read elsewhere
+UNREAD = re.compile(
+    r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
+)
 
 
 def embedded_head() -> Path:
@@ -127,6 +147,8 @@ def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
     named = next((KINDS[name] for name in settings.get("architectures") or [] if name in KINDS), None)
+    if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _names(folder, options):
+        return PEAGLE
     if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _names(folder, options):
         return EAGLE1
     return named
@@ -152,26 +174,64 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
 def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
     """The network of a head of the EAGLE-3 type."""
     model = target.backend.model  # type: ignore[attr-defined]
+    check_layer(files, several_layers=True)
     config = _config(files, tensors, model.config.get_text_config(), target)
     embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
     return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
 
 
+def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
+    """A head of P-EAGLE: one of EAGLE-3, and what stands for tokens and features to come."""
+    network = read_eagle3(files, tensors, target)
+    name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
+    token = files.settings.get(name)
+    if not isinstance(token, int) or not 0 <= token < target.backend.vocab_size:
+        raise UsageError(
+            f"draft head {files.source!r} has {name}={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
+        )
+    size = len(network.config.layers) * network.config.target_hidden_size
+    stored = {key: tensor.reshape(1, -1) for key, tensor in tensors.items() if key == MASK_FEATURE}
+    feature = TensorReader(files.source, stored, target.backend.device)(MASK_FEATURE, 1, size)
+    return HeadBackend(network, token, feature)
+
+
 def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
     """Raise `UsageError` for settings of a decoder layer that heads are not computed with.
 
-    several_layers: there may be any number; then `layer_types` says which of them have the window.
+    several_layers: there may be any number.
     """
     layer, source = files.layer, files.source
     if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
         raise UsageError(f"draft head {source!r}: config.json has no {missing[0]}; allowed: a whole number")
     for name, expected in REFUSED.items():
-        if several_layers and name in ("num_hidden_layers", "sliding_window"):
+        if several_layers and name == "num_hidden_layers":
             continue
         if layer.get(name, expected) not in (expected, None):
             raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
     if layer.get("hidden_act", "silu") != "silu":
         raise UsageError(f"draft head {source!r} has hidden_act={layer['hidden_act']!r}; allowed: 'silu'")
+
+
+def windows_of(files: HeadFiles) -> list[int | None]:
+    """How many positions each layer's attention sees; None for all.
+
+    Raises `UsageError` where that is not clear: some readers take a window that `layer_types` does not mention, others
+    do not.
+    """
+    layer, source, count = files.layer, files.source, files.layer["num_hidden_layers"]
+    window, kinds = layer.get("sliding_window"), layer.get("layer_types")
+    if kinds is None:
+        if window is not None and layer.get("use_sliding_window", True):
+            raise UsageError(f"draft head {source!r} has sliding_window={window!r} without layer_types; allowed: both")
+        return [None] * count
+    if len(kinds) != count or not set(kinds) <= {WINDOWED, "full_attention"}:
+        raise UsageError(
+            f"draft head {source!r} has layer_types={kinds!r}; allowed: {WINDOWED!r} or 'full_attention' for each of "
+            f"its {count} layers"
+        )
+    if WINDOWED in kinds and (not isinstance(window, int) or window < 1):
+        raise UsageError(f"draft head {source!r} has sliding_window={window!r}; allowed: 1 or more")
+    return [window if kind == WINDOWED else None for kind in kinds]
 
 
 def check_size(files: HeadFiles, target: Loaded, name: str, size: int, expected: int) -> None:
@@ -184,7 +244,6 @@ def check_size(files: HeadFiles, target: Loaded, name: str, size: int, expected:
 
 def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any, target: Loaded) -> HeadConfig:
     layer, flags, source = files.layer, files.flags, files.source
-    check_layer(files)
     sizes = {"hidden_size": target_config.hidden_size, "vocab_size": target.backend.vocab_size}
     target_size = flags.get("target_hidden_size") or layer["hidden_size"]
     check_size(files, target, "target_hidden_size", target_size, sizes["hidden_size"])
@@ -222,6 +281,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
         inverse_frequencies=inverse_frequencies,
         rotation_scale=rotation_scale,
+        windows=tuple(windows_of(files)),
         unclear=_unclear(files),
     )
 
@@ -238,7 +298,7 @@ def _unclear(files: HeadFiles) -> tuple[str, ...]:
 
 def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     """The layers whose entering hidden states a head reads; without any named, those of the official code."""
-    named = files.flags.get("eagle_aux_hidden_state_layer_ids")
+    named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
     if named is None:
         return 2, count // 2, count - 3
     # `speculators` numbers what enters layers, the others what leaves them
@@ -295,27 +355,43 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         config.target_hidden_size,
         config.vocab_size if config.token_ids is None else len(config.token_ids),
     )
-    layer, middle = "layers.0.", config.intermediate_size
     read = TensorReader(files.source, tensors, device)
     product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
-    projections = [
-        read(f"{layer}self_attn.{name}_proj.weight", count * config.head_dim, 2 * size)
-        for name, count in zip("qkv", heads, strict=True)
-    ]
-    gates = [read(f"{layer}mlp.{name}_proj.weight", middle, size) for name in ("gate", "up")]
-    return HeadWeights(
+
+    def layer(number: int, inputs: int) -> dict[str, Any]:
+        name, middle = f"layers.{number}.", config.intermediate_size
+        projections = [
+            read(f"{name}self_attn.{part}_proj.weight", count * config.head_dim, inputs)
+            for part, count in zip("qkv", heads, strict=True)
+        ]
+        gates = [read(f"{name}mlp.{part}_proj.weight", middle, size) for part in ("gate", "up")]
+        norms = {f"{name}self_attn.{part}_norm.weight": count for part, count in zip("qk", heads, strict=False)}
+        return {
+            "qkv": product(torch.cat(projections)),
+            "out": product(read(f"{name}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
+            "gate_up": product(torch.cat(gates)),
+            "down": product(read(f"{name}mlp.down_proj.weight", size, middle)),
+            "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
+            "head_norms": torch.cat([read(norm, config.head_dim).expand(n, 1, -1) for norm, n in norms.items()])
+            if any(norm in tensors for norm in norms)
+            else None,
+        }
+
+    weights = HeadWeights(
+        **layer(0, 2 * size),
         fc=product(read(FEATURES, size, len(config.layers) * target)),
-        qkv=product(torch.cat(projections)),
-        out=product(read(f"{layer}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
-        gate_up=product(torch.cat(gates)),
-        down=product(read(f"{layer}mlp.down_proj.weight", size, middle)),
         lm_head=product(read("lm_head.weight", drafted, size)),
-        token_norm=read(f"{layer}input_layernorm.weight", size),
-        hidden_norm=read(f"{layer}hidden_norm.weight", size),
-        middle_norm=read(f"{layer}post_attention_layernorm.weight", size),
+        token_norm=read("layers.0.input_layernorm.weight", size),
+        hidden_norm=read("layers.0.hidden_norm.weight", size),
         final_norm=read("norm.weight", size),
         feature_norms=_feature_norms(files, read, config),
+        further=[
+            FurtherLayer(**layer(i, size), first_norm=read(f"layers.{i}.input_layernorm.weight", size))
+            for i in range(1, len(config.windows))
+        ],
     )
+    read.check_all_read()
+    return weights
 
 
 def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Tensor | None:
@@ -332,6 +408,7 @@ class TensorReader:
     source: str
     tensors: Mapping[str, Tensor]
     device: torch.device
+    names: set[str] = field(default_factory=set)
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name. Raises `SlipstreamError` if it is missing or of another shape."""
@@ -339,7 +416,17 @@ class TensorReader:
         if tensor is None or tuple(tensor.shape) != shape:
             found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
             raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {found}; allowed: {list(shape)}")
+        self.names.add(name)
         return tensor.to(self.device)
+
+    def check_all_read(self) -> None:
+        """Raise `SlipstreamError` if there are more tensors: the head computes something else with them."""
+        more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
+        if more:
+            raise SlipstreamError(
+                f"draft head {self.source!r}: its config.json says nothing of tensor {more[0]!r}; allowed: the tensors "
+                f"of its kind, such as {min(self.names)!r}"
+            )
 
 
 def as_product(weight: Tensor, num_weights: int) -> Linear:

@@ -1,6 +1,8 @@
 """Writes draft heads in the layout of `speculators`, which `head_files` and vLLM read.
 
 A head has three features and no norms around `fc`, as in the paper: other forms need flags that not every reader knows.
+It has no embedding, which may be larger than all else: readers take the target's. `speculators` 0.9.0 does so where it
+finds NaN, and finds unset memory: fill it with NaN and call `load_verifier_weights`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
+from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
@@ -41,19 +42,23 @@ def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
 
 
-def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
-    """The MTP layers of a target as its draft model. options: the target's."""
+def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None) -> Loaded:
+    """The MTP layers of a target as its draft model. options: the target's.
+
+    head: where `speculators` wrote them after more training, if they are not the target's own.
+    """
     backend, model = target.backend, getattr(target.backend, "model", None)
     if model is None or not isinstance(backend, HiddenStates):
         raise UsageError(
             f"draft={MTP!r} with target {target.name!r}, whose hidden states cannot be read; "
             "allowed: with models that run on Slipstream's own KV cache"
         )
-    files = _files(target, options)
+    files = _files(target, options) if head is None else _files_in(head.source, head.folder, options)
     found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not found:
+        named = target.name if head is None else head.source
         raise UsageError(
-            f"draft={MTP!r}, but the files of {target.name!r} have no MTP layers; allowed: a draft model or none"
+            f"draft={MTP!r}, but the files of {named!r} have no MTP layers; allowed: a draft model or none"
         )
     decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
@@ -70,11 +75,22 @@ def load_mtp(target: Loaded, options: LoadOptions) -> Loaded:
         target.backend.max_length,
         target.backend.device,
     )
-    reader = _Reader(files, decoder, model.dtype, shared.device, may_pack=options.fast is not False)
+    reader = _Reader(
+        files, decoder, model.dtype, shared.device, may_pack=options.fast is not False, token_first=head is not None
+    )
     layers = [reader.layer(number, names) for number, names in enumerate(found)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
-    return Loaded(MtpBackend(layers, shared), MTP, target.end_ids, target.tokenizer, fingerprint=fingerprint)
+    if head is None:
+        return Loaded(MtpBackend(layers, shared), MTP, target.end_ids, target.tokenizer, fingerprint=fingerprint)
+    return Loaded(
+        MtpBackend(layers, shared),
+        head.source,
+        target.end_ids,
+        target.tokenizer,
+        fingerprint=f"{fingerprint} from {head.folder}",
+        source=head.folder,
+    )
 
 
 def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
@@ -82,20 +98,27 @@ def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
     source = target.source or getattr(getattr(target.model, "config", None), "_name_or_path", "")
     if not source or is_gguf(source):
         return None
-    folder = resolve(source, options.files)
+    return _files_in(source, resolve(source, options.files), options)
+
+
+def _files_in(source: str, folder: str, options: LoadOptions) -> CheckpointFiles | None:
     config = file_of(folder, "config.json", options.files)
     return None if config is None else CheckpointFiles(source, str(config.parent))
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads layers for a target's decoder, in its type and on its device. may_pack: their weights."""
+    """Reads layers for a target's decoder, in its type and on its device. may_pack: their weights.
+
+    token_first: layers get the token before the hidden state, however their product is called.
+    """
 
     files: CheckpointFiles
     decoder: Any
     dtype: torch.dtype
     device: torch.device
     may_pack: bool
+    token_first: bool = False
 
     def layer(self, number: int, names: LayerTensors) -> MtpLayer:
         size = self.decoder.config.hidden_size
@@ -107,7 +130,7 @@ class _Reader:
         token_norm, hidden_norm = (
             _with_weight(decoder.norm, self._tensor(names.parts[part], size)) for part in ("token_norm", "hidden_norm")
         )
-        hidden_first = names.parts["project"].endswith(HIDDEN_FIRST)
+        hidden_first = names.parts["project"].endswith(HIDDEN_FIRST) and not self.token_first
         if self.may_pack and unsupported(decoder) is None:
             convert = partial(rounded, bits="int4") if _is_large(decoder) else compressed_or_packed
             pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))

@@ -1,12 +1,13 @@
-"""The network of EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840): one decoder layer over tokens and hidden states.
+"""The network of EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840): a decoder layer over tokens and hidden states.
 
 Row s of a head holds token x_s and the feature of the position before it: hidden states that entered some layers of the
-target there, or, where the target has not been yet, what the head itself returned. It predicts x_{s+1}.
+target there, or, where the target has not been yet, what the head itself returned. It predicts x_{s+1}. In some heads
+ordinary decoder layers follow the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class HeadConfig:
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
     vocabulary] the target's id of each token that the head can propose; None for all, in order.
     inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
-    cosines and sines.
+    cosines and sines. windows: how many positions a row sees in each layer, itself included; None for all.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
     unclear: what of these the files leave open, or their readers take in two ways.
     """
@@ -47,32 +48,50 @@ class HeadConfig:
     norm_output: bool = False
     inverse_frequencies: Tensor | None = None
     rotation_scale: float = 1.0
+    windows: tuple[int | None, ...] = (None,)
     unclear: tuple[str, ...] = ()
 
 
-@dataclass
-class HeadWeights:
-    """A head's products and norms, by what they do. norms: of one vector each.
+@dataclass(kw_only=True)
+class LayerWeights:
+    """A decoder layer's products and norms but for those before it, by what they do. qkv and gate_up are joint.
 
-    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None. qkv and gate_up
-    are joint.
+    head_norms: [heads + key heads, 1, D] of queries and keys, or None.
     """
 
-    fc: Linear
     qkv: Linear
     out: Linear
     gate_up: Linear
     down: Linear
+    middle_norm: Tensor
+    head_norms: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class FurtherLayer(LayerWeights):
+    """A decoder layer after the first."""
+
+    first_norm: Tensor
+
+
+@dataclass(kw_only=True)
+class HeadWeights(LayerWeights):
+    """A head's products and norms, those of its first layer included. norms: of one vector each.
+
+    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None.
+    """
+
+    fc: Linear
     lm_head: Linear
     token_norm: Tensor
     hidden_norm: Tensor
-    middle_norm: Tensor
     final_norm: Tensor
     feature_norms: Tensor | None = None
+    further: Sequence[FurtherLayer] = ()
 
 
 class Network(Protocol):
-    """The forward of a head of one layer. B rows, W tokens of each, H hidden size."""
+    """The forward of a head. B rows, W tokens of each, H hidden size."""
 
     config: HeadConfig
     dtype: torch.dtype
@@ -84,7 +103,8 @@ class Network(Protocol):
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
 
-        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D].
+        attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D];
+        called once for each layer, in order.
         """
 
     def returned(self, outputs: Tensor) -> Tensor:
@@ -116,22 +136,35 @@ class HeadNetwork:
         return self.weights.fc(features)
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.finish(*self.project(tokens, entered), positions, attend)
+        hidden = self.finish(*self.project(tokens, entered), positions, attend)
+        for further in self.weights.further:
+            hidden = self._finish(
+                further, hidden, further.qkv(self._norm(hidden, further.first_norm)), positions, attend
+            )
+        return hidden
 
     def project(self, tokens: Tensor, entered: Tensor) -> tuple[Tensor, Tensor]:
         """The residual [B, W, H], to which attention's output is added, and queries, keys and values [B, W, all heads *
-        D] of `layer`."""
+        D] of the first layer."""
         normed = self._norm(entered, self.weights.hidden_norm)
         embedded = self._norm(self.embed(tokens).to(self.dtype), self.weights.token_norm)
         heads = self.weights.qkv(torch.cat([embedded, normed], -1))
         return normed if self.config.norm_before_residual else entered, heads
 
     def finish(self, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The rest of `layer`."""
-        config, weights = self.config, self.weights
+        """The rest of the first layer."""
+        return self._finish(self.weights, residual, heads, positions, attend)
+
+    def _finish(
+        self, weights: LayerWeights, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        config = self.config
         qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         both = config.num_heads + config.num_key_heads
-        turned = self._rotate(qkv[:, :both], positions)
+        unturned = qkv[:, :both]
+        if weights.head_norms is not None:
+            unturned = self._norm(unturned, None) * weights.head_norms
+        turned = self._rotate(unturned, positions)
         attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
         hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
         gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)

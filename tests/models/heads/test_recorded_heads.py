@@ -1,0 +1,282 @@
+"""Heads that `speculators` wrote draft what it computed with them, and change no text.
+
+tests/clients/scripts/speculators_record.py made the files in recorded/: tiny random heads, a text, and logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.drafters.model.model_drafter import ModelDrafter
+from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.tiny_models import prompts, tokenizer
+
+RECORDED = Path(__file__).parent / "recorded"
+TARGET = str(RECORDED / "target")
+HEADS = sorted(path.parent.name for path in RECORDED.glob("*/steps.safetensors"))
+CHAINED = [name for name in HEADS if name.startswith(("dspark", "dflash2"))]
+FAVOURED = {7: 60.0, 9: 60.0}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was recorded: logits [texts, steps, drafted] of drafts after the first ends[i] tokens of a text."""
+
+    text: list[int]
+    ends: list[int]
+    logits: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, name: str) -> Steps:
+        steps, tensors = (load_file(RECORDED / name / f"{file}.safetensors") for file in ("steps", "model"))
+        drafted = steps["logits"].shape[-1]
+        token_ids = torch.arange(drafted) + tensors.get("d2t", torch.zeros(drafted, dtype=torch.int64))
+        return cls(steps["text"].tolist(), steps["ends"].tolist(), steps["logits"], token_ids)
+
+
+def agreeing(folder: Path, steps: Steps, window: int = 1 << 20) -> list[bool]:
+    """For each text, whether all steps of a draft of the text's own tokens have the recorded logits.
+
+    window: of one layer. In training the window of a draft's first token is that of all; here it moves on, as in vLLM.
+    """
+    pair, found = pair_of(TARGET, folder), []
+    for end, expected in zip(steps.ends, steps.logits, strict=True):
+        count = len(expected) if end + len(expected) <= window else 1
+        logits = step_logits(pair, steps.text[:end], count, steps.text[end : end + count])
+        finite = torch.full_like(logits[0], float("-inf")).index_fill(0, steps.token_ids, 0.0)
+        same = all(bool(((x == float("-inf")) | (finite == 0)).all()) for x in logits)
+        for x, y in zip((x[steps.token_ids] for x in logits), expected, strict=False):
+            real = y.isfinite()
+            same = same and torch.equal(x.isfinite(), real) and all(same_logits([x[real]], [y[real]]))
+        found.append(same)
+    return found
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_step_is_what_speculators_computed(name: str) -> None:
+    settings = json.loads((RECORDED / name / "config.json").read_text())
+    has_moving_window = name == "eagle3_of_trainer"
+    window = settings["transformer_layer_config"]["sliding_window"] if has_moving_window else 1 << 20
+    assert all(agreeing(RECORDED / name, Steps.of(name), window))
+
+
+def test_mtp_layers_in_the_targets_checkpoint_compute_the_same() -> None:
+    assert all(agreeing(Path("mtp"), Steps.of("mtp")))
+
+
+def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
+    """A copy of a recorded head with other settings; those of its layers by their own names."""
+    copytree(RECORDED / name, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    layer = settings["transformer_layer_config"]
+    for key, value in changes.items():
+        (layer if key in layer and key not in settings else settings)[key] = value
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}),
+        ("eagle3", {"norm_before_residual": True}),
+        ("eagle3", {"norm_output": True}),
+        ("eagle3_of_trainer", {"norm_before_residual": False}),
+        ("eagle3_of_trainer", {"sliding_window": 4}),
+        ("eagle3_of_trainer", {"layer_types": ["full_attention"]}),
+        ("peagle", {"mask_token_id": 3}),
+        ("dflash", {"aux_hidden_state_layer_ids": [0, 1]}),
+        ("dflash", {"sliding_window": 4}),
+        ("dflash", {"sliding_window_non_causal": True}),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("dflash", {"mask_token_id": 3}),
+        ("dspark", {"sample_from_anchor": False}),
+        ("dspark_rnn", {"sample_from_anchor": True}),
+        ("dflash2", {"selector_top_k": 6}),
+        ("dflash2", {"sliding_window_non_causal": False}),
+    ],
+    ids=str,
+)
+def test_other_settings_are_found_out(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    steps = Steps.of(name)
+    longest = min(len(x) for x in steps.logits) - 1  # one fewer where the anchor has no scores
+    shorter = Steps(steps.text, steps.ends, steps.logits[:, :longest], steps.token_ids)
+    assert not all(agreeing(changed(tmp_path / name, name, changes), shorter))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_text_shifted_by_one_is_found_out(name: str) -> None:
+    steps = Steps.of(name)
+    shifted = Steps(steps.text, [end + 1 for end in steps.ends], steps.logits[:, :1], steps.token_ids)
+    assert not any(agreeing(RECORDED / name, shifted))
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
+    steps = Steps.of(name)
+    other = Steps([*steps.text[:-1], 3], steps.ends, steps.logits, steps.token_ids)
+    for end in steps.ends:
+        other.text[end] = (steps.text[end] + 1) % 60
+    assert not any(agreeing(RECORDED / name, other))
+
+
+DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
+
+
+@pytest.mark.parametrize("name", [*DEEPSPEC, "dflash2", "peagle"])
+def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
+    """DeepSpec's heads have an embedding and an output layer, those of DFlash 2 have their settings in an object.
+
+    P-EAGLE has the official layout of EAGLE-3 with one tensor more.
+    """
+    settings = json.loads((RECORDED / name / "config.json").read_text())
+    tensors, target = (load_file(path / "model.safetensors") for path in (RECORDED / name, RECORDED / "target"))
+    own = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
+    layers = settings.get("aux_hidden_state_layer_ids", settings.get("eagle_aux_hidden_state_layer_ids"))
+    numbered = {"target_layer_ids": [i - 1 for i in layers]}
+    if name in DEEPSPEC:
+        kept = ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
+        flags = {key: settings[key] for key in kept if key in settings} | numbered
+        flags["architectures"], tensors = [DEEPSPEC[name]], own | tensors
+    elif name == "peagle":
+        flags = {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": settings["mask_token_id"]}
+        flags["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
+        tensors = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
+    else:
+        kept = ("block_size", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        flags = {"architectures": ["DFlash2DraftModel"], "dflash_config": numbered | {k: settings[k] for k in kept}}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(settings["transformer_layer_config"] | flags))
+    assert all(agreeing(tmp_path, Steps.of(name)))
+
+
+def test_heads_that_are_not_read_are_refused_by_their_names(tmp_path: Path) -> None:
+    save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4DSparkModel"]}))
+    with pytest.raises(SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'dflash', 'dflash2', "):
+        pair_of(TARGET, tmp_path)
+
+
+def decoder_of(name: str, **settings: Any) -> SpeculativeDecoder:
+    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3, "fast": False} | settings
+    return SpeculativeDecoder(TARGET, str(RECORDED / name), tokenizer=tokenizer(), **chosen)
+
+
+@cache
+def plain() -> SpeculativeDecoder:
+    return SpeculativeDecoder(TARGET, drafter="none", tokenizer=tokenizer(), max_batch_size=3, fast=False)
+
+
+ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"]]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("name", "drafter"), [*ALONE, ("dspark", "auto"), ("peagle", "auto")])
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
+    name: str, drafter: str, options: dict[str, Any]
+) -> None:
+    decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
+    asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, ignore_eos=True, **options)
+    expected = [plain().generate(prompt, params).token_ids for prompt in asked]
+    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
+    results = decoder.generate(asked, params)
+    assert [result.token_ids for result in results] == expected
+    assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
+
+
+@pytest.mark.parametrize("name", [*CHAINED, "peagle"])
+def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name: str) -> None:
+    folder = changed(tmp_path / name, name, {})
+    tensors = load_file(folder / "model.safetensors")
+    halved = {key: part.bfloat16() if part.is_floating_point() else part for key, part in tensors.items()}
+    save_file(halved, folder / "model.safetensors")
+    settings: dict[str, Any] = {"tokenizer": tokenizer(), "num_draft_tokens": 4, "fast": False}
+    decoder = SpeculativeDecoder(TARGET, str(folder), drafter="model", **settings)
+    for options in ({}, {"temperature": 0.8, "seed": 2}):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **options)
+        result = decoder.generate(prompts([17])[0], params)
+        assert result.token_ids == plain().generate(prompts([17])[0], params).token_ids
+        assert result.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", [*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"])
+def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
+    """Two tokens are favoured, so that some drafts are kept."""
+    asked, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
+    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
+    params = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED)
+    count = 0
+    for prompt, result in zip(asked, decoder_of(name).generate(asked, params), strict=True):
+        text = [*prompt, *result.token_ids]
+        for round in (round for round in result.rounds if round.draft):
+            draft = list(round.draft)
+            logits = step_logits(pair, text[: round.start], len(draft), draft)
+            assert draft == [int((x + bias).argmax()) for x in logits]
+            count += 1
+    assert count > 8
+
+
+@pytest.mark.parametrize(
+    ("name", "acceptance"), [*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")]
+)
+def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
+    monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str
+) -> None:
+    seen, inner, pair = list[float](), ModelDrafter.propose, pair_of(TARGET, RECORDED / name)
+
+    def propose(drafter: ModelDrafter, rows: Any, lengths: Any, sampler: Any) -> Any:
+        draft = inner(drafter, rows, lengths, sampler)
+        if draft.probs is not None:
+            count = draft.probs.shape[1]
+            logits = step_logits(pair, list(rows[0].tokens), count, draft.tokens[0].tolist())
+            seen.append(float((draft.probs[0] - torch.stack(logits).div(0.8).softmax(-1)).abs().max()))
+        return draft
+
+    monkeypatch.setattr(ModelDrafter, "propose", propose)
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
+    decoder_of(name, acceptance=acceptance).generate(prompts([17])[0], params)
+    assert len(seen) > 4 and max(seen) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("eagle3_of_trainer", {"norm_before_fc": False}, "says nothing of tensor 'input_norm.weight'"),
+        ("eagle3_of_trainer", {"layer_types": None}, "has sliding_window=5 without layer_types; allowed: both"),
+        ("eagle3_of_trainer", {"sliding_window": 0}, "has sliding_window=0; allowed: 1 or more"),
+        ("eagle3_of_trainer", {"layer_types": ["chunked"]}, "layer_types=['chunked']; allowed: 'sliding_attention' or"),
+        ("dspark", {"markov_head_type": "new"}, "markov_head_type='new'; allowed: 'vanilla', 'gated', 'rnn'"),
+        ("dspark", {"markov_head_type": "gated"}, "tensor 'markov_head.gate_proj.weight' is missing; allowed: [6, 14]"),
+        ("dspark", {"markov_rank": 0}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
+        ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
+        ("dspark", {"speculators_model_type": "dflash"}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        (
+            "dflash2",
+            {"speculators_model_type": "xpress"},
+            "is of type 'xpress'; allowed: 'dflash', 'dflash2', 'dspark',",
+        ),
+        ("dflash2", {"conv_group_size": 5}, "has conv_group_size=5; allowed: divisors of 8"),
+        ("dflash2", {"conv_kernel_size": 2}, "base_kernel' is [2, 3, 8]; allowed: [2, 2, 8]"),
+        ("dflash2", {"selector_top_k": 62}, "has selector_top_k=62; allowed: 1 to 61"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SlipstreamError) as raised:
+        pair_of(TARGET, changed(tmp_path / name, name, changes))
+    assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -1,0 +1,13 @@
+"""The embedded default model, loaded once for all tests of a process that take it as it is."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from slipstream import SpeculativeDecoder
+
+
+@cache
+def loaded() -> SpeculativeDecoder:
+    """Tests decode by `using(...)` of it, which keeps models and nothing that was learned."""
+    return SpeculativeDecoder("smollm2")
