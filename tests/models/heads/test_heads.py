@@ -161,11 +161,7 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"vocab_size": 99}, "its vocab_size is 99, that of"),
         ({"hidden_size": 48}, "its target_hidden_size is 48, that of"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers [1, 2, 9] of its target"),
-<<<<<<< HEAD
-        ({"speculators_model_type": "eagle"}, "is of type 'eagle'; allowed: 'assistant', 'dflash', 'eagle1', 'eagle3'"),
-=======
-        ({"speculators_model_type": "eagle"}, "is of type 'eagle'; allowed: 'dflash', 'dflash2', 'dspark', "),
->>>>>>> main
+        ({"speculators_model_type": "eagle"}, "is of type 'eagle'; allowed: 'assistant', 'dflash', 'dflash2', "),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; allowed: 'silu'"),
         ({"num_hidden_layers": 2}, "tensor 'layers.1.self_attn.q_proj.weight' is missing; allowed: [32, 32]"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic'; allowed: 'default', 'linear', 'llama3'"),

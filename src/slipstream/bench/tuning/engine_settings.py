@@ -18,12 +18,18 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
-<<<<<<< HEAD
-from slipstream.models.heads.head_files import ASSISTANT, DFLASH, EAGLE1, EAGLE3, PARD, trained_kind
-=======
-from slipstream.models.heads.head_files import DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE, trained_kind
+from slipstream.models.heads.head_files import (
+    ASSISTANT,
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE1,
+    EAGLE3,
+    PARD,
+    PEAGLE,
+    trained_kind,
+)
 from slipstream.models.loaded import MTP
->>>>>>> main
 from slipstream.models.weights.model_files import is_gguf
 
 # a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type

@@ -33,24 +33,18 @@ from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-<<<<<<< HEAD
-ASSISTANT, DFLASH, EAGLE1, EAGLE3 = "assistant", "dflash", "eagle1", "eagle3"
-=======
-DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3 = "dflash", "dflash2", "dspark", "eagle1", "eagle3"
+ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
+EAGLE1, EAGLE3 = "eagle1", "eagle3"
 PEAGLE = "peagle"
->>>>>>> main
 PARD = "pard"  # an ordinary model that drafts with mask tokens
 KINDS = {  # the kind of head, by the architecture that a config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated", "Qwen3Eagle3Model"), EAGLE3),
     "DFlashDraftModel": DFLASH,
-<<<<<<< HEAD
-    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
-=======
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DSparkModel": DSPARK,
     **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},  # which are not read
->>>>>>> main
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
 EMBEDDED_NAME = "smollm2_head"
 MASK_FEATURE = "mask_hidden"

@@ -14,17 +14,7 @@ from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.head_files import (
-<<<<<<< HEAD
     ASSISTANT,
-    DFLASH,
-    EAGLE1,
-    EAGLE3,
-    HeadFiles,
-    read_eagle3,
-    read_tensors,
-)
-from slipstream.models.loaded import Loaded, LoadOptions
-=======
     DFLASH,
     DFLASH2,
     DSPARK,
@@ -38,7 +28,6 @@ from slipstream.models.loaded import Loaded, LoadOptions
 )
 from slipstream.models.heads.mtp_files import load_mtp
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
->>>>>>> main
 
 READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {
     DFLASH: read_dflash,
@@ -57,15 +46,10 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
             f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
             "allowed: with models that run on Slipstream's own KV cache"
         )
-<<<<<<< HEAD
-    if files.kind not in (ASSISTANT, *READERS):
-        allowed = ", ".join(map(repr, sorted((ASSISTANT, *READERS))))
-=======
     if files.kind == MTP:
         return load_mtp(target, options, files)
-    if files.kind not in READERS:
-        allowed = ", ".join(map(repr, sorted((MTP, *READERS))))
->>>>>>> main
+    if files.kind not in (ASSISTANT, *READERS):
+        allowed = ", ".join(map(repr, sorted((ASSISTANT, MTP, *READERS))))
         raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
     backend: Backend
     tensors: Mapping[str, Tensor]
