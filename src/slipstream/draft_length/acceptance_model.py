@@ -138,10 +138,6 @@ class ModelDrafts:
         """The probability that all tokens so far and the next one, which is not drafted yet, are accepted."""
         return self.acceptance_probs(row, chances)[-1] * self._by_position.chance(row, len(chances))
 
-    def by_position(self, row: Row, length: int) -> list[float]:
-        """The probability that the first 1, 2, ... of `length` tokens are all accepted, as long as none is drafted."""
-        return self._by_position.acceptance_probs(row, length)
-
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2, ... tokens are all accepted."""
         return list(accumulate((self._by_chance.chance(row, bin_of(chance)) for chance in chances), mul))

@@ -228,13 +228,10 @@ class Planner:
         if not any(better):
             return [0] * count
         drafting = [row for row, is_better in zip(rows, better, strict=True) if is_better]
-        rate = max(
-            self._rate_of_shorter(drafting, count),
-            self.costs.rate(
-                [model for model, is_better in zip(yields, better, strict=True) if is_better],
-                count,
-                [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
-            ),
+        rate = self.costs.rate(
+            [model for model, is_better in zip(yields, better, strict=True) if is_better],
+            count,
+            [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
         )
         if not self._pays(rows, drafting, rate, other_rate):
             due = self._of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
@@ -292,21 +289,6 @@ class Planner:
         """Whether the draft model would save a row that is alone more time than reading its text takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
         return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
-
-    def _rate_of_shorter(self, rows: Sequence[Row], batch: int) -> float:
-        """Tokens per second of `batch` rows with the model's drafts for these, of the best one length for all.
-
-        Drafts of late may have been longer than pays, as long as the model was taken for better than it is. No longer
-        ones are looked at: those positions were reached by the best drafts only.
-        """
-        longest = min((round(self.model_drafts.of(row).drafted) for row in rows), default=0)
-        probs = [self.model_drafts.by_position(row, longest) for row in rows]
-        tokens, rate, beginning, step = float(batch), 0.0, self.costs.beginning(batch), self.costs.step(batch)
-        for length in range(1, longest + 1):
-            tokens += sum(row_probs[length - 1] for row_probs in probs)
-            verifying = self.costs.verify(batch, length, length * len(rows))
-            rate = max(rate, tokens / (beginning + length * step + verifying))
-        return rate
 
     def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, other_rate: float) -> bool:
         """Whether drafting with the model, at `rate`, saves more time than reading the texts it has not read takes."""

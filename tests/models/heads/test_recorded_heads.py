@@ -166,7 +166,9 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
 def test_heads_that_are_not_read_are_refused_by_their_names(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4DSparkModel"]}))
-    with pytest.raises(SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'dflash', 'dflash2', "):
+    with pytest.raises(
+        SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'assistant', 'dflash', 'dflash2', "
+    ):
         pair_of(TARGET, tmp_path)
 
 
@@ -267,7 +269,7 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         (
             "dflash2",
             {"speculators_model_type": "xpress"},
-            "is of type 'xpress'; allowed: 'dflash', 'dflash2', 'dspark',",
+            "is of type 'xpress'; allowed: 'assistant', 'dflash', 'dflash2', 'dspark',",
         ),
         ("dflash2", {"conv_group_size": 5}, "has conv_group_size=5; allowed: divisors of 8"),
         ("dflash2", {"conv_kernel_size": 2}, "base_kernel' is [2, 3, 8]; allowed: [2, 2, 8]"),

@@ -12,6 +12,8 @@ from torch import Tensor
 from slipstream.core.rng import Race, argmax, words
 from slipstream.models.cpu.kernel_libraries import address, kernels
 
+FEWEST = 4096  # tokens from which on the kernel is worth loading
+
 
 class CompiledRace(Race):
     """A race on the CPU; its winners are those of `Race` to the bit."""
@@ -39,5 +41,5 @@ class CompiledRace(Race):
 
 def race(vocab_size: int, device: torch.device) -> Race:
     """The fastest race of a device."""
-    library = kernels() if device.type == "cpu" else None
+    library = kernels() if device.type == "cpu" and vocab_size >= FEWEST else None
     return Race(vocab_size, device) if library is None else CompiledRace(vocab_size, library)
