@@ -145,20 +145,6 @@ def test_a_draft_model_that_brings_nothing_is_left_alone() -> None:
     assert one.lengths([other]) == [STEPS]  # a new row gets its chance, for a time
 
 
-def test_drafts_that_were_too_long_do_not_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six tokens at a time, of which three in four are accepted, do not pay; two do."""
-    one, of, wrong = planner_of(column=0.02, step=0.35, asks_model=True), row(), row(1)
-    for kept in (2, 1, 3, 0, 2, 1, 0, 4, 1, 2) * 2:
-        happened(of, 6, kept, 6, MODEL)
-        happened(wrong, 6, 0, 6, MODEL)
-        one.observe([of])
-        one.observe([wrong])
-    assert one.costs.rate([one.model_drafts.of(of)], 1, []) < 1 / one.costs.verify(1, 0)
-    assert one.lengths([of]) == [STEPS] and one.lengths([wrong]) == [0]
-    monkeypatch.setattr(one, "_rate_of_shorter", lambda rows, batch: 0.0)
-    assert one.lengths([of]) == [0]
-
-
 def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
     one = planner_of(asks_model=True)
     for index in range(12):
