@@ -64,6 +64,11 @@ def test_where_no_token_is_possible_the_winner_has_no_probability(value: float) 
     assert winners.shape == (2,) and not bool((probs.gather(1, winners[:, None]) > 0).any())
 
 
+def test_distributions_over_another_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="probs: 5004 tokens; allowed: 5003"):
+        compiled().draw(torch.ones(1, VOCAB + 1), [1])
+
+
 def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(race(VOCAB, CPU), CompiledRace) or kernels() is None
     assert type(race(257, CPU)) is Race  # for which nothing is compiled

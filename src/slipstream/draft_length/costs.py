@@ -117,7 +117,6 @@ class CostModel:
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
     _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # kept until something is learned
-    _draft_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # the same of a draft's parts, by rows
     _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict)  # by what `verify` is asked
     _last_step: int = -1
 
@@ -149,7 +148,6 @@ class CostModel:
         self._learn_forward(self._forward(count, longest, drafted), verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
-            self._draft_seconds.clear()
 
     def _learn_forward(self, forward: Forward, seconds: float) -> None:
         if seconds <= 0:
@@ -158,7 +156,6 @@ class CostModel:
         surprise = self._learned.learn(forward.plain, forward.measured, seconds, correction)
         self._corrections[forward.shape] = correction + SHAPE * surprise
         self._verify_seconds.clear()
-        self._draft_seconds.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
         """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
@@ -202,21 +199,15 @@ class CostModel:
 
     def step(self, rows: int) -> float:
         """Seconds of one more step of the draft model: what drafts took per step of late, but at most as measured."""
-        key = "step", rows
-        if key not in self._draft_seconds:
-            observed, assumed = self._of_drafts(rows, lambda steps, seconds: seconds / steps), self._assumed_step(rows)
-            known = assumed if observed is None else min(observed, assumed) if self.steps else observed
-            self._draft_seconds[key] = known
-        return self._draft_seconds[key]
+        observed = self._of_drafts(rows, lambda steps, seconds: seconds / steps)
+        if observed is None:
+            return self._assumed_step(rows)
+        return min(observed, self._assumed_step(rows)) if self.steps else observed
 
     def beginning(self, rows: int) -> float:
         """Seconds that a draft takes besides its steps: searching, planning, weights that are not in the caches."""
-        key = "beginning", rows
-        if key not in self._draft_seconds:
-            step = self.step(rows)
-            seconds_beside = self._of_drafts(rows, lambda steps, seconds: seconds - steps * step) or 0.0
-            self._draft_seconds[key] = max(0.0, seconds_beside)
-        return self._draft_seconds[key]
+        step = self.step(rows)
+        return max(0.0, self._of_drafts(rows, lambda steps, seconds: seconds - steps * step) or 0.0)
 
     def _of_drafts(self, rows: int, number: Callable[[int, float], float]) -> float | None:
         """The median of a number of the latest drafts, scaled from the nearest number of rows; None without any."""

@@ -26,6 +26,8 @@ class CompiledRace(Race):
         self._found = torch.empty(vocab_size, dtype=torch.int64)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+        if probs.shape[-1] != len(self._found):
+            raise ValueError(f"probs: {probs.shape[-1]} tokens; allowed: {len(self._found)}")
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
