@@ -22,6 +22,7 @@ from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
 from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, without
+from tests.support.tiny_models import fresh
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:
@@ -153,6 +154,17 @@ def test_auto_says_so_where_no_shapes_agree(shaky: RoundingBackend, caplog: pyte
     assert "no forward shapes agree to the bit here" in caplog.text
     assert not made.reproducible and made._target_session.shapes == EXACT_FIT
     assert len(made.generate([1, 2, 3], SamplingParams(max_tokens=3)).token_ids) == 3
+
+
+def test_broken_weights_in_memory_do_not_speak_for_sound_ones_of_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    broken = fresh("llama")
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")  # which equals nothing
+    assert not SpeculativeDecoder(broken).reproducible
+    assert SpeculativeDecoder(fresh("llama"), reproducible=True).reproducible
 
 
 @pytest.mark.parametrize(("slower", "kept"), [(1.2, True), (1.3, False)])

@@ -93,14 +93,18 @@ def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool |
 
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
-    """The calibration of this machine, model and precision from the cache, or a new one, which is then saved."""
+    """The calibration of this machine, model and precision from the cache, or a new one, which is then saved.
+
+    That a model in memory does not agree is not saved.
+    """
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
     cached = _read(identity, _calibration)
     if cached is not None:
         return cached
     with progress_bar(f"measuring how {loaded.name!r} runs here (once)") as progress:
         calibration = calibrate(loaded.backend, max_batch_size, progress)
-    _save(identity, asdict(calibration))
+    if calibration.agrees or loaded.source:  # weights in memory have no name: others of the same sizes may be sound
+        _save(identity, asdict(calibration))
     return calibration
 
 
