@@ -66,6 +66,17 @@ def test_commands_need_no_extra() -> None:
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
+def test_names_that_the_oldest_transformers_lacks_are_not_needed() -> None:
+    """Of the oldest version that is allowed; what it lacks was found by importing every module beside it."""
+    script = """
+from transformers import cache_utils
+del cache_utils.DummyLayer  # which came with 5.23
+from slipstream.models.hf.supported_models import ATTENTION
+assert ATTENTION == (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.slow
 def test_the_library_works_with_four_packages(tmp_path: Path) -> None:
     blocked = with_requirements(DECLARED) - with_requirements(set(CORE))

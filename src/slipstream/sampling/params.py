@@ -61,7 +61,7 @@ class SamplingParams:
     stop: str | Sequence[str] = setting((), "strings that end the text, which is cut before them")
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
-    seed: int | None = setting(None, "random seed; a fresh one if left out, told by `Result.seed`")
+    seed: int | None = setting(None, "random seed; if left out, a fresh one, which the result names")
     logprobs: int | None = setting(
         None, "report each token's log-probability and the K highest, of the target's raw logits; nothing if left out"
     )

@@ -44,6 +44,14 @@ def test_help_of_generate_is_short_and_names_what_is_asked_first(capsys: Any, mo
     assert "suffix[:MIN]" not in out and "suffix[:MIN]" in run(capsys, monkeypatch, "generate", "--help-all")[1]
 
 
+@pytest.mark.parametrize("name", ["", *NAMES, "models check", "models pull", "models rm"])
+def test_every_command_shows_its_whole_help_in_plain_words(name: str, capsys: Any, monkeypatch: Any) -> None:
+    for word in ("--help", "--help-all"):
+        code, out, err = run(capsys, monkeypatch, *name.split(), word)
+        assert code == 0 and not err and out.startswith(f"Usage: {' '.join(('slipstream', *name.split()))} [OPTIONS]")
+        assert not re.search(r"\bx[<>]|<path>|\w\.\.\.\n", out)
+
+
 def test_whole_help_of_the_draft_length_is_the_decoders(capsys: Any, monkeypatch: Any) -> None:
     words = " ".join(run(capsys, monkeypatch, "generate", "--help-all")[1].split())
     assert "DEPTHxWIDTH (a tree)" in words and "this request's draft length" not in words

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.requests import Prompt
 
-SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
+SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help", "--help-all"]}
 MODULES = {"batch": "batch_requests"}  # of commands whose name another module has
 EXAMPLES = (
     "slipstream demo",

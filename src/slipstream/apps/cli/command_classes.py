@@ -37,6 +37,7 @@ FIRST = (
 )
 LAST = ("Output", "Options", "Examples")
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
+RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as typer writes them in help
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
 
 
@@ -85,7 +86,10 @@ class Command(_Worded, TyperCommand):
             record = option.get_help_record(ctx)
             if record is not None:
                 name = _argument(option) if option.param_type_name == "argument" else record[0]
-                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append((name, record[1]))
+                text = record[1]
+                for pattern, plain in RANGES.items():
+                    text = re.sub(pattern, plain, text)
+                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append((name, text))
         others = [title for title in sections if title not in (*FIRST, *LAST)]
         _write(formatter, {title: sections[title] for title in (*FIRST, *others, *LAST) if title in sections})
 

@@ -76,16 +76,19 @@ def rm(name: Annotated[str, typer.Argument(help="a name from `slipstream models`
 @models_app.command(cls=Command, context_settings=SETTINGS)
 def check(
     target: Annotated[str, typer.Argument(help=NAMED)],
-    draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
-    text: Annotated[Path | None, typer.Option("--text", help="try drafts through bytes on this file's text")] = None,
+    draft: Annotated[str, typer.Argument(help="draft model or draft head, named like the target")],
+    text: Annotated[
+        Path | None, typer.Option("--text", help="try drafts through bytes on this file's text", metavar="FILE")
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="all that was compared, and what follows")] = False,
     json_file: Json = None,
 ) -> None:
-    """Can DRAFT draft for TARGET? The answer comes first; no weights are loaded, unless DRAFT is a draft head.
+    """Can DRAFT draft for TARGET? The answer comes first.
 
-    Compares tokens, heads, special tokens and templates. A draft model of another vocabulary drafts through bytes; how
-    much of its drafts that can lose is tried on a text. A draft head guesses the target's tokens, as its config.json
-    says and as that may have been meant. Exit code 1 if DRAFT cannot draft at all.
+    Compares tokens, heads, special tokens and templates; weights are loaded only for a draft head. A draft model of
+    another vocabulary drafts through bytes; how much of its drafts that can lose is tried on a text. A draft head
+    guesses the target's tokens, as its config.json says and as that may have been meant. Exit code 1 if DRAFT cannot
+    draft at all.
     """
     quiet_libraries()
     if _is_checked_as_head(target, draft, text, json_file):

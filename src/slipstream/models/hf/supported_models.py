@@ -6,14 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from slipstream.errors import UsageError
 from slipstream.models.decoder.attention import GROUPED, unmasked_window
@@ -21,7 +15,9 @@ from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
 
-ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # the last reads another layer's keys
+# the last one reads another layer's keys; transformers has it from 5.23 on
+NAMES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+ATTENTION = tuple(layer for name in NAMES if (layer := vars(cache_utils).get(name)) is not None)
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 KINDS = frozenset(("full_attention", "sliding_attention"))
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
