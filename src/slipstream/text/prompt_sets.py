@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from slipstream.checks import why_unreadable
@@ -21,6 +22,10 @@ class NamedPrompt:
     prompt: str
     category: str = "prompt"
     prediction: str | None = None
+
+    def title(self, columns: int = 28) -> str:
+        """What tells it from the others: its category if it has one, else its first words."""
+        return shorten(self.prompt, columns, placeholder=" ...") if self.category == "prompt" else self.category
 
     def __post_init__(self) -> None:
         check_text("prompt", self.prompt)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 from rich.cells import cell_len
 
-from slipstream.apps.cli.consoles import WordWrap
+from slipstream.apps.cli.consoles import Stream, WordWrap
+from slipstream.apps.cli.tables import print_legend
 
 TEXT = "The heron  waited by the river,\n\n    and was not hurried. " * 6
 
@@ -45,3 +47,12 @@ def test_a_word_longer_than_a_line_comes_as_it_is() -> None:
         *["https://example.org/", "a/long/path"],
         "now",
     ] or "https://example.org/" in wrapped(["see https://example.org/ now"], 12)
+
+
+@pytest.mark.parametrize(
+    ("colours", "no_color", "shown"), [("standard", False, True), ("standard", True, False), (None, False, False)]
+)
+def test_colours_are_explained_where_there_are_any(colours: str | None, no_color: bool, shown: bool) -> None:
+    written = io.StringIO()
+    print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), [])
+    assert ("Colours: " in written.getvalue()) == shown

@@ -79,7 +79,7 @@ def compare_command(
             with bar.hidden():
                 _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
     if not debug:
-        err.sentence(tables.legend(comparisons))
+        tables.print_legend(err, comparisons)
     summary = summarise(comparisons)
     if arms.batch:
         summary[BATCH] = compare_batch(decoder, comparisons, params, chat=not source.raw)
@@ -109,7 +109,7 @@ def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number:
 
     result = comparison.runs[SPECULATIVE].result
     assert result is not None
-    err.sentence(f"{number} {tables.name_of(comparison, 60)}", style="bold")
+    err.sentence(f"{number} {comparison.prompt.title(60)}", style="bold")
     if debug:
         err.sentence(round_lines(result.rounds, decoder.tokenizer))
     elif decoder.tokenizer is not None:

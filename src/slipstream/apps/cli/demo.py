@@ -68,7 +68,7 @@ def demo_command(
                     out.sentence(round_lines(result.rounds, decoder.tokenizer))
                 out.sentence(caption(comparison, item["why"]), style="italic")
                 out.print()
-    out.sentence(Text("Colours: ", "dim") + tables.legend(comparisons))
+    tables.print_legend(out, comparisons)
     summary = summarise(comparisons)
     out.sentence(_conclusion(comparisons, summary), style="bold")
     for line in NEXT_STEPS:

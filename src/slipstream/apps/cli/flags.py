@@ -496,6 +496,7 @@ Plan = Annotated[
         "--plan",
         callback=read_plan,
         is_eager=True,
+        metavar="FILE",
         help='options as a JSON file, {"target": "toy", "repeats": 2, ...}; flags given beside it win',
     ),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import shorten
 from typing import Any
 
 from rich import box
@@ -41,7 +40,7 @@ MEANINGS = {
     "accepted": "accepted draft token",
     "forced": "forced by the constraint",
     "bonus": "the model's own token after an accepted draft",
-    "recovered": "its own after a rejected one",
+    "recovered": "the model's own token after a rejected draft",
 }
 
 
@@ -58,19 +57,17 @@ def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> 
     return text
 
 
-def legend(comparisons: Sequence[Comparison]) -> Text:
-    """What the colours of speculative texts mean, as far as they occur."""
+def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
+    """Say what the colours of speculative texts mean, as far as they occur; nothing where the console has none."""
+    if console.color_system is not None and not console.no_color:
+        console.sentence(Text("Colours: ", "dim") + _legend(comparisons))
+
+
+def _legend(comparisons: Sequence[Comparison]) -> Text:
     results = [comparison.runs[SPECULATIVE].result for comparison in comparisons]
     rounds = [decoded for result in results if result is not None for decoded in result.rounds]
     shown = {origin for decoded in rounds for origin in decoded.origins}
     return Text(", ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown)
-
-
-def name_of(comparison: Comparison, columns: int = 28) -> str:
-    """The category of a prompt, or its first words where it has none."""
-    if comparison.prompt.category != "prompt":
-        return comparison.prompt.category
-    return shorten(comparison.prompt.prompt, columns, placeholder=" ...")
 
 
 def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
@@ -102,7 +99,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
         run = comparison.runs[SPECULATIVE]
         assert run.result is not None
         stats = run.result.stats
-        row = [name_of(comparison), *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
+        row = [comparison.prompt.title(), *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
         row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", percent(stats.acceptance_rate)]
         row += [f"{stats.block_efficiency:.2f}", verdict(run.difference)]
         rows.append([*row, verdict(comparison.runs[HF].difference)] if HF in arms else row)
