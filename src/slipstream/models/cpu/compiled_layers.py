@@ -65,7 +65,7 @@ class LayerFunctions:
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
     out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
     first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
-    tokens, size, out). cache: the struct of `whole`'s cache.
+    tokens, size, out). scratch: (layer, tokens, length), how many numbers. cache: the struct of `whole`'s cache.
     """
 
     project: Any
@@ -74,6 +74,7 @@ class LayerFunctions:
     finish: Any
     all_layers: Any
     normalise: Any
+    scratch: Any
     cache: type[ctypes.Structure]
 
     @classmethod
@@ -86,10 +87,12 @@ class LayerFunctions:
             "finish": ("finish_layer", "ppppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
+            "scratch": ("layer_scratch", "pnn"),
         }
         functions = {part: getattr(library, name) for part, (name, _) in signatures.items()}
         for part, (_, kinds) in signatures.items():
             functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+        functions["scratch"].restype = ctypes.c_int64
         return cls(**functions, cache=cache)
 
 
@@ -140,9 +143,9 @@ class LayerCalls(ABC):
         self.functions, self._layer, self.address = functions, layer, ctypes.addressof(layer)
         self._tokens_independent, self.shape_independent = tokens_independent, False
 
-    @abstractmethod
-    def scratch(self, tokens: int) -> int:
-        """How many numbers of scratch space the functions need."""
+    def scratch(self, tokens: int, length: int = 0) -> int:
+        """How many numbers of scratch space the functions need. length: of the cache, for those that attend."""
+        return self.functions.scratch(self.address, tokens, length)  # type: ignore[no-any-return]
 
     @abstractmethod
     def computes_whole(self, hidden: Tensor) -> bool:
@@ -183,7 +186,7 @@ class LayerCalls(ABC):
         memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self.size)
         memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
         memory.window, memory.scaling = spec.window or 0, spec.scaling
-        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens))
+        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
         self.functions.whole(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._tokens_independent
@@ -233,7 +236,6 @@ class CompiledOps(LayerCalls):
         layer = LayerStruct(*weights, *structs, *sizes, *activation)
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
-        self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(layer))
         tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
         super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, tokens_independent=tokens_independent)
 
@@ -243,9 +245,6 @@ class CompiledOps(LayerCalls):
         weight, rounds_first = norm.weight
         self._norm_weights.append(weight)
         return NormStruct(address(weight), norm.eps, rounds_first)
-
-    def scratch(self, tokens: int) -> int:
-        return tokens * self._scratch_per_token
 
     def computes_whole(self, hidden: Tensor) -> bool:
         return hidden.shape[0] * hidden.shape[1] <= self._most_attended
@@ -306,24 +305,20 @@ class BlockLayerOps(LayerCalls):
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
         linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
-        self._linears, self._library = linears, linears[0].parts[0].library
+        self._linears, library = linears, linears[0].parts[0].library
         self._norm_weights: list[Tensor] = []
         norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
         structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
         self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, tokens_independent=True)
+        super().__init__(ops, LayerFunctions.of(library, FloatCacheStruct), layer, tokens_independent=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
             return FloatNormStruct(None, 0.0)
         self._norm_weights.append(norm.weight[0])
         return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
-
-    def scratch(self, tokens: int) -> int:
-        needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
-        return needed
 
     def computes_whole(self, hidden: Tensor) -> bool:
         return self._attends
@@ -435,6 +430,7 @@ class LayerStack:
         ):
             return True
         self._cached = []
+        self._scratch.clear()
         for layer_ops, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
             keys, values = layer_ops.keys_and_values(cache, spec, hidden)
             if keys.dtype != hidden.dtype:
@@ -453,7 +449,8 @@ class LayerStack:
         ]
         pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
         if tokens not in self._scratch:
-            self._scratch[tokens] = max(layer_ops.scratch(tokens) for layer_ops in self._ops)
+            both = zip(self._ops, self._structs, strict=True)
+            self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in both)
         scratch = ready.space(self._scratch[tokens])
         kept = cache.hidden if cache.keeps_hidden else {}
         for first, end in pairwise(sorted({0, *kept, len(self._ops)})):

@@ -14,7 +14,7 @@ void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, ui
 void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
-            int64_t *groups);
+            void *space);
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
