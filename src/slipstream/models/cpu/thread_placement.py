@@ -4,9 +4,9 @@ OpenMP threads wait for each other by spinning. If the scheduler leaves two of t
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
 PyTorch is imported, keeps them apart, and `OMP_PLACES=cores` keeps them off each other's hyperthreads; the command line
 does so. A container that may use only some cores' worth of time gets as many threads, unbound: its neighbours would be
-bound to the same cores. Within a running program they are sent to cores of their own once and then left free again. Binding also pins the thread that imports PyTorch, and all that it starts, to
-the first core; those that do not compute are freed again. PyTorch is imported where it is needed, because importing it
-starts OpenMP.
+bound to the same cores. Within a running program they are sent to cores of their own once and then left free again.
+Binding also pins the thread that imports PyTorch, and all that it starts, to the first core; those that do not compute
+are freed again. PyTorch is imported where it is needed, because importing it starts OpenMP.
 """
 
 from __future__ import annotations
