@@ -145,7 +145,8 @@ class LayerCalls(ABC):
 
     def scratch(self, tokens: int, length: int = 0) -> int:
         """How many numbers of scratch space the functions need. length: of the cache, for those that attend."""
-        return self.functions.scratch(self.address, tokens, length)  # type: ignore[no-any-return]
+        needed: int = self.functions.scratch(self.address, tokens, length)
+        return needed
 
     @abstractmethod
     def computes_whole(self, hidden: Tensor) -> bool:

@@ -48,7 +48,7 @@ def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
     if share is not None and share < physical_cores(processors):
         environment["OMP_NUM_THREADS"] = str(max(1, int(share)))
         return frozenset()
-    environment |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+    environment.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
     return processors
 
 
