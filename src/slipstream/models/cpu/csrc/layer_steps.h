@@ -127,18 +127,35 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
     residual_mlp(layer, hidden, attended, tokens, out, rest);
 }
 
+/* What `all_layers` is given. */
+struct stack {
+    const struct stacked_layer *layers;
+    int64_t count;
+    const cache_type *shared;
+    number *hidden;
+    int64_t tokens;
+    const number *const *rotations;
+    number *space;
+};
+
+static void compute_layers(void *given) {
+    const struct stack *stack = given;
+    for (const struct stacked_layer *of = stack->layers; of < stack->layers + stack->count; of++) {
+        cache_type memory = *stack->shared;
+        memory.keys = of->keys, memory.values = of->values;
+        memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
+        const number *const *own = stack->rotations + 2 * of->rotation;
+        whole_layer(of->layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
+    }
+}
+
 /* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,
  * length, window and scaling are each layer's own. rotations: the cosines and the sines of each kind. space: as much as
  * the layer that needs most. */
 void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
                 int64_t tokens, const number *const *rotations, number *space) {
-    for (const struct stacked_layer *of = layers; of < layers + count; of++) {
-        cache_type memory = *shared;
-        memory.keys = of->keys, memory.values = of->values;
-        memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
-        const number *cosines = rotations[2 * of->rotation], *sines = rotations[2 * of->rotation + 1];
-        whole_layer(of->layer, &memory, hidden, tokens, cosines, sines, hidden, space);
-    }
+    struct stack stack = {layers, count, shared, hidden, tokens, rotations, space};
+    keep_team(compute_layers, &stack);
 }
 
 /* out = the norm of x, both [tokens][size]. */

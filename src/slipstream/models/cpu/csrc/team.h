@@ -17,6 +17,9 @@ typedef void item_function(int64_t item, void *of);
 /* Calls the function in every thread of a team; returns when all have. */
 void in_team(team_function *function, void *of);
 
+/* Calls the function in this thread only, whose teams start faster meanwhile. */
+void keep_team(void (*function)(void *of), void *of);
+
 /* Calls the function for items 0 to count - 1, in every thread of a team or, unless `shared`, in this one only. */
 void for_each(int64_t count, int shared, item_function *function, void *of);
 
