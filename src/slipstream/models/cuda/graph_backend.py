@@ -482,7 +482,7 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
 
 
 def _use_stack(backend: GraphedBackend) -> str | None:
-    """Compute whole forwards by the kernels if that gives these layers' logits; None, or the reason why not."""
+    """Compute whole forwards by the kernels if that gives the logits of their layers; None, or the reason why not."""
     model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
     if backend.longest_short is not None:
         return "its rotations depend on how long each text is"
@@ -491,7 +491,8 @@ def _use_stack(backend: GraphedBackend) -> str | None:
     rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
     try:
         stack = stack_of(model, modules)
-        expected = a_few_logits(backend.eager)  # by the layers' plain operators
+        a_few_logits(rerun)  # then keys and values have their place, and the layers compute by kernels
+        expected = a_few_logits(rerun)
         rerun.use_stack(stack)
         error = difference(a_few_logits(rerun), expected)
     except UnknownLayerError as unknown:
