@@ -18,6 +18,7 @@ from slipstream.core.trees import TreeSegment, segments_of
 from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.models.cuda import triton_layer
 from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.indexed_cache import TreeTable
 from slipstream.models.cuda.triton_layer import Product, splits_for
 from slipstream.models.hf.backend import HFBackend
 from tests.models.test_triton_layer import DEVICE, ON_GPU, models, pytestmark, tokens  # noqa: F401
@@ -139,7 +140,9 @@ def test_rows_of_a_batch_have_the_logits_that_they_have_alone(backend: GraphedBa
 
 
 @pytest.mark.parametrize("slot", [0, 1])  # captured, and not
-def test_branches_of_a_tree_have_the_logits_of_chains(backend: GraphedBackend, slot: int) -> None:
+def test_branches_of_a_tree_have_the_logits_of_chains(
+    backend: GraphedBackend, slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt, nodes = tokens(1, START, seed=7), tokens(1, len(TREE), seed=8)[0]
     backend.forward(prompt, [0], first_slot=slot, logits=False)
     expected = []
@@ -156,6 +159,15 @@ def test_branches_of_a_tree_have_the_logits_of_chains(backend: GraphedBackend, s
     for got, want in zip(logits[1:], expected, strict=False):
         assert torch.equal(got, want)
     assert not torch.equal(logits[2], logits[4])
+    padded = TreeTable.padded
+
+    def in_order_of_places(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        depths, visible, ancestors = padded(table, rows, width)
+        return depths, visible, torch.arange(width).expand_as(ancestors)
+
+    monkeypatch.setattr(TreeTable, "padded", in_order_of_places)  # negative control
+    others = backend.forward_tree(fed, segments, widths=None)
+    assert [torch.equal(*pair) for pair in zip(others[1:], expected, strict=False)] == [True] * 4 + [False] * 4
     assert Session(backend).branches
 
 
