@@ -19,7 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.draft_length.acceptance_model import BINS
 from slipstream.drafters.model.model_drafter import ModelDrafter
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
+from slipstream.reproducibility.timing import GreedyOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.tiny_models import prompts, tokenizer
 
@@ -131,6 +135,50 @@ def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
     for end in steps.ends:
         other.text[end] = (steps.text[end] + 1) % 60
     assert not any(agreeing(RECORDED / name, other))
+
+
+SURE = [name for name in HEADS if "confidence" in load_file(RECORDED / name / "steps.safetensors")]
+
+
+def estimates(folder: Path, name: str, *, shift: int = 0) -> list[bool]:
+    """For each recorded text, whether a draft of its tokens has the recorded estimates of acceptance, step by step."""
+    steps, recorded = Steps.of(name), load_file(RECORDED / name / "steps.safetensors")["confidence"].sigmoid()
+    pair, found = pair_of(TARGET, folder), []
+    scorer = pair.draft_scorer()
+    assert isinstance(scorer, ParallelScorer)
+    for end, expected in zip(steps.ends, recorded, strict=True):
+        drafted = steps.text[end : end + len(expected)]
+        step_logits(pair, steps.text[:end], 1)  # reads the text and scores the block
+        row = Row(0, steps.text[:end], GreedyOptions(), seed=0)
+        computed = [
+            scorer.acceptance([row], torch.tensor([drafted[: i + shift]])[:, : i + shift].long())
+            for i in range(len(expected) - shift)
+        ]
+        assert all(x is not None for x in computed)
+        found.append(torch.allclose(torch.cat(computed), expected[: len(computed)], atol=1e-5))
+    return found
+
+
+def test_how_sure_a_head_is_of_a_token_is_what_speculators_computed() -> None:
+    assert SURE == ["dspark", "dspark_gated"]
+    for name in SURE:
+        assert all(estimates(RECORDED / name, name))
+        assert not any(estimates(RECORDED / name, name, shift=1))
+
+
+@pytest.mark.parametrize(("bias", "kind"), [(-30.0, 0), (30.0, BINS - 1)])
+def test_how_sure_a_head_is_enters_what_it_offers(tmp_path: Path, bias: float, kind: int) -> None:
+    folder = changed(tmp_path / "dspark", "dspark", {})
+    tensors = load_file(folder / "model.safetensors")
+    tensors["confidence_head.proj.bias"] = torch.tensor([bias])
+    save_file(tensors, folder / "model.safetensors")
+    settings: dict[str, Any] = {"tokenizer": tokenizer(), "num_draft_tokens": "auto", "fast": False}
+    decoder = SpeculativeDecoder(TARGET, str(folder), drafter="model", **settings)
+    result = decoder.generate(prompts([17])[0], max_tokens=24, ignore_eos=True)
+    drafted = [round.origin.kinds for round in result.rounds if round.origin.kinds]
+    assert drafted and {kind_of_token for kinds in drafted for kind_of_token in kinds} == {kind}
+    assert kind or all(len(kinds) == 1 for kinds in drafted)  # no draft goes on behind a token that will be rejected
+    assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=24, ignore_eos=True).token_ids
 
 
 DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
@@ -262,7 +310,10 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         ("eagle3_of_trainer", {"layer_types": ["chunked"]}, "layer_types=['chunked']; allowed: 'sliding_attention' or"),
         ("dspark", {"markov_head_type": "new"}, "markov_head_type='new'; allowed: 'vanilla', 'gated', 'rnn'"),
         ("dspark", {"markov_head_type": "gated"}, "tensor 'markov_head.gate_proj.weight' is missing; allowed: [6, 14]"),
-        ("dspark", {"markov_rank": 0}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        ("dspark", {"markov_rank": 0}, "has confidence_head_with_markov=True and markov_rank=0; allowed: False, or a"),
+        ("dspark_rnn", {"markov_rank": 0}, "says nothing of tensor 'markov_head.joint_proj.bias'"),
+        ("dspark", {"confidence_head_with_markov": False}, "'confidence_head.proj.weight' is [1, 14]; allowed: [1, 8]"),
+        ("dspark_rnn", {"enable_confidence_head": True}, "'confidence_head.proj.weight' is missing; allowed: [1, 14]"),
         ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
         ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
         ("dspark", {"speculators_model_type": "dflash"}, "says nothing of tensor 'markov_head.markov_w1.weight'"),

@@ -57,8 +57,8 @@ REFUSED = {  # flags of other networks, and the value that every head has which 
     "num_hidden_layers": 1,
 }
 WINDOWED = "sliding_attention"
-# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimate of acceptance,
-# and P-EAGLE's in place of features, which is read elsewhere
+# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimates of acceptance
+# where they are switched off, and P-EAGLE's in place of features, which is read elsewhere
 UNREAD = re.compile(
     r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
 )
