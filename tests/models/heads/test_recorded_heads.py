@@ -23,6 +23,7 @@ from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import BINS
 from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import ParallelScorer
+from slipstream.models.heads.head_files import HeadFiles
 from slipstream.reproducibility.timing import GreedyOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.tiny_models import prompts, tokenizer
@@ -211,13 +212,50 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
     assert all(agreeing(tmp_path, Steps.of(name)))
 
 
-def test_heads_that_are_not_read_are_refused_by_their_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"architectures": ["Gemma4DSparkModel"]}, "DSpark of Gemma 4"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
+        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2}, "medusa"),
+        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "hydra_num_heads": 4}, "hydra"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "mlp_speculator"),
+    ],
+)
+def test_heads_that_are_not_read_are_refused_by_their_names(
+    tmp_path: Path, settings: dict[str, Any], kind: str
+) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4DSparkModel"]}))
-    with pytest.raises(
-        SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'assistant', 'dflash', 'dflash2', "
-    ):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(SlipstreamError, match=f"is of type '{kind}'; allowed: 'assistant', 'dflash', 'dflash2', "):
         pair_of(TARGET, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "target", "is_another"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", True),
+        ("Qwen/Qwen3-8B", "unsloth/qwen3-8b", False),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8", False),
+        ("/models/there", "Qwen/Qwen3-8B", False),
+        ("Qwen/Qwen3-8B", "models/mine.gguf", True),
+        (None, "Qwen/Qwen3-8B", False),
+    ],
+)
+def test_a_head_of_another_model_of_the_same_sizes_is_told(verifier: str | None, target: str, is_another: bool) -> None:
+    files = HeadFiles("head", "", {"speculators_config": {"verifier": {"name_or_path": verifier}}})
+    assert files.trained_for(target) == (verifier if is_another else None)
+
+
+def test_a_target_of_another_name_than_the_heads_verifier_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = changed(tmp_path / "eagle3", "eagle3", {})
+    pair_of(TARGET, folder)
+    assert not caplog.messages  # folders may have any name
+    monkeypatch.setattr(HeadFiles, "trained_for", lambda files, target: "maker/tiny" if target == TARGET else None)
+    pair_of(TARGET, folder)
+    assert caplog.messages == [f"draft head {str(folder)!r} was trained for 'maker/tiny', not for {TARGET!r}"]
 
 
 def decoder_of(name: str, **settings: Any) -> SpeculativeDecoder:
@@ -305,6 +343,12 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     ("name", "changes", "message"),
     [
         ("eagle3_of_trainer", {"norm_before_fc": False}, "says nothing of tensor 'input_norm.weight'"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3"}, "reads layers '2,3'; allowed: a list of layer numbers"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": []}, "reads layers []; allowed: a list of layer numbers"),
+        ("eagle3", {"eagle_config": [1]}, "config.json has eagle_config=[1]; allowed: an object"),
+        ("eagle3", {"head_dim": "x"}, "has head_dim='x'; allowed: a whole number from 1 on"),
+        ("eagle3", {"num_hidden_layers": 0}, "has num_hidden_layers=0; allowed: a whole number from 1 on"),
+        ("eagle3", {"rms_norm_eps": "small"}, "has rms_norm_eps='small'; allowed: a number above 0"),
         ("eagle3_of_trainer", {"layer_types": None}, "has sliding_window=5 without layer_types; allowed: both"),
         ("eagle3_of_trainer", {"sliding_window": 0}, "has sliding_window=0; allowed: 1 or more"),
         ("eagle3_of_trainer", {"layer_types": ["chunked"]}, "layer_types=['chunked']; allowed: 'sliding_attention' or"),
