@@ -23,7 +23,7 @@ from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
-from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers
+from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
@@ -58,6 +58,11 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
     found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not found:
         named = target.name if head is None else head.source
+        if files is not None and (tensor := of_another_form(files.shapes, backend.num_layers)) is not None:
+            raise UsageError(
+                f"draft={MTP!r}: {named!r} has MTP layers of a form that is not read, tensor {tensor!r}; allowed: "
+                "layers as DeepSeek-V3, GLM-4, Qwen3-Next or MiMo have them, or another draft model"
+            )
         raise UsageError(
             f"draft={MTP!r}, but the files of {named!r} have no MTP layers; allowed: a draft model or none"
         )
