@@ -402,6 +402,8 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     if files is not None and target is not None:
         _refuse_settings_of_models(config, f"the draft head {files.source!r}")
         head = load_head(files, target, options)
+        if (trained_for := files.trained_for(target.name)) is not None:
+            log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
         if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
             log.warning("%s", tried.line(head.name, target.name))
         return head

@@ -309,7 +309,6 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
     check_layout(library)
-    library.scratch_per_token.restype = ctypes.c_int64
     return library
 
 
@@ -347,7 +346,7 @@ def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""
     library = loaded(recipe)
     check_layout(library)
-    for name in ("panel_bytes", "activation_bytes", "float_scratch", "pack_pieces"):
+    for name in ("panel_bytes", "activation_bytes", "pack_pieces"):
         if hasattr(library, name):  # `pack_pieces` is not there on Windows
             getattr(library, name).restype = ctypes.c_int64
     return library
