@@ -140,7 +140,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
-    folder = name if Path(name).is_dir() else None
+    folder = name if name and Path(name).is_dir() else None
     if folder is None:
         if not HUB_ID.fullmatch(name):
             return None
