@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     out = tmp_path / "out.json"
