@@ -21,8 +21,8 @@ from slipstream.models.hf.trials import later_starts, tolerance
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.notices import warn_slower
 from slipstream.models.pretrained import wrap_model
-from tests.support.mtp_cases import SHAPE
 from tests.support.markers import mostly_slow
+from tests.support.mtp_cases import SHAPE
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 

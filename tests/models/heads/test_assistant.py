@@ -111,7 +111,8 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agree)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["large", "small, one step"], "large"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["large", "small, one step"])
 def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of a row that sees one key more than the target has read."""
     assert drafts_agree(decoder_of(written(kind)), kind)
@@ -162,7 +163,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 @pytest.mark.parametrize("kind", mostly_slow(["large", "small"], "small"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
@@ -204,6 +205,7 @@ def test_targets_whose_last_layers_share_keys_run_on_slots() -> None:
         decoder.using("layer_skip:2")
 
 
+@pytest.mark.slow
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)

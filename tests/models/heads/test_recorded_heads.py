@@ -196,7 +196,7 @@ WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model"), ("eagle3", "model")))
+@pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
     decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
     asked, params = ASKED, SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
