@@ -333,7 +333,9 @@ def of_class(kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("fast", mostly_slow([False, True], True))
-@pytest.mark.parametrize("kind", [ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn])
+@pytest.mark.parametrize(
+    "kind", mostly_slow([ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn], ShiftsInputs, PassesOn)
+)
 def test_inputs_that_a_model_prepares_in_its_own_way_are_honoured(kind: Any, fast: bool) -> None:
     model, prompt, params = of_class(kind), [5, 9, 11, 5, 9, 11, 5], SamplingParams(max_tokens=12)
     expected, usual = reference(model, prompt, 12), reference(fresh("llama"), prompt, 12)
