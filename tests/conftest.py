@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 
+gc.disable()  # until the first test: looking through what is imported takes a quarter of the collection of tests
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
 # before torch is: processes, threads and commands that tests start compute with one thread too, beside other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,10 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
         (folder / "kernels").symlink_to(kernels, target_is_directory=True)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Leave libraries, tests and what else there is by now out of garbage collections: it stays to the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
