@@ -98,6 +98,8 @@ def test_transformers_is_imported_in_its_own_packages_only() -> None:
         ("import transformers.cache_utils", {"transformers.cache_utils"}),
         ("def f():\n    from transformers import Cache", {"transformers"}),
         ("from slipstream import decoder", {"slipstream.decoder"}),
+        ("try:\n    pass\nexcept ImportError:\n    import transformers", {"transformers"}),
+        ("match 1:\n    case 1:\n        import transformers", {"transformers"}),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers", {"typing"}),
     ],
 )
