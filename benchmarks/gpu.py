@@ -1,13 +1,17 @@
 """How fast is a round on a GPU, stage by stage, against what its memory bandwidth allows?
 
-    PYTHONPATH=src python benchmarks/gpu.py
-    PYTHONPATH=src python benchmarks/gpu.py --small          # tiny models on the CPU, seconds
+    PYTHONPATH=src python benchmarks/gpu.py --json gpu.json      # repeated, it goes on with what gpu.json lacks
+    PYTHONPATH=src python benchmarks/gpu.py --small              # tiny models on the CPU, seconds
 
 Needs neither network nor weights: target and draft model have the shapes of Qwen3-8B and Qwen3-0.6B and random weights,
 except that both say the token after the last one with a wide margin, so that no near-tie disturbs the simulated
 acceptance: each token of the draft model is replaced by a wrong one with a set probability, the same positions in every
 arm, Hugging Face's own assisted generation included. Such a text hardly depends on the KV cache; so the logits of
-random tokens, with embeddings so small that they do, are compared on their own.
+random tokens, with embeddings so small that they do, are compared on their own. So are the bits of a token in forwards
+of all widths and numbers of rows.
+
+Arms: "eager", transformers' forward; "graphed", that captured; "libraries", captured with Triton kernels and PyTorch's
+products; "fused", all by kernels, which is what `fast=True` does.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import platform
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
@@ -36,11 +41,14 @@ from gpu_arms import (
     agreeing_widths,
     build,
     compare_logits,
+    fixed_order,
     fused,
     hf_arm,
     slipstream_arm,
     wait_for,
+    with_library_products,
 )
+from gpu_products import compare_products
 from terminal import Count, JsonFile, run
 
 from slipstream.certificate.parity import first_difference, last_logits
@@ -51,6 +59,9 @@ from slipstream.models.weights.model_files import quiet
 TIE = 0.02  # of the largest logit
 PROMPTS = 8
 STAGES = ("draft", "verify", "accept", "overhead")
+KINDS = ("eager", "graphed", "libraries", "fused")
+CALIBRATED = ("graphed", "fused")
+SETTING = ("device", "torch", "transformers", "num_draft_tokens", "max_tokens", "prompt_tokens")
 
 
 def main(
@@ -77,29 +88,74 @@ def main(
         prompt_tokens, max_tokens, repeats = 8, 12, 1
     setting = prepare(small, device, prompt_tokens, max_tokens, num_draft_tokens, acceptance)
     result = describe(setting, bandwidth(device, 1 << 22 if small else 1 << 31))
+    if json_file is not None:
+        result |= measured_before(json_file, result)
     backends: dict[str, Any] = {
         kind: (make(setting.target), make(setting.draft))
         for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
     }
     backends["fused"] = fused(setting.faster_target), fused(setting.faster_draft)
-    for rows in batches or (1, 2 if small else PROMPTS):
-        result["batches"][rows] = measure(setting, backends, rows, repeats, result)
-    result["graphs"] = {
-        f"{kind} {which}": str(backend.graph_memory())
-        for kind in ("graphed", "fused")
-        for which, backend in zip(("target", "draft"), backends[kind], strict=True)
-    }
-    result["logits"] = compare_logits(setting, backends)
-    print(f"graphs: {result['graphs']}")
-    print(f"logits of random tokens against eager: {result['logits']}")
-    result["agreeing_widths"] = {kind: agreeing_widths(pair[0]) for kind, pair in backends.items()}
-    print(f"widths that give the same bits: {result['agreeing_widths']}")
-    line = json.dumps(result)
-    if json_file is not None:
-        json_file.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    backends["libraries"] = with_library_products(setting.faster_target), with_library_products(setting.faster_draft)
+
+    def part(name: str, measured: Callable[[], Any]) -> None:
+        """Measure a part that is not known yet, print it and save all there is."""
+        if name not in result["parts"]:
+            result["parts"][name] = measured()
+            if json_file is not None:
+                json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(f"{name}: {result['parts'][name]}")
+
+    for rows in map(str, batches or (1, 2 if small else PROMPTS)):
+        if rows not in result["batches"]:
+            result["batches"][rows] = measure(setting, backends, int(rows), repeats, result)
+            if json_file is not None:
+                json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        against_limits(result, rows)
+    part("tokens with the bits that they have alone", lambda: fixed_orders(setting, backends, small))
+    part("products, GB/s", lambda: compare_products((setting.target, setting.draft), small))
+    part("logits of random tokens against eager", lambda: compare_logits(setting, backends))
+    part(
+        "graphs",
+        lambda: {
+            f"{kind} {which}": str(backend.graph_memory())
+            for kind in ("graphed", "libraries", "fused")
+            for which, backend in zip(("target", "draft"), backends[kind], strict=True)
+        },
+    )
+    part("widths that give the same bits", lambda: {kind: agreeing_widths(backends[kind][0]) for kind in CALIBRATED})
+    print(json.dumps(result))
     if any(arm["error"] for batch in result["batches"].values() for arm in batch):
         raise typer.Exit(1)
+
+
+def measured_before(file: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run of the same machine and setting has left in a file, the rooflines too; nothing of others."""
+    text = file.read_text(encoding="utf-8")
+    saved: dict[str, Any] = json.loads(text) if text.strip() else {}
+    return saved if all(saved.get(name) == result[name] for name in SETTING) else {}
+
+
+def fixed_orders(setting: Setting, backends: dict[str, Any], small: bool) -> dict[str, dict[str, int]]:
+    """`fixed_order` of the target by kernels, and as a negative control by PyTorch's products."""
+    return {
+        kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else 16)
+        for kind in ("fused", "libraries")
+    }
+
+
+def against_limits(result: dict[str, Any], rows: str) -> None:
+    """Print what plain and draft steps take beside the time of reading their weights, and what drafts bring."""
+    limits, arms = result["roofline_ms"], {arm["arm"]: arm for arm in result["batches"][rows] if arm["error"] is None}
+    for kind in KINDS:
+        plain, drafting = arms.get(f"plain {kind}"), arms.get(f"speculative {kind}")
+        if plain is None or drafting is None:
+            continue
+        step, draft = plain["stages_ms"]["verify"], drafting["stages_ms"]["draft"] / result["num_draft_tokens"]
+        gain = drafting["tokens_per_second"] / plain["tokens_per_second"]
+        print(
+            f"batch {rows} {kind:10} plain step {step:.2f} ms = {step / limits['target']:.2f} of its limit; draft step "
+            f"{draft:.2f} ms = {draft / limits['draft']:.2f} of its limit; speculative {gain:.2f} of plain"
+        )
 
 
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
@@ -144,7 +200,9 @@ def describe(setting: Setting, bytes_per_second: float) -> dict[str, Any]:
         "roofline_ms": rooflines,
         "num_draft_tokens": setting.num_draft_tokens,
         "max_tokens": setting.max_tokens,
+        "prompt_tokens": len(setting.prompts[0]),
         "batches": {},
+        "parts": {},
     }
 
 

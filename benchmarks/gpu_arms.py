@@ -21,6 +21,8 @@ from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models.cuda.triton_layer import TritonOps
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.trials import OwnLogits
 from slipstream.reproducibility.calibration import calibrate
@@ -91,11 +93,21 @@ def build(shape: dict[str, int], device: torch.device) -> Any:
 
 
 def fused(model: Any) -> GraphedBackend:
-    """Captured, with joint products and, where there is a GPU, Triton kernels."""
+    """Captured, with joint products and, where there is a GPU, Triton kernels: what `fast=True` makes of a model."""
     fuse(model)
     backend = GraphedBackend(model)
     make_graphs_faster(backend, OwnLogits(backend.eager))
     return backend
+
+
+def with_library_products(model: Any) -> GraphedBackend:
+    """A model that was `fused`, its products by PyTorch's libraries. What `fused` returned stays as it is."""
+    for forward in (module.__dict__["forward"] for module in model.modules() if is_fused(module)):
+        if isinstance(forward.ops, TritonOps):
+            forward.ops = TritonOps(forward.plain)
+            for product in forward.ops.products:
+                product.is_ours = False
+    return GraphedBackend(model)
 
 
 @dataclass
@@ -213,6 +225,40 @@ def agreeing_widths(backend: Any) -> str:
     """
     found = calibrate(backend, 8)
     return f"{', '.join(map(str, found.widths))} ({found.cost:+.0%})" if found.agrees else "none"
+
+
+def fixed_order(backend: Any, prompts: list[list[int]], longest: int) -> dict[str, int]:
+    """How many tokens have the bits that they have alone, in forwards of every width and number of rows.
+
+    It writes over what is cached.
+    """
+    rows, length = len(prompts), len(prompts[0])
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, backend.vocab_size, (rows, longest), generator=generator).to(backend.device)
+    starts = [length - row for row in range(rows)]
+    backend.reserve(rows, length + 64)
+    for slot, prompt in enumerate(prompts):
+        backend.forward(torch.tensor([prompt], device=backend.device), [0], first_slot=slot, logits=False)
+    alone = torch.stack(
+        [
+            torch.stack(
+                [
+                    backend.forward(tokens[row : row + 1, i : i + 1], [starts[row] + i], first_slot=row, logits=True)[
+                        0, 0
+                    ]
+                    for i in range(longest)
+                ]
+            )
+            for row in range(rows)
+        ]
+    )
+    counts = {"same": 0, "of": 0}
+    for count in range(1, rows + 1):
+        for width in range(1, longest + 1):
+            logits = backend.forward(tokens[:count, :width], starts[:count], first_slot=0, logits=True)
+            counts["same"] += int((logits == alone[:count, :width]).all(-1).sum())
+            counts["of"] += count * width
+    return counts
 
 
 def _shapes() -> Iterator[tuple[int, int]]:

@@ -1,6 +1,19 @@
-"""`python -m slipstream`, for where the `slipstream` command is not on the path."""
+"""The `slipstream` command, and `python -m slipstream` for where it is not on the path."""
 
-from slipstream.apps.cli import main
+import signal
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C while its modules are imported ends the process at once, without a traceback."""
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not in the background of a shell
+    if handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from slipstream.apps.cli import main as run
+
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -281,7 +281,7 @@ class SpeculativeDecoder(EngineAccess):
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """Generate for a list of prompts, a `Round` at a time; `Round.row` is the index of the prompt."""
-        yield from self.run(self.rows(prompts, params, chat=chat))
+        yield from self.run(self.rows(read_prompts(prompts).items, params, chat=chat))
 
     def using(
         self,
@@ -304,7 +304,7 @@ class SpeculativeDecoder(EngineAccess):
             )
             if reproducible is not None:
                 models = models.with_shapes(config)
-            rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
+            rule = acceptance if isinstance(acceptance, Rule) else None if acceptance is not None else self.rule
             return self._over(models, config, drafter, rule)
 
     def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:

@@ -1,12 +1,18 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
+import re
 from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
 
+LINE_BREAKS = re.compile(r"\s*\n\s*")
+
 
 class SlipstreamError(Exception):
-    """Something failed; the message is one line a user can act on."""
+    """Something failed; the message is one line a user can act on, whatever the values in it look like."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(LINE_BREAKS.sub(" ", message))
 
 
 class UsageError(SlipstreamError, ValueError):

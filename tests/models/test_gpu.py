@@ -12,6 +12,7 @@ import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import TieJudge
+from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.triton_layer import uses_kernels
 from tests.support.tiny_models import ARCHITECTURES, fresh, prompts, shared, tokenizer
@@ -74,8 +75,9 @@ def one_by_one(decoder: SpeculativeDecoder, asked: Sequence[Any], params: Sequen
 
 
 def drafters(decoder: SpeculativeDecoder) -> list[tuple[str, int | str]]:
-    """All of them; where shapes are kept to, PyTorch's kernels take no trees."""
-    return [(name, length) for name, length in DRAFTERS if not decoder.reproducible or "x" not in str(length)]
+    """All of them; where shapes are kept to, PyTorch's products take no trees."""
+    trees = not decoder.reproducible or is_shape_independent(decoder.target.backend)
+    return [(name, length) for name, length in DRAFTERS if trees or "x" not in str(length)]
 
 
 WAYS: list[tuple[str, bool, bool | str]] = [(name, fast, False) for name in ARCHITECTURES for fast in (False, True)]
@@ -87,7 +89,7 @@ def test_no_drafter_changes_a_text(name: str, fast: bool, reproducible: bool | s
     plain = plain_decoder(name, torch.float32, fast, max_batch_size=4, reproducible=reproducible)
     assert isinstance(plain.target.backend, GraphedBackend) == fast
     if fast and name in BY_KERNELS:
-        assert uses_kernels(plain.target.backend.model)
+        assert uses_kernels(plain.target.backend.model) and is_shape_independent(plain.target.backend)
     for params in (GREEDY, SEEDED):
         expected = one_by_one(plain, PROMPTS, params)
         assert texts(plain, PROMPTS, params) == expected
@@ -121,6 +123,30 @@ def test_in_half_precision_texts_are_the_same_or_part_at_a_tie(name: str, fast: 
         for prompt, want, got in zip(PROMPTS, expected, texts(drafting, PROMPTS, GREEDY), strict=True):
             found = judge.judge(prompt, want, got, GREEDY[0], same_bits=plain.reproducible)
             assert found is None or found.tie, (drafter, length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_kernels_of_one_order_change_no_text_whatever_is_drafted(name: str, dtype: torch.dtype) -> None:
+    """To the bit, in half precision too, greedy and seeded, by trees and in batches, without a search for shapes."""
+    plain = plain_decoder(name, dtype, True, max_batch_size=4, reproducible=True)
+    assert plain.reproducible and is_shape_independent(plain.target.backend)
+    for params in (GREEDY, SEEDED):
+        expected = one_by_one(plain, PROMPTS, params)
+        assert texts(plain, PROMPTS, params) == expected
+        for drafter, length in DRAFTERS:
+            assert texts(plain.using(drafter, num_draft_tokens=length), PROMPTS, params) == expected, (drafter, length)
+
+
+def test_a_loaded_model_is_captured_as_it_is() -> None:
+    model = on_gpu("llama", torch.bfloat16, fast=False)
+    weights = [weight.clone() for weight in model.parameters()]
+    decoder = SpeculativeDecoder(model, drafter="none", tokenizer=tokenizer(), reproducible=False)
+    backend = decoder.target.backend
+    assert isinstance(backend, GraphedBackend) and not uses_kernels(backend.model)
+    texts(decoder, PROMPTS, GREEDY)
+    assert backend.graph_memory().count > 0
+    assert all(map(torch.equal, weights, model.parameters()))
 
 
 @pytest.mark.parametrize("fast", [False, True])

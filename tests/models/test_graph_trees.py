@@ -55,9 +55,9 @@ def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[t
 def test_a_tree_whose_branches_see_each_other_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     padded = TreeTable.padded
 
-    def seeing_all(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        depths, visible = padded(table, rows, width)
-        return depths, torch.ones_like(visible)
+    def seeing_all(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        depths, visible, ancestors = padded(table, rows, width)
+        return depths, torch.ones_like(visible), ancestors
 
     monkeypatch.setattr(TreeTable, "padded", seeing_all)
     expected, got = both_trees(Case(name, length=300), PARENTS[2], 1)

@@ -119,6 +119,13 @@ def test_what_was_downloaded_before_is_used_and_said(
     assert served.connections <= 2
 
 
+@pytest.mark.parametrize("words", [("models", "pull", "org/nothere"), ("generate", "--target", "org/nothere", "A")])
+def test_offline_mode_is_named_where_a_model_is_missing(words: tuple[str, ...], capsys: Any, monkeypatch: Any) -> None:
+    code, out, err = run(capsys, monkeypatch, *words)  # the tests' own environment sets HF_HUB_OFFLINE
+    assert code == 1 and not out and "The hub: it is not asked, as HF_HUB_OFFLINE is set" in err
+    assert "downloading" not in err
+
+
 @pytest.mark.parametrize("served", [ANSWERS], indirect=True)
 def test_any_answer_shows_that_the_hub_can_be_reached(served: Hub) -> None:
     assert [resolve("org/small"), resolve("org/other")] == ["org/small", "org/other"]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
+from slipstream.models import plain_models
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.plain_models import load_model
 from slipstream.models.weights import gguf_configuration
 from slipstream.models.weights import gguf_conversion as conversion
 from slipstream.models.weights import model_files as files
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+from slipstream.models.weights.transformers_reader import auto_class
 from tests.support.tiny_models import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -497,3 +502,28 @@ def test_a_model_of_the_cache_folder_is_known_by_its_name(tmp_path: Path, monkey
     assert resolve("little") == str(tmp_path / "little")
     assert [model["name"] for model in files.list_models()] == ["little"]
     assert resolve("other") == "other"  # a hub id
+
+
+@pytest.mark.parametrize(
+    ("device", "extra", "expected"),
+    [("cuda", {}, {"": torch.device("cuda")}), ("cpu", {}, None), ("cuda", {"device_map": "auto"}, "auto")],
+)
+def test_weights_of_a_gpu_do_not_go_through_the_hosts_memory(
+    device: str, extra: dict[str, Any], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def reader_of(config: Any) -> Any:
+        def from_pretrained(folder: str, *, device_map: object = None, **arguments: Any) -> Any:
+            given.append(device_map)
+            model, report = auto_class(config).from_pretrained(folder, **arguments)
+            model.is_quantized = True  # it stays where it was read to
+            return model, report
+
+        return SimpleNamespace(from_pretrained=from_pretrained)
+
+    monkeypatch.setattr(plain_models, "auto_class", reader_of)
+    monkeypatch.setattr(plain_models, "device_named", torch.device)
+    fresh("qwen2").save_pretrained(tmp_path)
+    load_model(str(tmp_path), LoadOptions(device=device, extra=extra))
+    assert given == [expected]

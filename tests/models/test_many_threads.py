@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.kernel_libraries import kernels
-from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.cpu.block_linear import BlockLinear
+from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
+from slipstream.models.cpu.packed_linear import CompressedLinear, pack
+from slipstream.models.cpu.quantised_linear import Int4Linear
 from slipstream.models.decoder.fused_layer import activated
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from tests.support.gguf_files import BY_NAME, part_of, random_blocks
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fast, fresh, prompts
 
-THREADS = (2, 3, 5, 8, 33)
+THREADS = (2, 3, 5, 8, 16, 33)
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 over_threads = pytest.mark.parametrize("threads", mostly_slow(THREADS, 3))
 ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
 
@@ -83,15 +88,44 @@ def test_packed_forwards_of_several_widths_give_the_same_bits(threads: int) -> N
     assert torch.equal(logits(8), logits(32)) and torch.equal(logits(8), logits(16))
 
 
+def products(library: Any) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
+    """Layers of each kind of weights, whose panels few numbers of threads divide."""
+    generator = torch.Generator().manual_seed(5)
+    for outputs, inputs in ((300, 96), (1090, 256), (2080, 64)):
+        linear = nn.Linear(inputs, outputs).bfloat16()
+        linear.weight.data.normal_(generator=generator)
+        yield "12 bits", CompressedLinear(linear, library), torch.bfloat16
+        codes = torch.randint(0, 16, (outputs // 16 * 16, inputs), generator=generator, dtype=torch.uint8)
+        steps = torch.randn(len(codes), inputs // 32, 2, generator=generator).bfloat16().float()
+        yield "4 bits", Int4Linear(codes, steps, None, library), torch.bfloat16
+    names = ("Q4_0", "Q8_0", "Q4_0")
+    raws = [(BY_NAME[name], random_blocks(BY_NAME[name], 161 + 160 * i, 256, i)) for i, name in enumerate(names)]
+    parts = [part_of(block, raw, 256, block_kernels()) for block, raw in raws]
+    yield "blocks", BlockLinear(parts, None, "int8"), torch.float32
+
+
+@needs_kernels
+def test_products_are_those_of_one_thread_however_their_panels_are_taken() -> None:
+    for kind, layer, dtype in products(kernels()):
+        x = torch.randn(300, layer.in_features, generator=torch.Generator().manual_seed(6)).to(dtype)
+        for tokens in (1, 3, 8, 17, 300):
+            torch.set_num_threads(1)
+            expected = layer(x[:tokens])
+            for threads in THREADS:
+                torch.set_num_threads(threads)
+                for _ in range(3):  # who takes which panel differs from time to time
+                    assert torch.equal(layer(x[:tokens]), expected), (kind, tokens, threads)
+
+
 @pytest.mark.slow
+@needs_kernels
 @over_threads
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
-    if kernels() is None:
-        pytest.skip("needs a C compiler and a processor with AVX2")
-    texts, params = prompts([30, 9, 60]), SamplingParams(max_tokens=24, ignore_eos=True)
+    """Calibrated with as many threads; one prompt is longer than two stretches of attention."""
+    texts, params = prompts([30, 9, 1100]), SamplingParams(max_tokens=24, ignore_eos=True)
 
     def generated(drafter: str, together: bool) -> list[list[int]]:
-        model = fast("llama", torch.bfloat16, head_dim=64).model
+        model = fast("llama", torch.bfloat16, head_dim=64, max_position_embeddings=2048).model
         with SpeculativeDecoder(model, drafter=drafter, num_draft_tokens=5, reproducible=True) as decoder:
             made = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
         return [one.token_ids for one in made]

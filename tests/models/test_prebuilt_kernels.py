@@ -97,6 +97,19 @@ def test_the_next_best_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         first_that_loads(recipes)
 
 
+def test_a_folder_that_cannot_be_written_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "file"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    recipes = [Recipe(name, (), ()) for name in ("best", "good", "fair")]
+    caplog.set_level("INFO", "slipstream")
+    with pytest.raises(NoKernelsError, match=r"file.kernels cannot be written \([A-Z]"):
+        first_that_loads(recipes)
+    assert caplog.text.count("are not used") == 1
+
+
 def test_the_name_tells_sources_flags_and_system() -> None:
     flags = Recipe(RECIPE.name, RECIPE.sources, (*RECIPE.flags, "-g"))
     names = {prebuilt_name(recipe, system) for recipe in (RECIPE, flags) for system in ("linux", "darwin", "win32")}

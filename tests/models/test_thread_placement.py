@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,12 +90,59 @@ def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", threads.CHOSEN)
-def test_the_command_line_binds_unless_the_user_chose(name: str) -> None:
+def test_the_command_line_binds_unless_the_user_chose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     free: dict[str, str] = {}
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else ()
-    assert threads.bind_threads(free) == frozenset(cores) and free == {"OMP_PROC_BIND": "true"}
+    monkeypatch.setattr(threads, "share_of_time", lambda: None)
+    assert threads.bind_threads(free) == frozenset(cores)
+    assert free == {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     chosen = {name: "2"}
     assert not threads.bind_threads(chosen) and chosen == {name: "2"}
+
+
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str], **limits: str) -> frozenset[int]:
+    """A Linux machine with these processors, in a control group of a group that have these limits."""
+    for number, others in enumerate(siblings):
+        topology = tmp_path / f"cpu/cpu{number}/topology"
+        topology.mkdir(parents=True)
+        (topology / "core_cpus_list").write_text(others)
+    own = tmp_path / "groups/outer/inner"
+    own.mkdir(parents=True)
+    for group, limit in limits.items():
+        (tmp_path / {"outer": "groups/outer", "inner": "groups/outer/inner"}[group] / "cpu.max").write_text(limit)
+    (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
+    monkeypatch.setattr(threads, "_PROCESSORS", tmp_path / "cpu")
+    monkeypatch.setattr(threads, "_CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(threads, "_CONTROL_GROUP", tmp_path / "cgroup")
+    processors = frozenset(range(len(siblings)))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: processors, raising=False)
+    return processors
+
+
+BOUND = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+
+
+@pytest.mark.parametrize(
+    "limits, expected",
+    [
+        ({}, BOUND),
+        ({"inner": "max 100000"}, BOUND),
+        ({"inner": "400000 100000"}, BOUND),  # as much as four cores
+        ({"inner": "350000 100000"}, {"OMP_NUM_THREADS": "3"}),
+        ({"outer": "200000 100000", "inner": "max 100000"}, {"OMP_NUM_THREADS": "2"}),
+        ({"outer": "200000 100000", "inner": "50000 100000"}, {"OMP_NUM_THREADS": "1"}),
+    ],
+)
+def test_a_containers_share_of_time_is_its_number_of_threads(
+    limits: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four cores of two hyperthreads each. Unbound threads have nothing to be freed of."""
+    processors = machine(tmp_path, monkeypatch, ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"], **limits)
+    assert threads.physical_cores(processors) == 4
+    environment: dict[str, str] = {}
+    assert threads.bind_threads(environment) == (processors if expected is BOUND else frozenset())
+    assert environment == expected
 
 
 def test_the_command_line_binds_before_pytorch_is_there() -> None:
@@ -102,6 +150,7 @@ def test_the_command_line_binds_before_pytorch_is_there() -> None:
         "import sys; import slipstream; assert 'torch' not in sys.modules\n"
         "import slipstream.models.cpu.thread_placement as t; real = t.bind_threads\n"
         "t.bind_threads = lambda e: print('torch' in sys.modules, len(real(e)) > 0)\n"
-        "import slipstream.apps.cli, os; print(os.environ['OMP_PROC_BIND'])"
+        "t.share_of_time = lambda: None\n"
+        "import slipstream.apps.cli, os; print(os.environ['OMP_PROC_BIND'], os.environ['OMP_PLACES'])"
     )
-    assert run(code).split() == ["False", "True", "true"]
+    assert run(code).split() == ["False", "True", "true", "cores"]

@@ -98,20 +98,18 @@ def test_a_model_with_kernels_can_be_copied() -> None:
 
 def test_a_longer_cache_than_one_chunk() -> None:
     plain, graphed = models("qwen3")
-    prompt = tokens(1, 700, 5)
+    prompt = tokens(1, 280, 5)
     for backend in (plain, graphed):
-        backend.reserve(1, 900)
-        for start in (0, 350):
-            backend.forward(prompt[:, start : start + 350], [start], first_slot=0, logits=False)
-    # the widths are padded to 4, in the last forwards beyond what is read of the cache
-    for start in (700, 300, 126, 128, 253, 509):
+        backend.reserve(1, 400)
+        for start in (0, 140):
+            backend.forward(prompt[:, start : start + 140], [start], first_slot=0, logits=False)
+    for start in (280, 126, 128, 253):
         one, other = (b.forward(tokens(1, 3), [start], first_slot=0, logits=True) for b in (plain, graphed))
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
 def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtype) -> None:
-    """What the kernels compute; the matrix products are PyTorch's, and calibrated."""
     _, graphed = models("qwen3", dtype)
     fill([graphed], 2)
     fused = next(module.__dict__["forward"] for module in graphed.model.modules() if "forward" in module.__dict__)
@@ -123,10 +121,35 @@ def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtyp
         columns = PROMPT + torch.arange(width, device=DEVICE)[None]
         zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         forward = IndexedForward(zero, zero + PROMPT, columns, columns, length)
-        given = (rope[0, :width], rope[1, :width])
-        return ops._attend(qkv[:width], given, graphed.cache, forward, fused.spec).clone()
+        out = qkv.new_empty(width, ops.heads, ops.size)
+        graphed.cache.index(forward)
+        return ops._attend(qkv[:width], out, (rope[0, :width], rope[1, :width]), graphed.cache, fused.spec)
 
     whole = attended(8, 512)
     for width, length in [(8, 256), (1, 256), (3, 512), (5, 256)]:
         assert torch.equal(attended(width, length), whole[:width])
     assert not torch.equal(whole[0], whole[1])
+
+
+def test_chunks_are_combined_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long context gives what it gives in a few long chunks."""
+    _, graphed = models("qwen3")
+    graphed.reserve(1, 2400)
+    graphed.cache.hold(1, 2400)
+    fused = next(module.__dict__["forward"] for module in graphed.model.modules() if "forward" in module.__dict__)
+    ops, generator = fused.ops, torch.Generator().manual_seed(3)
+    for part in (graphed.cache.layers[0].keys, graphed.cache.layers[0].values):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    qkv = torch.randn(2, (ops.heads + 2 * ops.key_heads) * ops.size, generator=generator).to(DEVICE)
+    rope = torch.ones(2, ops.size, device=DEVICE), torch.zeros(2, ops.size, device=DEVICE)
+
+    def attended(start: int) -> Tensor:
+        zero, columns = torch.zeros(1, dtype=torch.int64, device=DEVICE), start + torch.arange(2, device=DEVICE)[None]
+        graphed.cache.index(IndexedForward(zero, zero + start, columns, columns, 2400))
+        return ops._attend(qkv, qkv.new_empty(2, ops.heads, ops.size), rope, graphed.cache, fused.spec)
+
+    found = [attended(start) for start in (2047, 2200)]
+    monkeypatch.setattr("slipstream.models.cuda.triton_layer.CHUNK", 1024)
+    for start, one in zip((2047, 2200), found, strict=True):
+        torch.testing.assert_close(one, attended(start), rtol=1e-4, atol=1e-5)
+    assert (found[0] - found[1]).abs().max() > 1e-2

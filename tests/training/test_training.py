@@ -164,7 +164,7 @@ def test_prompts_of_files(tmp_path: Path) -> None:
     plain.write_text("abc\n\n def \n")
     assert [source.prompt for source in read_sources(plain)] == ["abc", "def"]
     with small():
-        made = TextMaker(decoder(), read_sources(lines), 0).make(0, 6)
+        made = list(TextMaker(decoder(), read_sources(lines), 0).make(0, 6))
     assert [(number, start) for number, _, start, _ in made] == [(0, 8), (1, 1), (2, 2), (3, 8), (5, 2)]
     assert decoder().decode(made[1][1]) == "abcabcabcabcabc"
     assert [greedy for *_, greedy in made] == [True, False, False, False, False]

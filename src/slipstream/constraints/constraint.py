@@ -54,13 +54,15 @@ class Constraint:
     megabytes: int = field(init=False, repr=False, compare=False)  # what it takes compiled, where that is known
 
     def __post_init__(self) -> None:
-        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        kinds = [name for name in KINDS if _is_given(getattr(self, name))]
         if len(kinds) != 1:
             raise UsageError(
                 f"constraint: {' and '.join(kinds) or 'nothing'} given; allowed: one of {', '.join(KINDS)}"
             )
         if self.whitespace not in WHITESPACE:
             raise UsageError(f"constraint: whitespace={self.whitespace!r}; allowed: {', '.join(WHITESPACE)}")
+        if not isinstance(self.schemas, Mapping):
+            raise UsageError(f"constraint: schemas={self.schemas!r:.80}; allowed: a mapping of names to JSON schemas")
         if self.schemas and kinds != ["grammar"]:
             raise UsageError(f"constraint: schemas with {kinds[0]}; allowed: with a grammar that names them")
         if self.whitespace != "compact" and not (kinds[0].startswith("json") or self.schemas):
@@ -97,7 +99,7 @@ class Constraint:
 
     def to_dict(self) -> dict[str, Any]:
         """What was given, as JSON has it."""
-        kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
+        kind = next(name for name in KINDS if _is_given(getattr(self, name)))
         value = getattr(self, kind)
         more: dict[str, Any] = {"schemas": dict(self.schemas)} if self.schemas else {}
         more |= {"whitespace": self.whitespace} if kind.startswith("json") or self.schemas else {}
@@ -105,6 +107,10 @@ class Constraint:
 
 
 Constraint.__init__ = arguments_named("Constraint", OTHER_NAMES)(Constraint.__init__)  # type: ignore[method-assign]
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
 
 
 def _schema(name: str, schema: Any) -> str:

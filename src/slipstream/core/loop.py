@@ -250,7 +250,8 @@ class Engine:
 
     def _room(self, rows: Sequence[Row]) -> list[int]:
         """How many tokens each row may draft: none in a first round that a prompt's forward has answered."""
-        return [self._may_draft(row) * room_of(row, self.target.table.longest_draft(rows)) for row in rows]
+        limit = self.target.table.longest_draft(rows)
+        return [self._may_draft(row) * room_of(row, limit) for row in rows]
 
     def _may_draft(self, row: Row) -> bool:
         return bool(row.rounds) or not self.target.answers

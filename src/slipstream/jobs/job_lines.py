@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from slipstream.checks import is_text
 from slipstream.constraints.grammar_text import nesting
 from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -242,11 +244,13 @@ class JobFiles:
         cls, source: str | Path | Iterable[Mapping[str, Any]], output: str | Path, errors: str | Path | None = None
     ) -> JobFiles:
         """Check the names before anything is loaded; nothing is created."""
-        path = Path(output)
+        if not isinstance(source, str | Path):
+            _check_requests(source)
+        path = _path("output", output)
         check_pyarrow(*(name for name in (source, output) if isinstance(name, str | Path)))
         parquet = path if is_parquet(path) else None
         journal = path if parquet is None else path.with_name(f"{path.name}.jsonl")
-        refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else Path(errors)
+        refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else _path("errors", errors)
         others = {"the input": Path(source)} if isinstance(source, str | Path) else {}
         for name, file in (("the output", journal), ("the error file", refusals)):
             _check(name, file, others)
@@ -254,6 +258,18 @@ class JobFiles:
         if isinstance(source, str | Path) and not Path(source).is_file():
             raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
         return cls(lines_of(source), journal, refusals, parquet)
+
+
+def _check_requests(source: Any) -> None:
+    if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Iterable):
+        raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
+
+
+def _path(name: str, value: Any) -> Path:
+    """A file to write, as a caller names it."""
+    if (not isinstance(value, PathLike) and not is_text(value)) or str(value) in ("", ".") or "\0" in str(value):
+        raise UsageError(f"{name}={value!r:.80}; allowed: the name of a file")
+    return Path(value)
 
 
 def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:

@@ -110,6 +110,9 @@ class ParallelDrafts(Protocol):
         newest: each row's token before its draft.
         """
 
+    def acceptance(self, newest: Sequence[int], draft: Tensor) -> Tensor | None:
+        """[B] how likely the next token is to be accepted if the draft is; None where the head does not say."""
+
 
 @dataclass(frozen=True)
 class RowSegment:

@@ -82,7 +82,7 @@ class LoadOptions:
     """How to load models.
 
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or says why it cannot;
-    "auto" packs weights or captures graphs of models it loads itself; False does neither.
+    "auto" packs weights of models it loads itself and captures graphs; False does neither.
     quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.

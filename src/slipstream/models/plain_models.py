@@ -25,6 +25,8 @@ from slipstream.models.weights.transformers_reader import (
     quietly,
 )
 
+PLACING = {"device_map", "distributed_config"}  # load options that say where weights go
+
 
 def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """Load a model with transformers; return the folder or hub id of its tokenizer, and the model."""
@@ -35,6 +37,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     folder = resolve(source, options.extra)
     if (adapter := _adapter(source, folder, options)) is not None:
         return _adapted(adapter, options)
+    device = None if options.extra.keys() & PLACING else device_named(options.device)
     _read_ahead(Path(folder))
     from transformers import AutoConfig  # takes seconds
 
@@ -42,14 +45,21 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
         with quietly():
             config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
+            if device is not None and device.type == "cuda" and not is_quantised(config, options):
+                arguments["device_map"] = {"": device}  # weights need no room in the host's memory on their way
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except READER_ERRORS as error:
         raise not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
-    if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
-        model = model.to(device_named(options.device))
+    if device is not None and not getattr(model, "is_quantized", False):
+        model = model.to(device)
     return folder, model
+
+
+def is_quantised(config: Any, options: LoadOptions) -> bool:
+    """Whether transformers' quantisers read the model; they place its weights themselves."""
+    return "quantization_config" in options.extra or getattr(config, "quantization_config", None) is not None
 
 
 def _adapter(source: str, folder: str, options: LoadOptions) -> Adapter | None:

@@ -54,7 +54,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     """A `PreTrainedModel` of the caller's as a `Loaded`. tokenizer: needed for text prompts only.
 
     The model itself does not change, only the modules of a view of it. Its weights stay in memory beside packed ones,
-    so they are packed only if fast=True asks for it.
+    so they are packed only if fast=True asks for it. Capturing its forwards copies none.
     """
     owned = unwrapped(model)
     if (reason := without_weights(owned)) is not None:
@@ -73,7 +73,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
             "allowed: 'auto' or 'full', or draft_dtype='int4' or 'int8', which replaces its layers"
         )
     restriction = Restriction(model, options.vocabulary, convert)
-    backend = _backend(model, options.fast is True, convert, owned=owned)
+    backend = _backend(model, options.fast, convert, owned=owned)
     name, packed = model.config._name_or_path or type(model).__name__, convert is not None
     ends, fingerprint = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
@@ -234,7 +234,8 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "plain"
     if isinstance(backend, GraphedBackend):
-        kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}"
+        order = " of one order" if backend.shape_independent else ""
+        kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}{order}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{bfloat16_version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""

@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
-from slipstream.models.backend_capabilities import is_shape_independent
+from slipstream.core.trees import TreeForwards
+from slipstream.models.backend_capabilities import RaggedForwards, is_shape_independent
 from slipstream.models.notices import announce, is_silenced
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
@@ -177,6 +178,8 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
         return None
     totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
     milliseconds = trials.times.ragged(totals, trials.widths, times)
+    if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
+        milliseconds = {max(times): times[max(times)]}  # only trees take tokens side by side: so many, in all rows
     return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
 
 

@@ -227,6 +227,8 @@ class RequestReader:
         return self._encode(_single(prompt), chat)
 
     def _encode(self, prompt: Any, chat: bool) -> list[int]:
+        if not isinstance(chat, bool):
+            raise UsageError(f"chat={chat!r:.60}; allowed: True or False")
         if is_ids(prompt):
             return list(prompt)
         tokenizer = self.target.tokenizer

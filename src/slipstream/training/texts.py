@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.checks import why_unreadable
 from slipstream.core.rng import key
+from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.durable_files import append, cut, size_of_whole_lines
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -30,7 +31,8 @@ SHORTEST = 8  # tokens of an answer that is kept
 LONGEST = 2048  # tokens of a text that are kept
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)  # of answers, in turn
 OPENED = 0.7  # share of the invented questions that begin with an opening
-BATCH = 32  # texts made at a time; a kill loses these
+BATCH = 32  # texts made at a time
+FEWEST = 8  # texts that are made even if the time is over
 PROBES = "Qx", "7y"  # contents of messages that differ from their first character to their last
 OPENINGS = """\
 Write a short story about|Compose a poem about|Compose an engaging travel blog post about|Draft a professional email
@@ -45,7 +47,12 @@ What do you think about|Who invented|What is the difference between|How many|Cri
     "\n", "|"
 ).split("|")
 
-ShowTexts = Callable[[int, float], None]  # tokens made so far, seconds
+INVENTING, ANSWERING = "inventing prompts", "answering prompts"
+
+
+# what is made now, tokens of all texts and of what is unfinished, seconds as in `MadeText`
+ShowTexts = Callable[[str, int, float], None]
+ShowRound = Callable[[str, int], None]  # what is made now, tokens of what is unfinished
 
 
 @dataclass(frozen=True)
@@ -107,35 +114,55 @@ class TextMaker:
         self._decoder, self._sources, self._seed = decoder, sources, seed
         self._room = decoder.target.backend.max_length
         self._prefix, self._ends = ([], ()) if sources else user_turn(decoder)
+        self.begins_with = ANSWERING if sources else INVENTING
         self._only_texts = bool(sources) and all(source.prompt is None for source in sources)
         for source in sources:  # before anything is generated
             self._check(source)
 
-    def make(self, first: int, count: int) -> list[tuple[int, list[int], int, bool]]:
-        """Number, ids, start and greediness of texts number `first` to `first + count - 1`; some may yield none."""
+    def make(
+        self, first: int, count: int, show: ShowRound = lambda *_: None
+    ) -> Iterator[tuple[int, list[int], int, bool]]:
+        """Number, ids, start and greediness of texts number `first` to `first + count - 1`; some may yield none.
+
+        Each comes once it and those before it have ended; what is not asked for is not made.
+        """
         numbers = [n for n in range(first, first + count) if not (self._only_texts and n >= len(self._sources))]
-        prompts = self._prompts(numbers)
-        rows, texts = [], []
+        prompts = self._prompts(numbers, show)
+        rows, texts = dict[int, Row](), dict[int, list[int]]()
         for n in numbers:
             source = self._sources[n % len(self._sources)] if self._sources else None
             if source is not None and source.prompt is None:
                 if n < len(self._sources):  # a text that is read twice teaches nothing new
-                    texts.append((n, self._decoder.encode(source.text), 1, False))
+                    texts[n] = self._decoder.encode(source.text)
             elif n in prompts:
-                rows.append((n, self._row(prompts[n], self._temperature(n), n, source is None or source.chat)))
-        self._decoder.decode_rows([row for _, row in rows])
-        for n, row in rows:
-            if row.error is not None:
-                raise SlipstreamError(f"text {n} failed: {first_line(row.error)}") from row.error
-            texts.append((n, row.tokens, row.prompt_length, self._temperature(n) == 0))
-        kept = [(n, ids[:LONGEST], start, greedy) for n, ids, start, greedy in sorted(texts)]
-        return [text for text in kept if len(text[1]) - text[2] >= SHORTEST]
+                rows[n] = self._row(prompts[n], self._temperature(n), n, source is None or source.chat)
+        ended = self._ended(ANSWERING, list(rows.values()), show)
+        for n in sorted({*rows, *texts}):
+            if n in texts:
+                ids, start, greedy = texts[n], 1, False
+            else:
+                row = next(ended)
+                if row.error is not None:
+                    raise SlipstreamError(f"text {n} failed: {first_line(row.error)}") from row.error
+                ids, start, greedy = row.tokens, row.prompt_length, self._temperature(n) == 0
+            if min(len(ids), LONGEST) - start >= SHORTEST:
+                yield n, ids[:LONGEST], start, greedy
 
     def is_exhausted(self, number: int) -> bool:
         """Whether there is nothing to make from this number on."""
         return self._only_texts and number >= len(self._sources)
 
-    def _prompts(self, numbers: Sequence[int]) -> dict[int, Any]:
+    def _ended(self, doing: str, rows: Sequence[Row], show: ShowRound) -> Iterator[Row]:
+        """These rows in their order, each once it and those before it have ended."""
+        unfinished, rounds = sum(len(row.tokens) for row in rows), self._decoder.run(rows)
+        for row in rows:
+            while row.finish_reason is None and (newest := next(rounds, None)) is not None:
+                unfinished += len(newest.tokens)
+                show(doing, unfinished)
+            unfinished -= len(row.tokens)
+            yield row
+
+    def _prompts(self, numbers: Sequence[int], show: ShowRound) -> dict[int, Any]:
         """What is answered in each text; without those that the model invented nothing for."""
         if self._sources:
             return {n: self._sources[n % len(self._sources)].prompt for n in numbers}
@@ -150,10 +177,9 @@ class TextMaker:
             for n in numbers
         ]
         rows = self._decoder.rows([self._prefix + openings[n] for n in numbers], params)
-        self._decoder.decode_rows(rows)
         questions = {
             n: self._decoder.decode(row.tokens[len(self._prefix) :]).strip()
-            for n, row in zip(numbers, rows, strict=True)
+            for n, row in zip(numbers, self._ended(INVENTING, rows, show), strict=True)
             if row.error is None
         }
         return {n: question for n, question in questions.items() if question}
@@ -237,30 +263,40 @@ def read_texts(folder: Path) -> list[MadeText]:
 def make_texts(
     folder: Path, maker: TextMaker, num_tokens: int, seconds: float, show: ShowTexts = lambda *_: None
 ) -> list[MadeText]:
-    """The texts of a folder, with further ones until they have so many tokens or so many seconds are over."""
+    """The texts of a folder, with further ones until they have so many tokens or so many seconds are over.
+
+    A text is kept once it and those before it have ended.
+    """
     texts, begun = read_texts(folder), monotonic()
     before = texts[-1].seconds if texts else 0.0
     count, number = sum(len(text.ids) for text in texts), texts[-1].number + 1 if texts else 0
-    show(count, before)
+
+    def passed() -> float:
+        return before + monotonic() - begun
+
+    def report(doing: str, unfinished: int) -> None:
+        show(doing, count + unfinished, passed())
+
+    report(maker.begins_with, 0)
     with open(folder / FILE, "r+b" if (folder / FILE).exists() else "w+b", buffering=0) as file:
         cut(file, size_of_whole_lines(file))
         file.seek(0, 2)
-        while count < num_tokens and not maker.is_exhausted(number):
-            passed = before + monotonic() - begun
-            if passed > seconds and texts:
-                break
-            made = []
-            for text in maker.make(number, BATCH):
-                if count < num_tokens:
-                    passed = before + monotonic() - begun
-                    made.append(MadeText(*text, round(passed, 1)))
-                    count += len(text[1])
-            if not made and not texts and number > 4 * BATCH:
-                raise SlipstreamError(f"the target answers nothing: the first {number} texts were empty")
-            append(file, "".join(json.dumps(asdict(text)) + "\n" for text in made).encode())
-            texts += made
+
+        def is_enough() -> bool:
+            return count >= num_tokens or (len(texts) >= FEWEST and passed() > seconds)
+
+        while not is_enough() and not maker.is_exhausted(number):
+            for made in maker.make(number, BATCH, report):
+                text = MadeText(*made, round(passed(), 1))
+                append(file, (json.dumps(asdict(text)) + "\n").encode())
+                texts.append(text)
+                count += len(text.ids)
+                if is_enough():
+                    break
             number += BATCH
-            show(count, before + monotonic() - begun)
+            if not texts and number > 4 * BATCH:
+                raise SlipstreamError(f"the target answers nothing: the first {number} texts were empty")
+    report(maker.begins_with, 0)
     return texts
 
 

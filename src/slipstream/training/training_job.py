@@ -28,7 +28,16 @@ from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
 from slipstream.models.weights.resolve import resolve
 from slipstream.training.held_out import Judgement, judged
-from slipstream.training.texts import LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
+from slipstream.training.texts import (
+    FILE,
+    LONGEST,
+    MadeText,
+    TextMaker,
+    make_texts,
+    read_sources,
+    read_texts,
+    split,
+)
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
 from slipstream.training.training_run import (
     FEWEST_STEPS,
@@ -77,11 +86,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is. completed, total: tokens of the texts, or steps; latest: the newest judgement."""
+    """How far a run is. completed, total: of the unit, tokens of the texts or steps; latest: the newest judgement."""
 
     doing: str
     completed: int
     total: int
+    unit: str = "tokens"
     seconds_left: float | None = None
     latest: dict[str, Any] | None = None
 
@@ -91,11 +101,10 @@ Show = Callable[[TrainingProgress], None]
 
 @dataclass
 class TrainingJob:
-    """One folder's training. saved: what the folder holds, as messages tell it."""
+    """One folder's training."""
 
     settings: TrainingSettings
     show: Show = lambda progress: None
-    saved: str = "nothing was kept yet"
     _sources: Sequence[Any] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -131,15 +140,25 @@ class TrainingJob:
             self._train(decoder, run, judging)
             return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
 
+    @property
+    def saved(self) -> str:
+        """What the folder holds, as messages tell it."""
+        folder = self.settings.folder
+        if (state := State.read(folder)) is not None:
+            return f"{folder / STATE} holds step {state.step}"
+        if texts := read_texts(folder):
+            return f"{folder / FILE} holds {sum(len(text.ids) for text in texts)} tokens of texts"
+        return "nothing was kept yet"
+
     def _make_texts(self, decoder: SpeculativeDecoder) -> list[MadeText]:
         settings, seconds = self.settings, self._max_seconds * TEXTS_SHARE
         maker = TextMaker(decoder, self._sources, settings.seed)
 
-        def show(tokens: int, passed: float) -> None:
-            self.saved = f"{settings.folder} holds {tokens} tokens of texts"
+        def show(doing: str, tokens: int, passed: float) -> None:
+            tokens = min(tokens, settings.num_tokens)
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
             left = None if needed is None else max(0.0, min(needed, seconds - passed))
-            self.show(TrainingProgress("texts", tokens, settings.num_tokens, left))
+            self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=left))
 
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
 
@@ -173,13 +192,12 @@ class TrainingJob:
             self._write(decoder, head, state, judgement)
             return judgement
 
-        self.saved = f"{folder / STATE} holds step {run.state.step}"
+        self.show(TrainingProgress("judging the head", run.state.step, run.state.planned, "steps"))
         shown, begun, first = 0, run.seconds, run.state.step
         for state in run.steps(judge):
-            self.saved = f"{folder / STATE} holds step {run.saved_step}"
             needed = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
             left = max(0.0, min(needed, self._max_seconds - run.seconds))  # the time may end the run first
-            self.show(TrainingProgress("training", state.step, state.planned, left, state.judgements[-1]))
+            self.show(TrainingProgress("training", state.step, state.planned, "steps", left, state.judgements[-1]))
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
                 _write_lines(folder / PROGRESS, state.judgements)

@@ -102,7 +102,6 @@ class TrainingRun:
         for (optimiser, _), saved in zip(self._optimisers, state.optimisers, strict=False):
             optimiser.load_state_dict(saved)
         self._seconds_before, self._begun = state.seconds, monotonic()
-        self.saved_step = state.step
         self._saved, self._saving, self._judging = monotonic(), 0.0, 0.0
 
     @property
@@ -133,7 +132,6 @@ class TrainingRun:
         state.optimisers = [optimiser.state_dict() for optimiser, _ in self._optimisers]
         state.seconds = self.seconds
         state.save(self._folder)
-        self.saved_step = state.step
         self._saved = monotonic()
         self._saving = self._saved - begun
 

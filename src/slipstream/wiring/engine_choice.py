@@ -75,7 +75,7 @@ def choose_engine(
 
 def pick_drafter(models: ModelPair, choice: LengthChoice, requested: str | Drafter) -> str | Drafter:
     """The drafter that "auto" stands for; any other as it is."""
-    if requested != "auto":
+    if not isinstance(requested, str) or requested != "auto":
         return requested
     costs = choice.kind == "auto"  # measured costs decide how much to draft
     if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens

@@ -72,7 +72,7 @@ class ModelPair:
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
-        refuse_unused(load_options_of(config), target, None if draft == MTP else draft)
+        refuse_unused(load_options_of(config), target, None if _is_mtp(draft) else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
@@ -253,6 +253,10 @@ def fingerprint_of(target: Loaded, shapes: Shapes) -> str:
     return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def _is_mtp(draft: Any) -> bool:
+    return isinstance(draft, str) and draft == MTP
+
+
 def _inner(model: Any) -> Any:
     """A loaded model without wrappers; names as they are."""
     if not isinstance(model, torch.nn.Module):
@@ -380,7 +384,7 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None
     for a draft model that is looked at alone.
     """
-    if draft == MTP:
+    if _is_mtp(draft):
         if target is None:
             raise UsageError(f"draft={MTP!r} without a target; allowed: a draft model of its own")
         _refuse_settings_of_models(config, "the target's MTP layers")
@@ -398,6 +402,8 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
     if files is not None and target is not None:
         _refuse_settings_of_models(config, f"the draft head {files.source!r}")
         head = load_head(files, target, options)
+        if (trained_for := files.trained_for(target.name)) is not None:
+            log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
         if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
             log.warning("%s", tried.line(head.name, target.name))
         return head

@@ -144,12 +144,12 @@ def piped(monkeypatch, capsys, text: str, *flags: str) -> tuple[int, str, str]:
 
 
 def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
-    text = "/help quit\nThe heron\n/gama\n/quit\nnever reached\n"
+    text = "/help quit\nThe heron\n/draft-lenght\n/quit\nnever reached\n"
     code, out, err = piped(monkeypatch, capsys, text, "--max-tokens", "12", "--system", "A :fish: [b]story[/b].")
     decoder = SpeculativeDecoder("toy")
     answer = decoder.generate("A :fish: [b]story[/b].\nThe heron", SamplingParams(max_tokens=12), chat=False).text
     assert code == 0 and out == f"/quit  leave\n{answer}\n"
-    assert "12 tokens, " in err and "did you mean /gamma" in err
+    assert "12 tokens, " in err and "did you mean /draft-length" in err
 
 
 def test_text_is_printed_as_it_is(capsys) -> None:

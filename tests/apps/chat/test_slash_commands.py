@@ -17,7 +17,7 @@ from tests.support.markers import subcases
 def test_help_lists_every_command_and_explains_one() -> None:
     chat = toy()
     assert all(name in type_in(chat, "/help") for name in COMMANDS)
-    assert type_in(chat, "/help gamma").startswith("/gamma N|auto")
+    assert type_in(chat, "/help gamma").startswith("/draft-length N|auto")
 
 
 def test_speculative_off_is_plain_decoding_of_the_same_text() -> None:
@@ -29,13 +29,18 @@ def test_speculative_off_is_plain_decoding_of_the_same_text() -> None:
     assert chat.last.stats.num_draft_tokens > 0 and chat.last.token_ids == plain.token_ids
 
 
-def test_drafter_gamma_and_their_alias() -> None:
+def test_drafter_draft_length_and_its_aliases() -> None:
     chat = toy()
     assert "ngram:3" in type_in(chat, "/drafter ngram:3")
-    for line, width in (("/gamma 2", 2), ("/length-of-draft 5", 5), ("/set num_draft_tokens 3", 3)):
+    for line, width in (
+        ("/draft-length 2", 2),
+        ("/gamma 4", 4),
+        ("/length-of-draft 5", 5),
+        ("/set num_draft_tokens 3", 3),
+    ):
         type_in(chat, line, "The heron looked at the water. The heron looked")
         assert max(r.num_draft_tokens for r in chat.last.rounds) == width
-    assert type_in(chat, "/gamma auto") == "draft length: auto"
+    assert type_in(chat, "/draft-length auto") == "draft length: auto"
 
 
 def test_draft_and_target_are_exchanged_and_the_conversation_stays() -> None:
@@ -155,15 +160,15 @@ def test_stats_reset_and_save(tmp_path: Path) -> None:
 
 def test_filler_is_the_tables_fill_or_says_that_there_is_none(monkeypatch) -> None:
     chat = toy()
-    assert type_in(chat, "/filler on") == "filler: on, drafter: ngram_table:fill"
+    assert type_in(chat, "/fill on") == "fill: on, drafter: ngram_table:fill"
     type_in(chat, "The heron looked at the water. The heron")
     assert chat.last.stats.num_draft_tokens > 0
-    assert type_in(chat, "/filler off") == "filler: off, drafter: ngram_table"
-    assert type_in(chat, "/drafter ngram_table:4", "/filler on") == "filler: on, drafter: ngram_table:4+fill"
-    assert type_in(chat, "/filler off") == "filler: off, drafter: ngram_table:4"
-    assert type_in(chat, "/drafter ngram", "/filler off") == "filler: off, drafter: ngram"
+    assert type_in(chat, "/filler off") == "fill: off, drafter: ngram_table"
+    assert type_in(chat, "/drafter ngram_table:4", "/fill on") == "fill: on, drafter: ngram_table:4+fill"
+    assert type_in(chat, "/fill off") == "fill: off, drafter: ngram_table:4"
+    assert type_in(chat, "/drafter ngram", "/fill off") == "fill: off, drafter: ngram"
     monkeypatch.setattr(drafters, "names", lambda: ["ngram"])
-    assert "'ngram_table'" in refused(chat, "/filler on")
+    assert "'ngram_table'" in refused(chat, "/fill on")
 
 
 def test_quit_closes() -> None:
@@ -222,18 +227,18 @@ def test_any_sampling_option_can_be_set_and_unset(line: str, name: str, value: o
 @subcases(
     "line, part",
     [
-        ("/gama 3", "did you mean /gamma"),
+        ("/draft-lenght 3", "did you mean /draft-length"),
         ("/xyzzyx", "/help lists them"),
         ("/", "unknown command '/'"),
-        ("/gamma many", "num_draft_tokens='many'; allowed: 'auto', 'chain', a whole number from 0 to 64"),
-        ("/gamma 65", "allowed"),
-        ("/gamma -1", "allowed"),
+        ("/draft-length many", "num_draft_tokens='many'; allowed: 'auto', 'chain', a whole number from 0 to 64"),
+        ("/draft-length 65", "allowed"),
+        ("/draft-length -1", "allowed"),
         ("/drafter oracle", "allowed: auto, "),
         ("/drafter model", "needs a draft model"),
         ("/acceptance luck", "allowed"),
         ("/speculative maybe", "allowed: on, off"),
         ("/debug 1", "allowed: on, off"),
-        ("/filler 1", "allowed: on, off"),
+        ("/fill 1", "allowed: on, off"),
         ("/cache empty", "allowed: on, off, clear"),
         ("/length 0", "max_tokens=0; allowed"),
         ("/length long", "max_tokens='long'; allowed"),
@@ -284,7 +289,7 @@ def test_completion_knows_commands_and_their_arguments() -> None:
     assert complete("/") == sorted([*COMMANDS, *ALIASES])
     assert complete("/st") == ["/stats"] and complete("/sampling n") == ["nucleus"]
     assert complete("/set te") == ["temperature"] and complete("/cache c") == ["clear"]
-    assert "none" in complete("/draft ") and complete("/target t") == ["toy"] and "/gamma" in complete("/help ")
+    assert "none" in complete("/draft ") and complete("/target t") == ["toy"] and "/draft-length" in complete("/help ")
     assert {"auto", "ngram"} <= set(complete("/drafter "))
     assert complete("/length-of-draft a") == ["auto"]
     assert complete("hello") == complete("/nothing x") == complete("/set stop x") == []

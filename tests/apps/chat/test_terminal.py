@@ -85,13 +85,13 @@ COMMAND_LINES = [
     ("/help", "/quit"),
     ("/draft toy:2", "drafter: hybrid"),
     ("/drafter ngram", "drafter: ngram"),
-    ("/gamma 3", "draft length: 3"),
+    ("/draft-length 3", "draft length: 3"),
     ("/acceptance match", "acceptance: match"),
     ("/length 30", "max_tokens: 30"),
     ("/seed 7", "seed: 7"),
     ("/sampling nucleus 0.7 0.9", "temperature=0.7, top_k=0, top_p=0.9"),
     ("/set repetition_penalty 1.1", "repetition_penalty: 1.1"),
-    ("/filler off", "filler: off"),
+    ("/fill off", "fill: off"),
     ("/system A fable.", "system: A fable."),
     ("/debug on", "debug: on"),
     ("/retry", "accepted/drafted"),
@@ -103,7 +103,7 @@ COMMAND_LINES = [
     ("/target toy:4", "target: toy:4"),
     ("/save talk.json", "2 turns written to talk.json"),
     ("/reset", "the conversation is empty"),
-    ("/gama 3", "did you mean /gamma"),
+    ("/draft-lenght 3", "did you mean /draft-length"),
 ]
 
 
@@ -133,7 +133,7 @@ def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path
 
     terminal.type("/quit")
     assert terminal.wait_for_end() == 0
-    assert "+/gama 3" in terminal.history.read_text()
+    assert "+/draft-lenght 3" in terminal.history.read_text()
 
 
 def test_editing_completion_and_the_ways_out(terminal: Terminal) -> None:

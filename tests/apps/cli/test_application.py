@@ -221,6 +221,17 @@ def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -
     assert all(len(r["token_ids"]) == 4 and r["text"] in out for r in results)
 
 
+def test_ctrl_c_ends_a_command_with_one_line(capsys, monkeypatch) -> None:
+    from slipstream.decoder import SpeculativeDecoder
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", interrupted)
+    for words in (("generate", *TOY, *PROMPT), ("compare", *TOY, *PROMPT), ("verify", *TOY)):
+        assert run(capsys, monkeypatch, *words) == (130, "", "error: interrupted\n")
+
+
 def test_the_installed_command_starts_and_names_its_version() -> None:
     command = [str(Path(sys.executable).with_name("slipstream")), "--version"]
     done = subprocess.run(command, capture_output=True, text=True)

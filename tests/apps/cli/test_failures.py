@@ -109,8 +109,19 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
     assert run(capsys, monkeypatch, "generate", *TOY, "-p", "-", *flags)[:2] == (0, expected)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert "standard input is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
-    assert "standard input is not valid UTF-8 at byte 0" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+    for errors in ("strict", "surrogateescape"):  # the second is Python's choice in the locale C.UTF-8
+        stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", stream)
+        message = refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+        assert "standard input is not valid UTF-8 at byte 0" in message
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("2>&-", 0)])
+def test_closed_standard_streams_are_empty_ones(closed: str, code: int) -> None:
+    words = [*COMMAND, "generate", *TOY, "--max-tokens", "4", *([] if closed == "<&-" else PROMPT)]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert ("standard input is empty" in done.stderr) == (closed == "<&-") and bool(done.stdout) == (closed == "2>&-")
 
 
 @pytest.mark.parametrize(

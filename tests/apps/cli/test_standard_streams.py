@@ -36,6 +36,11 @@ def test_several_arguments_are_several_prompts(capsys: Any, monkeypatch: Any) ->
     assert results[1]["token_ids"] == single[0]["token_ids"]
 
 
+def test_each_of_several_texts_is_headed_by_its_prompt(capsys: Any, monkeypatch: Any) -> None:
+    _, out, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron", "A sparrow\n" + 40 * "sings ")
+    assert "--- 1: The heron\n" in out and "--- 2: A sparrow sings sings" in out and " ...\n" in out
+
+
 def test_lines_of_prompts_come_from_standard_input(capsys: Any, monkeypatch: Any) -> None:
     typed(monkeypatch, '{"prompt": "The heron", "category": "a"}\n{"prompt": "A sparrow", "category": "b"}\n')
     flags = ("--prompt-file", "-", "--category", "b", "--json", "-")

@@ -1,6 +1,7 @@
 """Help and wrong use come at once: neither PyTorch nor transformers is imported for them."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -123,6 +124,24 @@ def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outco
 def test_the_check_notices_an_import() -> None:
     [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
     assert code == 0 and "torch" in err.splitlines()[-1]
+
+
+def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
+    program = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+from slipstream.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_every_command_is_listed_with_a_whole_sentence(outcomes: Outcomes) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from slipstream import SpeculativeDecoder
+from slipstream.apps.cli import train as train_module
+from slipstream.training import texts
+from slipstream.training.texts import read_texts
 from slipstream.training.trainable_head import TrainableHead
 from tests.support import command_line
 from tests.support.training_cases import small, write_target
@@ -52,6 +56,38 @@ def test_a_head_that_was_interrupted_is_finished_and_drafts(
     words = ("generate", "ab", "--target", target, "--max-tokens", "30")
     plain = command_line.run(capsys, monkeypatch, *words, "--drafter", "none")[:2]
     assert command_line.run(capsys, monkeypatch, *words, "--draft", str(out), "--drafter", "model")[:2] == plain
+
+
+def test_ctrl_c_among_the_texts_keeps_those_that_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    append, calls = texts.append, list[None]()
+
+    def interrupted(file, data):
+        append(file, data)
+        calls.append(None)
+        if len(calls) == 3:  # within the first texts that are made together
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(texts, "append", interrupted)
+    monkeypatch.setattr(train_module, "LOG_SECONDS", 0.0)
+    out = tmp_path / "head"
+    code, _, err = train(capsys, monkeypatch, target, out)
+    first, *_, before_last, last = err.splitlines()
+    kept = read_texts(out)
+    assert code == 130 and len(kept) == 3 and first == f"loading {target} ..."
+    tokens = sum(len(text.ids) for text in kept)
+    assert last == f"error: interrupted; {out / 'texts.jsonl'} holds {tokens} tokens of texts; the same command goes on"
+    assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, 0:0\d left", before_last)
+    assert "inventing prompts: 0 of 2000 tokens" in err.splitlines()
+    assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 2000 tokens, .* left", line) for line in err.splitlines())
+    monkeypatch.setattr(texts, "append", append)
+    code, _, err = train(capsys, monkeypatch, target, out)
+    assert code == 0 and f"inventing prompts: {tokens} of 2000 tokens, " in err
+    again = read_texts(out)
+    assert again[:3] == kept and sum(len(text.ids) for text in again) >= 2000
+    train(capsys, monkeypatch, target, tmp_path / "whole")
+    assert [text.ids for text in read_texts(tmp_path / "whole")] == [text.ids for text in again]
 
 
 def test_without_template_and_prompts_no_model_is_loaded(

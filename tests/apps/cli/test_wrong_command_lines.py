@@ -118,6 +118,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--whitespace", "spaced"), "--whitespace 'spaced' alone"),
     # output
     ((*GENERATE, "--json", "/no/such/folder/x.json"), "'/no/such/folder/x.json' cannot be written"),
+    ((*GENERATE, "--json", 300 * "x"), "x' cannot be written: file name too long"),
     ((*GENERATE, "--json", "."), "cannot be written: it is a folder"),
     (("bench", *TOY, "--out", "/dev/null/x"), "--out '/dev/null/x' cannot be written"),
     # measuring

@@ -2,7 +2,8 @@
 
 FOLDER gets a target with an MTP layer, and for each head the files that `speculators` writes and `steps.safetensors`:
 a text, and for each of `ends` the logits [steps, draft vocabulary] of the tokens after so many of the text. In each
-step the tokens before it are the text's. Prints the heads as JSON.
+step the tokens before it are the text's. Of DSpark's also `confidence` [steps], the head's own estimates of acceptance
+before the sigmoid, where it makes any. Prints the heads as JSON.
 """
 # ruff: noqa: E402
 
@@ -211,21 +212,25 @@ def mtp_steps(model: Any, text: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(2, 2 + logits.shape[1]), logits[0, :, None]
 
 
-def block_steps(model: Any, text: Tensor, features: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def block_steps(model: Any, text: Tensor, features: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Blocks that begin at `ANCHORS`."""
-    blocks, first = (
-        [one_block(model, anchor, text, features, last) for anchor in ANCHORS],
-        model.config.sample_from_anchor,
-    )
-    return torch.tensor(ANCHORS) + 1, torch.stack(blocks)[:, 0 if first else 1 :]
+    blocks = [one_block(model, anchor, text, features, last) for anchor in ANCHORS]
+    first = 0 if model.config.sample_from_anchor else 1
+    logits = torch.stack([logits for logits, _ in blocks])[:, first:]
+    sure = [confidence for _, confidence in blocks if confidence is not None]
+    return torch.tensor(ANCHORS) + 1, logits, torch.stack(sure)[:, first:] if sure else None
 
 
-def one_block(model: Any, anchor: int, text: Tensor, features: Tensor, last: Tensor) -> Tensor:
-    """[block, drafted] logits of a block; of DSpark and DFlash 2 after the text's own tokens."""
-    corrected: list[Tensor] = []
+def one_block(model: Any, anchor: int, text: Tensor, features: Tensor, last: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[block, drafted] logits of a block, and [block] estimates; of DSpark and DFlash 2 after the text's own tokens."""
+    corrected, sure = list[Tensor](), list[Tensor]()
 
-    def note(logits: Tensor | None = None, *_: object, **named: Any) -> tuple[Tensor, dict[str, Any]]:
+    def note(
+        logits: Tensor | None = None, targets: object = None, confidence: Any = None, *_: object, **named: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
         corrected.append(named["unary_logits"] if logits is None else logits)
+        if getattr(model, "confidence_head", None) is not None:
+            sure.append(confidence[0])
         return torch.zeros(()), {}
 
     dflash.compute_metrics = dspark.compute_metrics = dflash2.compute_metrics = note
@@ -242,7 +247,7 @@ def one_block(model: Any, anchor: int, text: Tensor, features: Tensor, last: Ten
         before = model._predecessor_ids(text[None], torch.arange(anchor, anchor + model.block_size))
         candidates, scores = model.candidate_selector.select(logits, outputs[0], before.reshape(1, -1))
         logits = torch.full_like(logits, float("-inf")).scatter(-1, candidates, scores)
-    return logits[0]
+    return logits[0], sure[0] if sure else None
 
 
 @torch.no_grad()
@@ -261,6 +266,7 @@ def main(folder: str) -> Mapping[str, Any]:
         model, kind = build(name, target), HEADS[name][0]
         read = next((ids for key in LAYERS_READ if (ids := getattr(model.config, key, None))), [])
         features = torch.cat([run.hidden_states[i][0] for i in read], -1) if read else torch.empty(0)
+        confidence = None
         if kind == "eagle3":
             ends, logits = eagle3_steps(model, text, features)
         elif kind == "peagle":
@@ -268,14 +274,17 @@ def main(folder: str) -> Mapping[str, Any]:
         elif kind == "mtp":
             ends, logits = mtp_steps(model, text, run.last_hidden_state[0])
         else:
-            ends, logits = block_steps(model, text, features, before_norm[0])
+            ends, logits, confidence = block_steps(model, text, features, before_norm[0])
         model.save_pretrained(root / name)
         (root / name / "config.py").unlink(missing_ok=True)  # its own source
         config = root / name / "config.json"
         settings = json.loads(config.read_text())
         settings["speculators_config"]["verifier"]["name_or_path"] = "tiny"
         config.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n")
-        save_file({"text": text, "ends": ends, "logits": logits.contiguous()}, root / name / "steps.safetensors")
+        steps = {"text": text, "ends": ends, "logits": logits.contiguous()}
+        if confidence is not None:
+            steps["confidence"] = confidence.contiguous()
+        save_file(steps, root / name / "steps.safetensors")
     return {name: HEADS[name][0] for name in HEADS}
 
 

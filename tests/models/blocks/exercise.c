@@ -12,7 +12,7 @@ int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
-int64_t float_scratch(const struct float_layer *layer, int64_t tokens);
+int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length);
 
 static uint32_t state = 7;
 static uint8_t next_byte(void) { return (uint8_t)((state = state * 1664525 + 1013904223) >> 24); }
@@ -120,8 +120,9 @@ static struct block_linear linear_of(struct block_part *part, int64_t format, in
     return (struct block_linear){inputs, outputs, 1, part, NULL};
 }
 
-static void exercise_layer(int64_t size, int64_t window, int64_t planes) {
-    int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = 64;
+/* Tokens of two slots, the later ones from position `start` on. */
+static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t start) {
+    int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     struct block_part parts[4];
     float *norm = numbers(hidden, 1);
     struct float_norm is = {norm, 1e-6f}, none = {NULL, 0};
@@ -131,11 +132,11 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes) {
         is, none, is, is, is, none, hidden, inner, heads, shared, size, planes, 1, 0,
     };
     int64_t slots[11], positions[11];
-    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? 40 + t : 20 + t - 6;
+    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
     float *keys = numbers(2 * shared * length * size, 1), *values = numbers(2 * shared * length * size, 1);
     struct float_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
     float *x = numbers(tokens * hidden, 1), *out = malloc(tokens * hidden * sizeof *out);
-    float *angles = numbers(tokens * size, 1), *space = malloc(float_scratch(&layer, tokens) * sizeof *space);
+    float *angles = numbers(tokens * size, 1), *space = malloc(layer_scratch(&layer, tokens, length) * sizeof *space);
     whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
     for (int64_t i = 0; i < tokens * hidden; i++) wrong += !isfinite(out[i]);
     print_checksum("layer", size, planes, window, out, tokens * hidden * sizeof *out);
@@ -170,7 +171,8 @@ int main(void) {
             free((void *)parts[0].data), free((void *)parts[1].data);
         }
     for (int64_t size = 32; size <= 256; size *= 2)
-        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64));
+        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40);
+    for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;

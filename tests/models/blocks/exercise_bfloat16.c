@@ -13,7 +13,7 @@ void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, 
                       const int32_t *offsets, uint8_t *data, uint32_t *exceptions);
 void whole_layer(const struct layer *layer, const struct kv_cache *memory, const uint16_t *hidden, int64_t tokens,
                  const uint16_t *cosines, const uint16_t *sines, uint16_t *out, uint16_t *space);
-int64_t scratch_per_token(const struct layer *layer);
+int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length);
 
 static uint32_t state = 7;
 static uint8_t next_byte(void) { return (uint8_t)((state = state * 1664525 + 1013904223) >> 24); }
@@ -96,8 +96,9 @@ static void exercise_linear(const struct linear *w, int64_t most) {
     }
 }
 
-static void exercise_layer(int64_t size, int64_t window) {
-    int64_t hidden = 96, inner = 64, heads = 4, shared = 2, tokens = 11, length = 64;
+/* Tokens of two slots, the later ones from position `start` on. */
+static void exercise_layer(int64_t size, int64_t window, int64_t start) {
+    int64_t hidden = 96, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     uint16_t *of_norm = halves(256, 1);
     float weights[256];
     for (int i = 0; i < 256; i++) weights[i] = float_of(of_norm[i]);
@@ -108,11 +109,11 @@ static void exercise_layer(int64_t size, int64_t window) {
         is, late, is, none, late, is, hidden, inner, heads, shared, size, 1, 0.05f,
     };
     int64_t slots[11], positions[11];
-    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? 40 + t : 20 + t - 6;
+    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
     uint16_t *keys = halves(2 * shared * length * size, 1), *values = halves(2 * shared * length * size, 1);
     struct kv_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
     uint16_t *x = halves(tokens * hidden, 1), *out = malloc(tokens * hidden * 2), *angles = halves(tokens * size, 1);
-    uint16_t *space = malloc(tokens * scratch_per_token(&layer) * 2);
+    uint16_t *space = malloc(layer_scratch(&layer, tokens, length) * 2);
     whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
     print_checksum("layer", size, window, out, tokens * hidden);
     free(of_norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
@@ -132,7 +133,8 @@ int main(void) {
     exercise_linear(&few, 40);
     free_linear(&few);
     for (int64_t size = 64; size <= 256; size *= 2)
-        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window);
+        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 40);
+    for (int64_t window = 0; window <= 700; window += 700) exercise_layer(64, window, 1020);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;

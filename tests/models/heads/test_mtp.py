@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
-from slipstream.models.weights.mtp_tensors import mtp_layers, without_mtp
+from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form, without_mtp
 from tests.support.markers import mostly_slow
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
@@ -272,7 +272,10 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Writ
             lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(32, 32)}),
             r"is \[32, 32\]; allowed: \[32, 64\]",
         ),
-        (lambda t: t.pop("model.layers.3.hnorm.weight"), "have no MTP layers; allowed: a draft model or none"),
+        (
+            lambda t: t.pop("model.layers.3.hnorm.weight"),
+            "has MTP layers of a form that is not read, tensor 'model.layers.3.eh_proj.weight'; allowed: layers",
+        ),
     ],
     ids=["block", "shape", "part"],
 )
@@ -284,7 +287,20 @@ def test_layers_that_do_not_fit_are_refused_in_one_line(
         SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
     assert "\n" not in str(raised.value)
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # where they were not asked for
-    assert ("drafts come from elsewhere" in caplog.text) is ("no MTP layers" not in message)
+    assert ("drafts come from elsewhere" in caplog.text) is ("form that is not read" not in message)
+
+
+def test_a_target_without_such_layers_is_told_from_one_whose_layers_are_not_read(tmp_path: Path) -> None:
+    def without(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+            del tensors[name]
+
+    target = changed(tmp_path, without)
+    with pytest.raises(SlipstreamError, match="have no MTP layers; allowed: a draft model or none"):
+        SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
+    hybrid = ["mtp.layers.0.eh_proj.weight", "mtp.layers.0.mixer.q_proj.weight", "mtp.layers.1.mixer.gate.weight"]
+    assert mtp_layers(hybrid, 4) == [] and of_another_form(hybrid, 4) == hybrid[0]
+    assert of_another_form(["model.layers.3.mlp.up_proj.weight", "lm_head.weight"], 4) is None
 
 
 def test_targets_and_settings_that_they_do_not_go_with_are_refused() -> None:

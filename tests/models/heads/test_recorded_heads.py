@@ -19,7 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.draft_length.acceptance_model import BINS
 from slipstream.drafters.model.model_drafter import ModelDrafter
+from slipstream.drafters.model.parallel_scorer import ParallelScorer
+from slipstream.models.heads.head_files import HeadFiles
+from slipstream.reproducibility.timing import GreedyOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import prompts, tokenizer
@@ -135,6 +140,50 @@ def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
     assert not any(agreeing(RECORDED / name, other))
 
 
+SURE = [name for name in HEADS if "confidence" in load_file(RECORDED / name / "steps.safetensors")]
+
+
+def estimates(folder: Path, name: str, *, shift: int = 0) -> list[bool]:
+    """For each recorded text, whether a draft of its tokens has the recorded estimates of acceptance, step by step."""
+    steps, recorded = Steps.of(name), load_file(RECORDED / name / "steps.safetensors")["confidence"].sigmoid()
+    pair, found = pair_of(TARGET, folder), []
+    scorer = pair.draft_scorer()
+    assert isinstance(scorer, ParallelScorer)
+    for end, expected in zip(steps.ends, recorded, strict=True):
+        drafted = steps.text[end : end + len(expected)]
+        step_logits(pair, steps.text[:end], 1)  # reads the text and scores the block
+        row = Row(0, steps.text[:end], GreedyOptions(), seed=0)
+        computed = [
+            scorer.acceptance([row], torch.tensor([drafted[: i + shift]])[:, : i + shift].long())
+            for i in range(len(expected) - shift)
+        ]
+        assert all(x is not None for x in computed)
+        found.append(torch.allclose(torch.cat(computed), expected[: len(computed)], atol=1e-5))
+    return found
+
+
+def test_how_sure_a_head_is_of_a_token_is_what_speculators_computed() -> None:
+    assert SURE == ["dspark", "dspark_gated"]
+    for name in SURE:
+        assert all(estimates(RECORDED / name, name))
+        assert not any(estimates(RECORDED / name, name, shift=1))
+
+
+@pytest.mark.parametrize(("bias", "kind"), [(-30.0, 0), (30.0, BINS - 1)])
+def test_how_sure_a_head_is_enters_what_it_offers(tmp_path: Path, bias: float, kind: int) -> None:
+    folder = changed(tmp_path / "dspark", "dspark", {})
+    tensors = load_file(folder / "model.safetensors")
+    tensors["confidence_head.proj.bias"] = torch.tensor([bias])
+    save_file(tensors, folder / "model.safetensors")
+    settings: dict[str, Any] = {"tokenizer": tokenizer(), "num_draft_tokens": "auto", "fast": False}
+    decoder = SpeculativeDecoder(TARGET, str(folder), drafter="model", **settings)
+    result = decoder.generate(prompts([17])[0], max_tokens=24, ignore_eos=True)
+    drafted = [round.origin.kinds for round in result.rounds if round.origin.kinds]
+    assert drafted and {kind_of_token for kinds in drafted for kind_of_token in kinds} == {kind}
+    assert kind or all(len(kinds) == 1 for kinds in drafted)  # no draft goes on behind a token that will be rejected
+    assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=24, ignore_eos=True).token_ids
+
+
 DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
 
 
@@ -165,13 +214,50 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
     assert all(agreeing(tmp_path, Steps.of(name)))
 
 
-def test_heads_that_are_not_read_are_refused_by_their_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"architectures": ["Gemma4DSparkModel"]}, "DSpark of Gemma 4"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
+        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2}, "medusa"),
+        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "hydra_num_heads": 4}, "hydra"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "mlp_speculator"),
+    ],
+)
+def test_heads_that_are_not_read_are_refused_by_their_names(
+    tmp_path: Path, settings: dict[str, Any], kind: str
+) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4DSparkModel"]}))
-    with pytest.raises(
-        SlipstreamError, match="is of type 'DSpark of Gemma 4'; allowed: 'assistant', 'dflash', 'dflash2', "
-    ):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(SlipstreamError, match=f"is of type '{kind}'; allowed: 'assistant', 'dflash', 'dflash2', "):
         pair_of(TARGET, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "target", "is_another"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", True),
+        ("Qwen/Qwen3-8B", "unsloth/qwen3-8b", False),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8", False),
+        ("/models/there", "Qwen/Qwen3-8B", False),
+        ("Qwen/Qwen3-8B", "models/mine.gguf", True),
+        (None, "Qwen/Qwen3-8B", False),
+    ],
+)
+def test_a_head_of_another_model_of_the_same_sizes_is_told(verifier: str | None, target: str, is_another: bool) -> None:
+    files = HeadFiles("head", "", {"speculators_config": {"verifier": {"name_or_path": verifier}}})
+    assert files.trained_for(target) == (verifier if is_another else None)
+
+
+def test_a_target_of_another_name_than_the_heads_verifier_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = changed(tmp_path / "eagle3", "eagle3", {})
+    pair_of(TARGET, folder)
+    assert not caplog.messages  # folders may have any name
+    monkeypatch.setattr(HeadFiles, "trained_for", lambda files, target: "maker/tiny" if target == TARGET else None)
+    pair_of(TARGET, folder)
+    assert caplog.messages == [f"draft head {str(folder)!r} was trained for 'maker/tiny', not for {TARGET!r}"]
 
 
 def decoder_of(name: str, **settings: Any) -> SpeculativeDecoder:
@@ -268,12 +354,21 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     ("name", "changes", "message"),
     [
         ("eagle3_of_trainer", {"norm_before_fc": False}, "says nothing of tensor 'input_norm.weight'"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3"}, "reads layers '2,3'; allowed: a list of layer numbers"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": []}, "reads layers []; allowed: a list of layer numbers"),
+        ("eagle3", {"eagle_config": [1]}, "config.json has eagle_config=[1]; allowed: an object"),
+        ("eagle3", {"head_dim": "x"}, "has head_dim='x'; allowed: a whole number from 1 on"),
+        ("eagle3", {"num_hidden_layers": 0}, "has num_hidden_layers=0; allowed: a whole number from 1 on"),
+        ("eagle3", {"rms_norm_eps": "small"}, "has rms_norm_eps='small'; allowed: a number above 0"),
         ("eagle3_of_trainer", {"layer_types": None}, "has sliding_window=5 without layer_types; allowed: both"),
         ("eagle3_of_trainer", {"sliding_window": 0}, "has sliding_window=0; allowed: 1 or more"),
         ("eagle3_of_trainer", {"layer_types": ["chunked"]}, "layer_types=['chunked']; allowed: 'sliding_attention' or"),
         ("dspark", {"markov_head_type": "new"}, "markov_head_type='new'; allowed: 'vanilla', 'gated', 'rnn'"),
         ("dspark", {"markov_head_type": "gated"}, "tensor 'markov_head.gate_proj.weight' is missing; allowed: [6, 14]"),
-        ("dspark", {"markov_rank": 0}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        ("dspark", {"markov_rank": 0}, "has confidence_head_with_markov=True and markov_rank=0; allowed: False, or a"),
+        ("dspark_rnn", {"markov_rank": 0}, "says nothing of tensor 'markov_head.joint_proj.bias'"),
+        ("dspark", {"confidence_head_with_markov": False}, "'confidence_head.proj.weight' is [1, 14]; allowed: [1, 8]"),
+        ("dspark_rnn", {"enable_confidence_head": True}, "'confidence_head.proj.weight' is missing; allowed: [1, 14]"),
         ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
         ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
         ("dspark", {"speculators_model_type": "dflash"}, "says nothing of tensor 'markov_head.markov_w1.weight'"),

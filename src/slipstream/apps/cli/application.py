@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -135,6 +136,8 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
 
 def standard_input() -> str:
     """All of standard input."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # where Python would keep wrong bytes as lone surrogates
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -64,10 +64,12 @@ class Command(_Worded, TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run; one line says so if the reader closes the output, as `head` does."""
+        """Run; one line says so if the reader closes the output, as `head` does, or if Ctrl-C ends the command."""
         try:
             with to_standard_error(out, when=ctx.params.get("json_file") == Path("-")):
                 return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None  # typer would exit without a word
         except BrokenPipeError as error:
             raise SlipstreamError("standard output was closed before everything was written") from error
 

@@ -5,6 +5,7 @@ The text goes to standard output, everything else to standard error.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -44,12 +45,20 @@ class Stream(Console):
         self.print(text, style=style, soft_wrap=not self.is_terminal)
 
 
+def _open_closed_streams() -> None:
+    """Give a process that was started without some of its standard streams (`>&-`) empty ones, as a daemon has."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
+
+
 def _stream(*, stderr: bool) -> Stream:
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else PIPE_COLUMNS
     return Stream(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
 
 
+_open_closed_streams()
 out, err = _stream(stderr=False), _stream(stderr=True)
 
 

@@ -278,7 +278,7 @@ DraftModel = Annotated[
     option(
         MODELS,
         "--draft",
-        text="draft model, of any vocabulary, named like the target; mtp: the target's own MTP layers",
+        text="draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers",
         metavar="MODEL",
         autocompletion=_complete_model,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -122,7 +123,7 @@ def _batch(
         number, k = divmod(i, params.n)
         name = f"{number + 1}.{k + 1}" if params.n > 1 else f"{number + 1}"
         name += f", seed {row.seed}" if params.temperature else ""
-        out.sentence(f"--- {name}: {prompts[number].category}", style="bold")
+        out.sentence(f"--- {name}: {_title(prompts[number])}", style="bold")
         report = _report(decoder, row, params, debug) | {"seed": row.seed}
         if k:
             results[-1]["alternatives"].append(report)
@@ -131,6 +132,13 @@ def _batch(
     stats = Stats.of((round for row in rows for round in row.rounds), lossless=decoder.lossless)
     _print_stats(decoder, stats, f"{len(rows)} texts")
     return results
+
+
+def _title(prompt: NamedPrompt) -> str:
+    """What tells a prompt from the others: its category if it has one, else its beginning."""
+    return (
+        prompt.category if prompt.category != NamedPrompt.category else shorten(prompt.prompt, 60, placeholder=" ...")
+    )
 
 
 def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError
 
 STANDARD = Path("-")  # standard input of files that are read, standard output of those that are written
@@ -55,7 +56,7 @@ def _why_no_file(path: Path) -> str | None:
         if not path.parent.exists():
             return f"the folder {str(path.parent)!r} does not exist"
     except (OSError, ValueError) as error:
-        return str(error)
+        return why_unreadable(error)
     return _why_no_folder(path.parent)
 
 
@@ -64,7 +65,7 @@ def _why_no_folder(path: Path) -> str | None:
     try:
         nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     except (OSError, ValueError) as error:
-        return str(error)
+        return why_unreadable(error)
     if not nearest.is_dir():
         return f"{str(nearest)!r} is not a folder"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write into {str(nearest)!r}"

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.application import command, load_decoder, quiet_libraries, write_json
+from slipstream.apps.cli.application import announce_loading, command, load_decoder, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out, print_error
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
 from slipstream.apps.cli.output_files import check_folder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 TRAINING = "Training"
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 FEWEST_TOKENS = 1000
+LOG_SECONDS = 60.0  # between two lines of a log
 # settings that a training chooses itself
 CHOSEN = (
     *("drafter", "num_draft_tokens", "acceptance", "reproducible"),
@@ -86,7 +88,9 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
     """
     job = _job(options)
     try:
-        decoder = load_decoder(Models(options.target), replace(config, acceptance=SERVED.acceptance))
+        announce_loading(Models(options.target))
+        served = replace(config, acceptance=SERVED.acceptance)
+        decoder = load_decoder(Models(options.target), served, is_announced=True)
         with _progress() as job.show:
             result = job.run(decoder)
     except KeyboardInterrupt:
@@ -137,34 +141,34 @@ def _number(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """A bar with the time left and the last judgement; where no terminal shows it, a line for each judgement."""
+    """A line with what is done, how far it is, the time left and the last judgement, redrawn on a terminal.
+
+    Elsewhere lines: at first, after every minute, and for each judgement.
+    """
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns: tuple[Any, ...] = (
         TextColumn("{task.fields[doing]}"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         TaskProgressColumn(),
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        task, last_news = bar.add_task("", total=None, doing="texts"), ""
+        task, last_news, last_line = bar.add_task("", total=None, doing=""), "", float("-inf")
 
         def show(progress: TrainingProgress) -> None:
-            nonlocal last_news
+            nonlocal last_news, last_line
             judgement = "" if progress.latest is None else _judgement(progress.latest)
+            how_far = f"{progress.completed} of {progress.total} {progress.unit}"
             left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
-            bar.update(
-                task,
-                doing=progress.doing,
-                total=progress.total,
-                completed=progress.completed,
-                description=", ".join(filter(None, (left, judgement))),
-            )
-            news = judgement or str(10 * progress.completed // progress.total)  # of texts a line for each tenth
-            if news != last_news and not err.is_terminal:
-                tokens = f"{progress.doing}: {progress.completed} of {progress.total} tokens"
-                err.sentence(", ".join(filter(None, (judgement or tokens, left))))
-            last_news = news
+            if err.is_terminal:
+                description = ", ".join(filter(None, (how_far, left, judgement)))
+                completed, total = progress.completed, progress.total
+                bar.update(task, doing=progress.doing, completed=completed, total=total, description=description)
+            elif judgement != last_news or monotonic() - last_line >= LOG_SECONDS:
+                news = f"{progress.doing}: {how_far}" if judgement == last_news else judgement
+                err.sentence(", ".join(filter(None, (news, left))))
+                last_news, last_line = judgement, monotonic()
 
         yield show
 

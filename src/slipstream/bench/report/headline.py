@@ -44,15 +44,21 @@ def headline(data: Data) -> str:
 
 
 def text_verdicts(data: Data) -> str:
-    """What became of the texts of the headline's arm, as "3 of 3 texts are plain decoding's own"."""
-    best = _fastest(_usable(data, min(arm.batch for arm in data.summaries)))
+    """What became of the texts of the headline's arm, or of all others where plain decoding was the fastest.
+
+    As "3 of 3 texts are identical to plain decoding's".
+    """
+    usable = _usable(data, min(arm.batch for arm in data.summaries))
+    best = _fastest(usable)
     if best is None:
         return ""
-    same = best.verdicts["identical"] + best.verdicts["reference"]
-    compared = same + best.verdicts["tie"] + best.verdicts["different"]
+    is_reference = best.arm == data.references[best.arm]
+    arms = [arm for arm in usable if arm is not best] if is_reference else [best]
+    count = {verdict: sum(arm.verdicts[verdict] for arm in arms) for verdict in ("identical", "tie", "different")}
+    same, compared = count["identical"], sum(count.values())
     if not compared:
-        return "Its texts were sampled and are not compared."
-    ties = f", {best.verdicts['tie']} part within rounding" if best.verdicts["tie"] else ""
+        return "" if is_reference else "Its texts were sampled and are not compared."
+    ties = f", {count['tie']} part within rounding" if count["tie"] else ""
     return f"{same} of {compared} texts are identical to plain decoding's{ties}."
 
 

@@ -105,6 +105,8 @@ class WhilePays:
 class Line:
     """One row's draft on the host: its chain, the draft model's probability of each token, and the runners-up.
 
+    DSpark's estimates of acceptance stand in place of its probabilities.
+
     runners_up: for each token, the next best ones and their probabilities, best first.
     """
 
@@ -172,6 +174,10 @@ class ModelDrafter:
             leaders, leader_chances = self._leaders(scores[:, 0], distributions, sampler, 1 + siblings)
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
+                if isinstance(self.session, ParallelScorer):
+                    likely = self.session.acceptance(rows, tokens[:, :j])
+                    if likely is not None:
+                        leader_chances[:, 0] = likely.to(leader_chances.device)
                 for line, best, chances in zip(lines, leaders.tolist(), leader_chances.tolist(), strict=True):
                     line.tokens.append(best[0])
                     line.chances.append(chances[0])

@@ -57,6 +57,10 @@ class ParallelScorer:
         logits = self._logits[:, place : place + 1]
         return logits if self.blocks is None else self.blocks.chained(logits, [row.tokens[-1] for row in rows], draft)
 
+    def acceptance(self, rows: Sequence[Row], draft: Tensor) -> Tensor | None:
+        """[B] how likely the token after this draft, scored last, is to be accepted; None where nothing says so."""
+        return None if self.blocks is None else self.blocks.acceptance([row.tokens[-1] for row in rows], draft)
+
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
         return None  # a draft is one forward already
 

@@ -12,7 +12,6 @@ Its specification is the model's own forward over its compiled layers; their log
 from __future__ import annotations
 
 import ctypes
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.kernel_libraries import address, kernels
@@ -39,6 +38,7 @@ from slipstream.models.cpu.structs import (
     NormStruct,
     StackedLayerStruct,
 )
+from slipstream.models.decoder.around_layers import Rotations, decoder_module
 from slipstream.models.decoder.cache import RaggedCache
 from slipstream.models.decoder.fused_layer import (
     Activation,
@@ -53,8 +53,6 @@ from slipstream.models.decoder.fused_layer import (
 from slipstream.models.notices import warn_slower
 
 MANY = 1 << 40  # tokens
-AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
-STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class LayerFunctions:
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
     out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
     first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
-    tokens, size, out). cache: the struct of `whole`'s cache.
+    tokens, size, out). scratch: (layer, tokens, length), how many numbers. cache: the struct of `whole`'s cache.
     """
 
     project: Any
@@ -74,6 +72,7 @@ class LayerFunctions:
     finish: Any
     all_layers: Any
     normalise: Any
+    scratch: Any
     cache: type[ctypes.Structure]
 
     @classmethod
@@ -86,10 +85,12 @@ class LayerFunctions:
             "finish": ("finish_layer", "ppppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
+            "scratch": ("layer_scratch", "pnn"),
         }
         functions = {part: getattr(library, name) for part, (name, _) in signatures.items()}
         for part, (_, kinds) in signatures.items():
             functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+        functions["scratch"].restype = ctypes.c_int64
         return cls(**functions, cache=cache)
 
 
@@ -140,9 +141,10 @@ class LayerCalls(ABC):
         self.functions, self._layer, self.address = functions, layer, ctypes.addressof(layer)
         self._tokens_independent, self.shape_independent = tokens_independent, False
 
-    @abstractmethod
-    def scratch(self, tokens: int) -> int:
-        """How many numbers of scratch space the functions need."""
+    def scratch(self, tokens: int, length: int = 0) -> int:
+        """How many numbers of scratch space the functions need. length: of the cache, for those that attend."""
+        needed: int = self.functions.scratch(self.address, tokens, length)
+        return needed
 
     @abstractmethod
     def computes_whole(self, hidden: Tensor) -> bool:
@@ -183,7 +185,7 @@ class LayerCalls(ABC):
         memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self.size)
         memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
         memory.window, memory.scaling = spec.window or 0, spec.scaling
-        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens))
+        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
         self.functions.whole(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._tokens_independent
@@ -233,7 +235,6 @@ class CompiledOps(LayerCalls):
         layer = LayerStruct(*weights, *structs, *sizes, *activation)
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
-        self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(layer))
         tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
         super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, tokens_independent=tokens_independent)
 
@@ -243,9 +244,6 @@ class CompiledOps(LayerCalls):
         weight, rounds_first = norm.weight
         self._norm_weights.append(weight)
         return NormStruct(address(weight), norm.eps, rounds_first)
-
-    def scratch(self, tokens: int) -> int:
-        return tokens * self._scratch_per_token
 
     def computes_whole(self, hidden: Tensor) -> bool:
         return hidden.shape[0] * hidden.shape[1] <= self._most_attended
@@ -306,24 +304,20 @@ class BlockLayerOps(LayerCalls):
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
         linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
-        self._linears, self._library = linears, linears[0].parts[0].library
+        self._linears, library = linears, linears[0].parts[0].library
         self._norm_weights: list[Tensor] = []
         norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
         structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
         self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, tokens_independent=True)
+        super().__init__(ops, LayerFunctions.of(library, FloatCacheStruct), layer, tokens_independent=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
             return FloatNormStruct(None, 0.0)
         self._norm_weights.append(norm.weight[0])
         return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
-
-    def scratch(self, tokens: int) -> int:
-        needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
-        return needed
 
     def computes_whole(self, hidden: Tensor) -> bool:
         return self._attends
@@ -343,46 +337,6 @@ def block_layer_ops(ops: LayerOps) -> BlockLayerOps | None:
     return BlockLayerOps(ops, activation)
 
 
-class Rotations:
-    """The cosines and sines of a model's positions, of each kind of layer that has its own.
-
-    Where they depend on the position alone they are computed once for many positions.
-    """
-
-    def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
-        """kinds: of layers, each once."""
-        types = getattr(module, "rope_type", None)
-        self._module = module
-        self._options: list[dict[str, str]] = [{}]
-        if "layer_type" in inspect.signature(type(module).forward).parameters:
-            self._options = [{"layer_type": kind} for kind in kinds]
-        named = set(types.values()) if isinstance(types, dict) else {types}
-        self._is_static, self._table = named <= STATIC, list[Rope]()
-
-    def __len__(self) -> int:
-        return len(self._options)
-
-    def ropes(self, positions: Tensor, hidden: Tensor, max_positions: int) -> list[Rope]:
-        """Cosines and sines [B, W, size] of each kind, in the type of hidden states [B, W, H].
-
-        positions: [B, W], all below `max_positions`.
-        """
-        if not self._is_static:
-            return [self._computed(hidden, positions, options) for options in self._options]
-        if not self._table or len(self._table[0][0]) < max_positions or self._table[0][0].dtype != hidden.dtype:
-            positions_in_order = torch.arange(max_positions)[None]
-            ropes = [self._computed(hidden, positions_in_order, options) for options in self._options]
-            self._table = [(cosines[0], sines[0]) for cosines, sines in ropes]
-        size = hidden.shape[:2]
-        return [
-            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._table
-        ]
-
-    def _computed(self, hidden: Tensor, positions: Tensor, options: dict[str, str]) -> Rope:
-        cosines, sines = self._module(hidden, positions, **options)
-        return cosines, sines
-
-
 class LayerStack:
     """A model's forward, its decoder layers in one call."""
 
@@ -391,7 +345,7 @@ class LayerStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
             raise UnknownLayerError("they are not all compiled")
-        inner = _decoder_module(model, len(layers))
+        inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._functions, self._norm = ops[0].functions, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
         of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
@@ -435,6 +389,7 @@ class LayerStack:
         ):
             return True
         self._cached = []
+        self._scratch.clear()
         for layer_ops, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
             keys, values = layer_ops.keys_and_values(cache, spec, hidden)
             if keys.dtype != hidden.dtype:
@@ -453,7 +408,8 @@ class LayerStack:
         ]
         pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
         if tokens not in self._scratch:
-            self._scratch[tokens] = max(layer_ops.scratch(tokens) for layer_ops in self._ops)
+            both = zip(self._ops, self._structs, strict=True)
+            self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in both)
         scratch = ready.space(self._scratch[tokens])
         kept = cache.hidden if cache.keeps_hidden else {}
         for first, end in pairwise(sorted({0, *kept, len(self._ops)})):
@@ -470,43 +426,3 @@ class LayerStack:
             )
         if len(self._ops) in kept:
             cache.keep_hidden(len(self._ops), hidden)
-
-
-def _decoder_module(model: Any, count: int) -> nn.Module:
-    """The module that calls the layers."""
-    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
-    if inner is None or len(inner.get_submodule("layers")) != count:
-        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
-    module: nn.Module = inner
-    return module
-
-
-@torch.inference_mode()
-def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
-    """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
-
-    A forward of two tokens shows it: each is given the bits that the one before it returned.
-    """
-    norm = _decoder_module(model, len(layers)).get_submodule("norm")
-    chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
-    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def look(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        into = inputs[0] if inputs else options.get("hidden_states")
-        passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
-
-    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in chain]
-    try:
-        ids = torch.tensor([[1, 0]], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if [module for module, _, _ in passed] != chain:
-        raise UnknownLayerError(
-            "its embedding, layers, norm and output layer do not run one after the other, once each"
-        )
-    inputs_of_next = [*(into for _, into, _ in passed[1:]), logits]
-    for (module, _, output), into in zip(passed, inputs_of_next, strict=True):
-        if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
-            raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -243,7 +243,7 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
                     library.unlink(missing_ok=True)
                     return ctypes.CDLL(str(built(private, os.environ, recipe)))
         except OSError as error:
-            reasons[folder] = str(error)
+            reasons[folder] = f"{folder} cannot be written ({error.strerror})" if error.strerror else str(error)
     raise NoKernelsError("; ".join(reasons.values()))
 
 
@@ -257,13 +257,16 @@ def with_remedy(error: NoKernelsError) -> str:
 
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
     """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
+    told = ""  # for every recipe alike, if the folder is the reason
     for recipe in recipes[:-1]:
         try:
             loaded(recipe)
         except NoCompilerError:
             continue  # another one may be prebuilt
         except NoKernelsError as error:
-            log.info("the kernels %s are not used: %s", recipe.name, error)
+            if str(error) != told:
+                log.info("the kernels %s are not used: %s", recipe.name, error)
+            told = str(error)
         else:
             return recipe
     loaded(recipes[-1])
@@ -306,7 +309,6 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
     check_layout(library)
-    library.scratch_per_token.restype = ctypes.c_int64
     return library
 
 
@@ -344,7 +346,7 @@ def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""
     library = loaded(recipe)
     check_layout(library)
-    for name in ("panel_bytes", "activation_bytes", "float_scratch", "pack_pieces"):
+    for name in ("panel_bytes", "activation_bytes", "pack_pieces"):
         if hasattr(library, name):  # `pack_pieces` is not there on Windows
             getattr(library, name).restype = ctypes.c_int64
     return library

@@ -2,10 +2,11 @@
 
 OpenMP threads wait for each other by spinning. If the scheduler leaves two of them on one core, each waits for the
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
-PyTorch is imported, keeps them apart; the command line does so. Within a running program they are sent to cores of
-their own once and then left free again. Binding also pins the thread that imports PyTorch, and all that it starts, to
-the first core; those that do not compute are freed again. PyTorch is imported where it is needed, because importing it
-starts OpenMP.
+PyTorch is imported, keeps them apart, and `OMP_PLACES=cores` keeps them off each other's hyperthreads; the command line
+does so. A container that may use only some cores' worth of time gets as many threads, unbound: its neighbours would be
+bound to the same cores. Within a running program they are sent to cores of their own once and then left free again.
+Binding also pins the thread that imports PyTorch, and all that it starts, to the first core; those that do not compute
+are freed again. PyTorch is imported where it is needed, because importing it starts OpenMP.
 """
 
 from __future__ import annotations
@@ -29,18 +30,48 @@ CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "O
 SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
 SAMPLES = 16
 _TASKS = Path("/proc/self/task")
+_CONTROL_GROUP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/sys/devices/system/cpu")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
 
 def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
     """Have OpenMP keep its threads on cores of their own, unless the user arranged them; before PyTorch is imported.
 
-    Returns the cores on which the program may run, for `free_thread`; none where nothing is bound or to be freed.
+    Where a container's share of time is less than its cores, there are as many threads as it pays for instead. Returns
+    the processors on which the program may run, for `free_thread`; none where nothing is bound or to be freed.
     """
     if any(name in environment for name in CHOSEN):
         return frozenset()
-    environment["OMP_PROC_BIND"] = "true"
-    return frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+    processors = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset[int]()
+    share = share_of_time()
+    if share is not None and share < physical_cores(processors):
+        environment["OMP_NUM_THREADS"] = str(max(1, int(share)))
+        return frozenset()
+    environment.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
+    return processors
+
+
+def share_of_time() -> float | None:
+    """How many cores' worth of time Linux's control groups grant this program; None for all there is.
+
+    Of the second version of control groups, which container engines have used since 2022.
+    """
+    if not _CONTROL_GROUP.is_file():
+        return None
+    named = [line[3:] for line in _CONTROL_GROUP.read_text(encoding="utf-8").splitlines() if line.startswith("0::/")]
+    folder, shares = _CONTROL_GROUPS.joinpath(*(name.lstrip("/") for name in named[:1])), list[float]()
+    for group in (folder, *folder.parents):
+        if group.is_relative_to(_CONTROL_GROUPS) and (group / "cpu.max").is_file():
+            granted, _, period = (group / "cpu.max").read_text(encoding="utf-8").partition(" ")
+            shares += [] if granted == "max" else [int(granted) / int(period)]
+    return min(shares, default=None)
+
+
+def physical_cores(processors: frozenset[int]) -> int:
+    """How many cores these processors are, hyperthreads of one core counted once."""
+    files = [_PROCESSORS / f"cpu{processor}/topology/core_cpus_list" for processor in processors]
+    return len({file.read_text(encoding="utf-8") if file.is_file() else file for file in files})
 
 
 def free_thread(cores: frozenset[int]) -> None:

@@ -4,7 +4,8 @@ The specification of every method is `HFBackend`'s forward. Forwards of a few to
 decoding consists of, run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers;
 positions, mask and cache addresses are computed from them on the device. Bodies take everything that changes from the
 buffers, and only shapes as arguments. Everything else, mainly prompts, runs eagerly. `make_graphs_faster` gives the
-model joint products and Triton kernels between them, if its logits stay the same.
+model joint products and Triton kernels, if its logits stay the same; where they compute all of it, prompts as well, no
+bit depends on the shape of a forward, and captures serve all lengths.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
@@ -12,6 +13,7 @@ Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.trees import TreeSegment
+from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -37,15 +40,24 @@ from slipstream.models.cuda.indexed_cache import (
     IndexedCache,
     IndexedForward,
     TreeBuffers,
+    TreeTable,
     pinned,
     tree_table,
 )
-from slipstream.models.cuda.triton_layer import TritonOps, has_kernels, uses_kernels, why_no_kernels
+from slipstream.models.cuda.triton_layer import (
+    TritonOps,
+    TritonStack,
+    has_kernels,
+    stack_of,
+    uses_kernels,
+    why_no_kernels,
+)
 from slipstream.models.decoder.attention import Masks
-from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
+from slipstream.models.decoder.fused_layer import FusedLayer, UnknownLayerError, is_fused
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.declared_numbers import OF_LAYERS, unimplemented
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
+from slipstream.models.hf.trials import OwnLogits, Trial, a_few_logits, difference, largest_error, tolerance
 from slipstream.models.notices import warn_slower
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
@@ -67,10 +79,14 @@ def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Ten
 
 
 class CapturedForwards:
-    """The buffers of a model's graphs and the bodies that read them. trees: the buffers of trees."""
+    """The buffers of a model's graphs and the bodies that read them; without a capture, any other forward by kernels.
+
+    trees: the buffers of trees. stack: the model's forward by kernels, where there is one.
+    """
 
     def __init__(self, eager: HFBackend, cache: IndexedCache) -> None:
         self._eager, self._cache, self._device = eager, cache, eager.device
+        self.stack: TritonStack | None = None
         self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self._device)
         self._row_table = torch.zeros(MAX_TOKENS, 4, dtype=torch.int64, device=self._device)
         self._offsets = torch.arange(MAX_TOKENS, device=self._device)
@@ -128,14 +144,39 @@ class CapturedForwards:
     def tree(self, bucket: Bucket) -> Tensor:
         """[R, C, V] logits of trees; `trees` says where tokens stand and which they follow."""
         starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        positions, key_positions, visible = self.trees.places(
-            bucket, starts, self._eager.key_positions()[: bucket.attended]
-        )
-        columns = self._columns(starts, counts, bucket.width)
-        slots, trees = self._offsets[: bucket.rows], self.trees.of(bucket)
-        forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, *trees)
-        masks = partial(self._eager.masks.build, positions, key_positions[:, None, None], visible[:, None])
+        depths, _, ancestors = self.trees.of(bucket)
+        positions, columns = starts[:, None] + depths, self._columns(starts, counts, bucket.width)
+        slots = self._offsets[: bucket.rows]
+        forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, ancestors)
+
+        def masks() -> Masks:
+            places, visible = self.trees.places(bucket, starts, self._eager.key_positions()[: bucket.attended])
+            return self._eager.masks.build(positions, places[:, None, None], visible[:, None])
+
         return self._forward(self._tokens_of(bucket), forward, masks)
+
+    def uncaptured(
+        self,
+        tokens: Tensor,
+        starts: Sequence[int],
+        slots: Sequence[int],
+        columns: Tensor | None = None,
+        tree: TreeTable | None = None,
+    ) -> Tensor:
+        """Logits [B, W, V] of tokens [B, W] in any slots, or of some columns, by kernels. tree: what the tokens are."""
+        assert self.stack is not None
+        (rows, width), end = tokens.shape, max(starts) + tokens.shape[1]
+        self._cache.hold(max(slots) + 1, end + SPARE)
+        if max(slots) >= self._cache.held[0] or end > self._cache.held[1]:
+            raise SlipstreamError(f"slot {max(slots)}, position {end - 1}; reserved: {self._cache.shape}")
+        first = torch.tensor(starts, device=self._device)
+        written = first[:, None] + torch.arange(width, device=self._device)
+        positions, ancestors = written, None
+        if tree is not None:
+            depths, _, ancestors = (part.to(self._device) for part in tree.padded(rows, width))
+            positions = first[:, None] + depths
+        forward = IndexedForward(torch.tensor(slots, device=self._device), first, positions, written, end, ancestors)
+        return self.stack.logits(self.known(tokens), self._model_positions(forward), self._cache, forward, columns)
 
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
@@ -158,12 +199,17 @@ class CapturedForwards:
         offsets = self._offsets[:width]
         return torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
 
+    def _model_positions(self, forward: IndexedForward) -> Tensor:
+        return forward.positions.clamp(max=self._eager.max_length - 1)
+
     def _forward(self, tokens: Tensor, forward: IndexedForward, masks: Callable[[], Masks]) -> Tensor:
+        if self.stack is not None:
+            return self.stack.logits(self.known(tokens), self._model_positions(forward), self._cache, forward)
         self._cache.index(forward)
         out = self._eager.model(
             input_ids=self.known(tokens),
             attention_mask=self._no_masks if uses_kernels(self._eager.model) else masks(),
-            position_ids=forward.positions.clamp(max=self._eager.max_length - 1),
+            position_ids=self._model_positions(forward),
             use_cache=True,
             logits_to_keep=0,
             **{self._eager.cache_name: self._cache},
@@ -179,11 +225,11 @@ class CapturedForwards:
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`.
-    branching, flat: see there.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`,
+    `ShapeIndependent`.
     """
 
-    branching, flat = True, False
+    branching = True
 
     def __init__(
         self,
@@ -221,6 +267,21 @@ class GraphedBackend:
     @attended_unit.setter
     def attended_unit(self, unit: int) -> None:
         self.cache.attended_unit = unit
+
+    @property
+    def shape_independent(self) -> bool:
+        """Whether kernels of one order compute all forwards, captured or not."""
+        return self._bodies.stack is not None
+
+    @property
+    def flat(self) -> bool:
+        """Only those kernels give a branch the bits that it has in a row of its own."""
+        return self.shape_independent
+
+    def use_stack(self, stack: TritonStack | None) -> None:
+        """Compute all forwards by kernels from now on, or none; what was captured before is dropped."""
+        self._graphs.clear()
+        self._bodies.stack = stack
 
     def weights_digest(self) -> str:
         return self.eager.weights_digest()
@@ -263,7 +324,13 @@ class GraphedBackend:
             out = self._run(self._bodies.logits, bucket)
             if out is not None:
                 return out[:rows, :width].clone()
-        return self.eager.forward(tokens, starts, first_slot=first_slot, logits=logits)
+        return self._eagerly(tokens, starts, first_slot, logits=logits)
+
+    def _eagerly(self, tokens: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
+        if not self.shape_independent:
+            return self.eager.forward(tokens, starts, first_slot=first_slot, logits=logits)
+        nothing = None if logits else tokens.new_empty(0)
+        return self._bodies.uncaptured(tokens, starts, range(first_slot, first_slot + len(starts)), nothing)
 
     @torch.inference_mode()
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
@@ -274,25 +341,34 @@ class GraphedBackend:
         """
         table = tree_table(segments)
         starts, counts = table.starts, table.counts
-        is_batch = len(tokens) == sum(counts) and table.slots == list(range(len(starts)))
+        padding = len(tokens) - sum(counts)
+        is_batch = (not padding or self.shape_independent) and table.slots == list(range(len(starts)))
         width = max(counts)
         bucket = self._bucket(starts, width, max(starts) + width) if is_batch else None
+        if bucket is None and not self.shape_independent:
+            return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
+        rows, columns = (part.to(self.device, non_blocking=True) for part in table.cells())
+        laid_out, out = tokens.new_zeros(len(starts), width), None
+        laid_out[rows, columns] = tokens[: sum(counts)]
         if bucket is not None:
-            rows, columns = (part.to(self.device, non_blocking=True) for part in table.cells())
-            laid_out = tokens.new_zeros(len(starts), width)
-            laid_out[rows, columns] = tokens
             self._bodies.fill(bucket, laid_out, starts, counts, [0] * len(starts))
             self._bodies.trees.fill(bucket, table)
             out = self._run(self._bodies.tree, bucket)
-            if out is not None:
-                return out[rows, columns]
-        return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
+        if out is None and not self.shape_independent:
+            return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
+        if out is None:
+            out = self._bodies.uncaptured(laid_out, starts, table.slots, tree=table)
+        logits = out[rows, columns]
+        return torch.cat([logits, logits[-1:].expand(padding, -1)]) if padding else logits
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         self.eager.move(slot, places, start)
 
+    @torch.inference_mode()
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
         """Run eagerly, as prompts come in too many lengths to capture."""
+        if self.shape_independent:
+            return self._bodies.uncaptured(tokens, [start], [slot], columns)
         return self.eager.answer(tokens, start, slot=slot, columns=columns)
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -325,7 +401,7 @@ class GraphedBackend:
             out = self._run(self._bodies.verify, bucket)
             if out is not None:
                 return out[: len(starts)].clone()
-        chosen = self.eager.forward(self._bodies.known(tokens), starts, first_slot=0, logits=True).argmax(-1)
+        chosen = self._eagerly(self._bodies.known(tokens), starts, 0, logits=True).argmax(-1)
         table = self._bodies.table(starts, counts, lengths, width).to(self.device)
         return matching_prefix(tokens, chosen, *table[:, 1:].unbind(1))
 
@@ -340,6 +416,8 @@ class GraphedBackend:
         bucket = self.cache.bucket(starts, width, end)
         if bucket is not None:
             self.cache.hold(bucket.rows, max(bucket.attended, end + SPARE))
+            if self.shape_independent:  # the kernels leave out what is behind a row's end: one capture for all lengths
+                bucket = replace(bucket, attended=self.cache.held[1])
         if self._captured_moves != self.cache.moves:
             self._graphs.clear()
             self._captured_moves = self.cache.moves
@@ -353,13 +431,13 @@ class GraphedBackend:
         self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
     ) -> Tensor:
         """The specification of `CapturedForwards.draft`: one forward per step."""
-        logits = self.eager.forward(self._bodies.known(tokens), starts, first_slot=0, logits=True)
+        logits = self._eagerly(self._bodies.known(tokens), starts, 0, logits=True)
         last = torch.tensor(counts, device=self.device) - 1
         drafted = [logits[torch.arange(len(starts), device=self.device), last, :limit].argmax(-1)]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         for step in range(steps - 1):
             positions = [start + step for start in ends]
-            logits = self.eager.forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
+            logits = self._eagerly(drafted[-1][:, None], positions, 0, logits=True)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
 
@@ -369,13 +447,16 @@ def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
 
     Each stays if it gives the model's own logits; a warning says what does not.
     """
-    if any(map(is_fused, backend.model.modules())):
-        return  # an earlier decoder has done it
-    group_queries(backend.eager, own_logits)
-    layers = fuse_layers(backend.eager, own_logits)
-    reason = _use_kernels(backend, layers) if layers else None
-    if reason is not None:
-        warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
+    if not any(map(is_fused, backend.model.modules())):  # else an earlier decoder has done it
+        group_queries(backend.eager, own_logits)
+        layers = fuse_layers(backend.eager, own_logits)
+        reason = _use_kernels(backend, layers) if layers else None
+        if reason is not None:
+            warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
+    if uses_kernels(backend.model):
+        reason = _use_stack(backend)
+        if reason is not None:
+            warn_slower(f"{type(backend.model).__name__} calls its layers one by one: {reason}")
 
 
 def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
@@ -397,4 +478,28 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
         return f"the kernels give other numbers (by {error:.2g} of what they add)"
     for (_, forward), ops in zip(layers, kernels, strict=True):
         forward.ops = ops
+    return None
+
+
+def _use_stack(backend: GraphedBackend) -> str | None:
+    """Compute whole forwards by the kernels if that gives the logits of their layers; None, or the reason why not."""
+    model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
+    if backend.longest_short is not None:
+        return "its rotations depend on how long each text is"
+    if number := unimplemented(model.config.get_text_config(), OF_LAYERS):
+        return f"its configuration has {number}"
+    rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
+    try:
+        stack = stack_of(model, modules)
+        a_few_logits(rerun)  # then keys and values have their place, and the layers compute by kernels
+        expected = a_few_logits(rerun)
+        rerun.use_stack(stack)
+        error = difference(a_few_logits(rerun), expected)
+    except UnknownLayerError as unknown:
+        return str(unknown)
+    except Exception as failed:  # as above: other kernels
+        return f"the kernels cannot be compiled or run: {first_line(failed)}"
+    if error > tolerance(model):
+        return f"all at once they give other logits (by {error:.2g})"
+    backend.use_stack(stack)
     return None

@@ -36,8 +36,8 @@ class IndexedForward:
     """A forward of R rows of C tokens whose places tensors say, int64 on the cache's device.
 
     slots, starts: [R], where rows are cached and the position of each one's first token. positions, columns: [R, C], of
-    the tokens, and where in its slot each is written. attended: how many positions of a slot are read at most. depths:
-    [R, C] and visible: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
+    the tokens, and where in its slot each is written. attended: how many positions of a slot are read at most.
+    ancestors: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
     """
 
     slots: Tensor
@@ -45,8 +45,7 @@ class IndexedForward:
     positions: Tensor
     columns: Tensor
     attended: int
-    depths: Tensor | None = None
-    visible: Tensor | None = None
+    ancestors: Tensor | None = None
 
 
 class IndexedCache(RaggedCache):
@@ -102,7 +101,7 @@ class TreeTable:
     """Rows of a forward over trees, a row's tokens in the order in which they stand in its slot.
 
     starts: the position of each row's first token, and its place; depths: how far each token's position is behind it;
-    follows: the tokens of the row that each one sees, itself included.
+    follows: the tokens of the row that each one sees, in the order of their positions, the last of which is itself.
     """
 
     slots: list[int]
@@ -121,17 +120,21 @@ class TreeTable:
         rows, columns = zip(*cells, strict=True)
         return torch.tensor(rows), torch.tensor(columns)
 
-    def padded(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Depths [rows, width] and whom tokens see [rows, width, width]; padding sees its row's first token."""
+    def padded(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Depths [rows, width]; whom tokens see [rows, width, width]; and who that is at each depth, likewise.
+
+        Padding sees its row's first token.
+        """
         depths = torch.zeros(rows, width, dtype=torch.int64)
+        ancestors = torch.zeros(rows, width, width, dtype=torch.int64)
         visible = torch.zeros(rows, width, width, dtype=torch.bool)
         visible[:, :, 0] = True
         for row, (row_depths, seen) in enumerate(zip(self.depths, self.follows, strict=True)):
             depths[row, : len(row_depths)] = torch.tensor(row_depths)
-            pairs = [(column, other) for column, followed in enumerate(seen) for other in followed]
-            columns, others = zip(*pairs, strict=True)
-            visible[row, columns, others] = True
-        return depths, visible
+            for column, path in enumerate(seen):
+                visible[row, column, path] = True
+                ancestors[row, column, : len(path)] = torch.tensor(path)
+        return depths, visible, ancestors
 
 
 class TreeBuffers:
@@ -141,33 +144,32 @@ class TreeBuffers:
         self._device = device
         self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=device)
         self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=device)
+        self._ancestors = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.int64, device=device)
 
-    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Depths [R, C], and which tokens each one sees [R, C, C]."""
+    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TreeTable.padded`."""
         rows, width = bucket.rows, bucket.width
-        visible = self._visible[: rows * width * width].view(rows, width, width)
-        return self._depths[: rows * width].view(rows, width), visible
+        visible, ancestors = (
+            buffer[: rows * width * width].view(rows, width, width) for buffer in (self._visible, self._ancestors)
+        )
+        return self._depths[: rows * width].view(rows, width), visible, ancestors
 
     def fill(self, bucket: Bucket, table: TreeTable) -> None:
         """Put a forward's trees where the graphs read them."""
         for buffer, values in zip(self.of(bucket), table.padded(bucket.rows, bucket.width), strict=True):
             buffer.copy_(pinned(values, self._device), non_blocking=True)
 
-    def places(self, bucket: Bucket, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions of the tokens [R, C] and of what stands at the places `keys` [S], [R, S], and who sees what of it.
+    def places(self, bucket: Bucket, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of what stands at the places `keys` [S], [R, S], and which tokens see it [R, C, S].
 
-        starts: [R], of the rows. The last is [R, C, S].
+        starts: [R], of the rows.
         """
-        depths, own_visible = self.of(bucket)
+        depths, own_visible, _ = self.of(bucket)
         behind = keys - starts[:, None]
         token, is_own_token = behind.clamp(0, bucket.width - 1), (behind >= 0) & (behind < bucket.width)
         visible = own_visible.gather(2, token[:, None].expand(-1, bucket.width, -1))
         visible = torch.where(is_own_token[:, None], visible, behind[:, None] < 0)
-        return (
-            starts[:, None] + depths,
-            torch.where(is_own_token, starts[:, None] + depths.gather(1, token), keys),
-            visible,
-        )
+        return torch.where(is_own_token, starts[:, None] + depths.gather(1, token), keys), visible
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:

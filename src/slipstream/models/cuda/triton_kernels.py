@@ -1,16 +1,104 @@
-"""What a decoder layer computes beside its matrix products, in five kernels instead of some forty operators.
+"""A decoder layer in ten kernels, instead of some forty operators.
 
 At decoding widths each operator is a kernel of a few microseconds, whatever its size, so their number is their time.
-The kernels round where the model's own operators do. A token's numbers depend on no other token of the forward but
-those it attends to, and sums run in an order that its position alone decides.
+The kernels round where the model's own operators do. A token's bits depend on no other token of the forward but those
+it attends to: every sum runs in an order that the layer's sizes and the token's position alone decide, whatever the
+width, the batch and the length that is read. So no kernel may be compiled anew for another number of tokens
+(`do_not_specialize`), and none adds atomically.
 
-Shapes: R rows of W tokens, T = R * W; heads of D numbers, a power of two; S slots of P positions.
+Shapes: R rows of W tokens, T = R * W; heads of D numbers, a power of two; S slots of P positions. Products that are
+divided along their inputs come in parts, float32, [splits, T, outputs], which the next kernel adds up in order.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _rows_of(x, first, tokens, inner, at, inside, rows: tl.constexpr):
+    """Some inputs of a tile's tokens; zeros for tokens that there are not."""
+    row = first + tl.arange(0, rows)
+    place = row[:, None].to(tl.int64) * inner + at[None, :]
+    return tl.load(x + place, mask=(row < tokens)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(out, tile, first, tokens, outputs, column, rows: tl.constexpr):
+    row = first + tl.arange(0, rows)
+    place = row[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(out + place, tile.to(out.dtype.element_ty), mask=(row < tokens)[:, None] & (column < outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product(
+    x,
+    weight,
+    bias,
+    out,
+    tokens,
+    inner,
+    outputs,
+    has_bias: tl.constexpr,
+    is_even: tl.constexpr,
+    splits: tl.constexpr,
+    tiles: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    step: tl.constexpr,
+):
+    """x [T, inner] times the transpose of weight [outputs, inner], plus bias [outputs].
+
+    out: [T, outputs], or [splits, T, outputs] in float32, of which the first part has the bias. A program takes up to
+    four `tiles` of `rows` tokens, each with a sum of its own, so that weights are read once for all of them. rows: 16
+    or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum grows by `step` inputs after
+    `step`, in ascending order. For 64 rows Hopper GPUs would use another instruction.
+    is_even: inner can be divided by `step` and outputs by `columns`.
+    """
+    first = tl.program_id(0) * (tiles * rows)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    split = tl.program_id(2)
+    share = tl.cdiv(tl.cdiv(inner, step), splits) * step
+    begin = split * share
+    total = tl.zeros([rows, columns], tl.float32)
+    if has_bias:
+        total += tl.load(bias + column, mask=(column < outputs) & (split == 0), other=0.0).to(tl.float32)[None, :]
+    total0, total1, total2, total3 = total, total, total, total
+    for offset in range(begin, tl.minimum(begin + share, inner), step):
+        at = offset + tl.arange(0, step)
+        inside = at < inner
+        place = weight + column[:, None].to(tl.int64) * inner + at[None, :]
+        if is_even:
+            factors = tl.load(place)
+        else:
+            factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
+        factors = tl.trans(factors)
+        total0 = tl.dot(_rows_of(x, first, tokens, inner, at, inside, rows), factors, total0, input_precision="ieee")
+        if tiles > 1:
+            other = _rows_of(x, first + rows, tokens, inner, at, inside, rows)
+            total1 = tl.dot(other, factors, total1, input_precision="ieee")
+        if tiles > 2:
+            other = _rows_of(x, first + 2 * rows, tokens, inner, at, inside, rows)
+            total2 = tl.dot(other, factors, total2, input_precision="ieee")
+            other = _rows_of(x, first + 3 * rows, tokens, inner, at, inside, rows)
+            total3 = tl.dot(other, factors, total3, input_precision="ieee")
+    out += split.to(tl.int64) * tokens * outputs
+    _store_rows(out, total0, first, tokens, outputs, column, rows)
+    if tiles > 1:
+        _store_rows(out, total1, first + rows, tokens, outputs, column, rows)
+    if tiles > 2:
+        _store_rows(out, total2, first + 2 * rows, tokens, outputs, column, rows)
+        _store_rows(out, total3, first + 3 * rows, tokens, outputs, column, rows)
+
+
+@triton.jit
+def _summed(parts, place, inside, stride, splits: tl.constexpr, dtype: tl.constexpr):
+    """Numbers of a product out of its parts, which are `stride` apart, added in order and rounded."""
+    total = tl.load(parts + place, mask=inside, other=0.0)
+    for split in tl.static_range(1, splits):
+        total += tl.load(parts + split * stride + place, mask=inside, other=0.0)
+    return total.to(dtype)
 
 
 @triton.jit
@@ -23,7 +111,7 @@ def _normalised(value, weight_at, size, inside, eps, rounds_first: tl.constexpr,
     return (wide * tl.load(weight_at, mask=inside, other=0.0)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def add_norm(
     x,
     residual,
@@ -32,8 +120,10 @@ def add_norm(
     summed,
     out,
     size,
+    stride,
     after_eps,
     next_eps,
+    splits: tl.constexpr,
     has_after: tl.constexpr,
     has_residual: tl.constexpr,
     has_next: tl.constexpr,
@@ -42,13 +132,13 @@ def add_norm(
 ):
     """For one token, x (normalised if `has_after`) plus `residual` -> `summed`; that normalised -> `out`.
 
-    x, residual, summed, out: [T, size]; weights: [size], float32.
+    x: [T, size], or parts of it; residual, summed, out: [T, size]; weights: [size], float32.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = summed.dtype.element_ty
     columns = tl.arange(0, block)
     inside = columns < size
     row = tl.program_id(0).to(tl.int64) * size + columns
-    value = tl.load(x + row, mask=inside, other=0.0)
+    value = _summed(x, row, inside, stride, splits, dtype)
     if has_after:
         value = _normalised(value, after_weight + columns, size, inside, after_eps, rounds_first, dtype)
     if has_residual:
@@ -59,7 +149,7 @@ def add_norm(
         tl.store(out + row, normalised, mask=inside)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "stride"])
 def rotate_and_cache(
     qkv,
     cosines,
@@ -76,21 +166,25 @@ def rotate_and_cache(
     slot_stride,
     head_stride,
     width,
+    stride,
+    splits: tl.constexpr,
     has_norms: tl.constexpr,
     rounds_first: tl.constexpr,
     half: tl.constexpr,
 ):
     """A head of a token out of the joint product: normalised and rotated queries, and keys and values to the cache.
 
-    qkv: [T, heads + 2 key heads, D]; cosines, sines: [T, D]; slots: [R]; columns: [T]; queries: [T, heads, D]; keys,
-    values: [S, key heads, P, D]; weights: [2, D], of the norms of queries and keys, float32. half: D / 2.
+    qkv: [T, heads + 2 key heads, D], or parts of it; cosines, sines: [T, D]; slots: [R]; columns: [T]; queries: [T,
+    heads, D]; keys, values: [S, key heads, P, D]; weights: [2, D], of the norms of queries and keys, float32.
+    half: D / 2.
     """
-    dtype: tl.constexpr = qkv.dtype.element_ty
+    dtype: tl.constexpr = queries.dtype.element_ty
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = 2 * half
     offsets = tl.arange(0, half)
-    source = qkv + (token * (heads + 2 * key_heads) + head) * size
-    low, high = tl.load(source + offsets), tl.load(source + half + offsets)
+    source = (token * (heads + 2 * key_heads) + head) * size + offsets
+    low = _summed(qkv, source, offsets < half, stride, splits, dtype)
+    high = _summed(qkv, source + half, offsets < half, stride, splits, dtype)
     slot, column = tl.load(slots + token // width), tl.load(columns + token)
     cached = slot * slot_stride + column * size + offsets
     if head >= heads + key_heads:
@@ -126,7 +220,7 @@ def rotate_and_cache(
             tl.store(place + half, rotated_high)
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "first_column", "count", "chunks"])
 def attend_chunk(
     queries,
     keys,
@@ -134,8 +228,7 @@ def attend_chunk(
     slots,
     starts,
     positions,
-    visible,
-    depths,
+    ancestors,
     partial,
     leading,
     totals,
@@ -146,8 +239,11 @@ def attend_chunk(
     slot_stride,
     head_stride,
     width,
+    first_column,
+    count,
     chunks,
-    is_tree: tl.constexpr,
+    before_own: tl.constexpr,
+    is_branch: tl.constexpr,
     has_window: tl.constexpr,
     size: tl.constexpr,
     chunk: tl.constexpr,
@@ -156,23 +252,41 @@ def attend_chunk(
 ):
     """Attention of a few queries that share a key head over one chunk of the positions.
 
-    queries: [T, heads, D]; keys, values: [S, key heads, P, D]; slots, starts: [R]; positions: [T], of the queries;
-    visible: [R, W, W], which of the forward's own tokens a query sees, and depths: [R, W], how far these are behind
-    their row's first, both for trees. partial: [T, heads, chunks, D], leading and totals: [T, heads, chunks]: sums of
-    values, largest scores and sums of weights, to be combined. rows: queries of a program, at most; step: positions of
-    a block, by which `chunk` can be divided.
+    queries: [T, heads, D]; keys, values: [S, key heads, P, D]; slots, starts: [R]; positions: [T], of the queries.
+    `count` columns of each row from `first_column` on are computed. partial: [R, count, heads, chunks, D], leading and
+    totals: [R, count, heads, chunks]: sums of values, largest scores and sums of weights, to be combined. rows: queries
+    of a program, at most; step: positions of a block, by which `chunk` can be divided.
+
+    The rows' own tokens are chains, or trees, in two calls: one over the chunks that end `before_own` tokens begin, and
+    one over the others in which each token `is_branch`, a program of its own. ancestors: [R, W, W], of a tree: which of
+    its row's tokens stands at each position, counted from `starts`, of the text that ends with a token. So a token of a
+    tree reads the keys that it would read in a chain, in the same places of the same blocks.
     """
     row, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
-    number = tl.program_id(2)
-    group = heads // key_heads
-    index = tl.program_id(1) * rows + tl.arange(0, rows)
-    real = index < width * group
-    token = row * width + tl.minimum(index // group, width - 1)
-    head = key_head * group + index % group
     start = tl.load(starts + row)
-    place = (token.to(tl.int64) * heads + head) * chunks + number
+    group = heads // key_heads
+    number = tl.program_id(2)
+    lanes = tl.arange(0, rows)
+    if is_branch:
+        blocks = tl.cdiv(group, rows)
+        number += (start // chunk).to(tl.int32)
+        in_group = (tl.program_id(1) % blocks) * rows + lanes
+        real = in_group < group
+        in_group = tl.minimum(in_group, group - 1)
+        column = tl.program_id(1) // blocks + lanes * 0
+        end = tl.load(positions + row * width + first_column + tl.program_id(1) // blocks) + 1
+        until = start + width
+    else:
+        index = tl.program_id(1) * rows + lanes
+        real = index < count * group
+        column, in_group = tl.minimum(index // group, count - 1), index % group
+        end = start + width
+        until = (start // chunk) * chunk if before_own else end
+    token = row * width + first_column + column
+    head = key_head * group + in_group
+    place = ((row * count + column).to(tl.int64) * heads + head) * chunks + number
     first = number * chunk
-    if first < start + width:
+    if (first < until) & (number < chunks):
         columns = tl.arange(0, size)
         query = tl.load(queries + (token.to(tl.int64) * heads + head)[:, None] * size + columns[None, :])
         position = tl.load(positions + token)
@@ -182,24 +296,16 @@ def attend_chunk(
         summed = tl.zeros([rows, size], tl.float32)
         for offset in range(0, chunk, step):
             seen = first + offset + tl.arange(0, step)
-            inside = seen < start + width
-            behind = seen - start
+            inside = seen < end
+            stands = seen.to(tl.int64)
+            if is_branch:
+                is_own = inside & (seen >= start)
+                own_columns = ancestors + (row * width + first_column + tl.program_id(1) // blocks).to(tl.int64) * width
+                stands = tl.where(is_own, start + tl.load(own_columns + (seen - start), mask=is_own, other=0), stands)
             allowed = (seen[None, :] <= position[:, None]) & inside[None, :]
-            key_position = seen
-            if is_tree:
-                is_own_token = (behind >= 0) & inside
-                tree = tl.load(
-                    visible + (token[:, None].to(tl.int64) * width) + behind[None, :],
-                    mask=is_own_token[None, :] & real[:, None],
-                    other=0,
-                )
-                allowed = tl.where(is_own_token[None, :], tree != 0, (behind < 0)[None, :])
-                key_position = tl.where(
-                    is_own_token, start + tl.load(depths + row * width + behind, mask=is_own_token, other=0), seen
-                )
             if has_window:
-                allowed = allowed & (key_position[None, :] > position[:, None] - window)
-            cached = base + seen[:, None].to(tl.int64) * size + columns[None, :]
+                allowed = allowed & (seen[None, :] > position[:, None] - window)
+            cached = base + stands[:, None] * size + columns[None, :]
             key = tl.load(keys + cached, mask=inside[:, None], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             scores = tl.where(allowed, scores, float("-inf"))
@@ -216,37 +322,58 @@ def attend_chunk(
         tl.store(totals + place, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["width", "chunks"])
+@triton.jit(do_not_specialize=["width", "first_column", "count", "chunks"])
 def combine_chunks(
-    partial, leading, totals, starts, out, heads, width, chunks, chunk: tl.constexpr, size: tl.constexpr
+    partial,
+    leading,
+    totals,
+    starts,
+    out,
+    heads,
+    width,
+    first_column,
+    count,
+    chunks,
+    chunk: tl.constexpr,
+    together: tl.constexpr,
+    size: tl.constexpr,
 ):
-    """The attention of a head of a token out of its chunks, which come in order. out: [T, heads, D].
+    """The attention of a head of a token out of its chunks, added in blocks of `together`. out: [T, heads, D].
 
-    Padding may reach beyond the last chunk, and sees nothing there.
+    Chunks behind a token's position add zeros, so that neither their number nor the row's other tokens matter.
     """
-    token, head = tl.program_id(0), tl.program_id(1)
-    columns = tl.arange(0, size)
-    used = tl.minimum(tl.cdiv(tl.load(starts + token // width) + width, chunk), chunks)
-    begin = (token.to(tl.int64) * heads + head) * chunks
+    row, column, head = tl.program_id(0) // count, tl.program_id(0) % count, tl.program_id(1)
+    columns, numbers = tl.arange(0, size), tl.arange(0, together)
+    used = tl.minimum(tl.cdiv(tl.load(starts + row) + width, chunk), chunks)
+    begin = (tl.program_id(0).to(tl.int64) * heads + head) * chunks
     best = float("-inf")
-    for number in range(0, used):
-        best = tl.maximum(best, tl.load(leading + begin + number))
+    for block in range(0, used, together):
+        inside = block + numbers < used
+        best = tl.maximum(best, tl.max(tl.load(leading + begin + block + numbers, mask=inside, other=float("-inf")), 0))
     total, summed = 0.0, tl.zeros([size], tl.float32)
-    for number in range(0, used):
-        share = tl.exp(tl.load(leading + begin + number) - best)
-        total += share * tl.load(totals + begin + number)
-        summed += share * tl.load(partial + (begin + number) * size + columns)
-    tl.store(out + (token.to(tl.int64) * heads + head) * size + columns, (summed / total).to(out.dtype.element_ty))
+    for block in range(0, used, together):
+        at = begin + block + numbers
+        inside = block + numbers < used
+        share = tl.exp(tl.load(leading + at, mask=inside, other=float("-inf")) - best)
+        total += tl.sum(share * tl.load(totals + at, mask=inside, other=0.0), 0)
+        values = tl.load(partial + at[:, None] * size + columns[None, :], mask=inside[:, None], other=0.0)
+        summed += tl.sum(share[:, None] * values, 0)
+    token = (row * width + first_column + column).to(tl.int64)
+    tl.store(out + (token * heads + head) * size + columns, (summed / total).to(out.dtype.element_ty))
 
 
-@triton.jit
-def gate(gate_up, out, inner, slope, cubic, block: tl.constexpr):
-    """x * sigmoid(slope * x + cubic * x^3), rounded, times up. gate_up: [T, 2 * inner]; out: [T, inner]."""
-    dtype: tl.constexpr = gate_up.dtype.element_ty
+@triton.jit(do_not_specialize=["stride"])
+def gate(gate_up, out, inner, stride, slope, cubic, splits: tl.constexpr, block: tl.constexpr):
+    """x * sigmoid(slope * x + cubic * x^3), rounded, times up.
+
+    gate_up: [T, 2 * inner], or parts of it; out: [T, inner].
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < inner
-    x = tl.load(gate_up + token * 2 * inner + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * 2 * inner + inner + columns, mask=inside, other=0.0).to(tl.float32)
+    place = token * 2 * inner + columns
+    x = _summed(gate_up, place, inside, stride, splits, dtype).to(tl.float32)
+    up = _summed(gate_up, place + inner, inside, stride, splits, dtype).to(tl.float32)
     active = (x / (1.0 + tl.exp(-(slope * x + cubic * x * x * x)))).to(dtype).to(tl.float32)
     tl.store(out + token * inner + columns, (active * up).to(dtype), mask=inside)

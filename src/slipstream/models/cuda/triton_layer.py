@@ -1,18 +1,23 @@
-"""A decoder layer on a GPU: PyTorch's matrix products, and Triton kernels for all that is between them.
+"""Decoder layers on a GPU by Triton kernels, and a model's forward out of them.
 
-The specification is `fused_layer.LayerOps`, operator by operator; every layer is compared with it before it is used.
+`TritonOps` computes a layer; its specification is `fused_layer.LayerOps`, operator by operator, with which every layer
+is compared before it is used. `TritonStack` computes all layers, the norm after them and the output layer; its
+specification is the model's own forward. No bit of a token depends on the shape of the forward: see `triton_kernels`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
+from slipstream.models.decoder.around_layers import Rotations, check_nothing_between, decoder_module
 from slipstream.models.decoder.cache import RaggedCache
 from slipstream.models.decoder.fused_layer import (
     AttentionSpec,
@@ -20,19 +25,109 @@ from slipstream.models.decoder.fused_layer import (
     LayerOps,
     RootMeanSquare,
     Rope,
+    UnknownLayerError,
     recognise_activation,
 )
+from slipstream.models.decoder.fused_linear import is_plain
 
 CHUNK = 128  # positions that one program attends to: always as many, so that bits do not depend on the length read
 STEP = 64  # of them, those in one product
 ROWS = 16  # queries of one program: always as many, so that bits do not depend on the width
+TOGETHER = 16  # chunks that are combined at a time
+PARTIAL_BYTES = 1 << 27  # of the sums of chunks, at most; beyond it columns attend in turns
 LARGEST_HEAD = 256
 GATE_BLOCK = 1024
+COLUMNS = 64  # outputs of one program
+STEP_BYTES = 256  # of each output's weights, read at a time
+PROGRAMS = 256  # that keep a GPU's memory busy; products of fewer are split along their inputs
+MAX_SPLITS, LEAST_STEPS = 8, 4  # of a product, and of each split
 Norm = tuple[Tensor, float]  # factors, float32, and epsilon
 
 
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a product computes; none of it changes a bit, see `triton_kernels.product`."""
+
+    tiles: int
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+TILES = {  # by tokens, at most
+    16: Tile(1, 16, COLUMNS, 4, 4),
+    32: Tile(1, 32, COLUMNS, 4, 4),
+    64: Tile(2, 32, COLUMNS, 4, 3),
+}
+LARGEST_TILE = Tile(4, 32, 2 * COLUMNS, 8, 2)
+
+
+def tile_for(tokens: int) -> Tile:
+    """The tile of a product of so many tokens."""
+    return next((tile for most, tile in TILES.items() if tokens <= most), LARGEST_TILE)
+
+
+def splits_for(inner: int, outputs: int, step: int) -> int:
+    """Into how many parts a product is split along its inputs: by the layer's sizes alone, as bits depend on it."""
+    splits, programs, steps = 1, -(-outputs // COLUMNS), -(-inner // step)
+    while splits < MAX_SPLITS and splits * programs < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
+        splits *= 2
+    return splits
+
+
+class Product:
+    """A linear layer by the kernel if it is an ordinary one, else by its own operators. is_ours: which of the two."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_ours = is_plain(module) and module.weight.is_contiguous()
+
+    def __call__(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
+        """x: [T, inputs] -> [T, outputs], or parts of it [splits, T, outputs] in float32 unless `is_whole`."""
+        if not self.is_ours:
+            own: Tensor = self.module(x)
+            return own
+        linear: Any = self.module
+        (tokens, inner), outputs = x.shape, linear.weight.shape[0]
+        if not tokens:
+            return x.new_empty(0, outputs)
+        step, tile = STEP_BYTES // x.element_size(), tile_for(tokens)
+        splits = 1 if is_whole else splits_for(inner, outputs, step)
+        out = x.new_empty(tokens, outputs) if splits == 1 else x.new_empty(splits, tokens, outputs, dtype=torch.float32)
+        grid = -(-tokens // (tile.tiles * tile.rows)), -(-outputs // tile.columns), splits
+        _kernels().product[grid](
+            x.contiguous(),
+            linear.weight,
+            x if linear.bias is None else linear.bias,
+            out,
+            tokens,
+            inner,
+            outputs,
+            has_bias=linear.bias is not None,
+            is_even=inner % step == 0 and outputs % tile.columns == 0,
+            splits=splits,
+            tiles=tile.tiles,
+            rows=tile.rows,
+            columns=tile.columns,
+            step=step,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out
+
+
+def _splits(product: Tensor) -> int:
+    return 1 if product.dim() == 2 else len(product)
+
+
+def _stride(product: Tensor) -> int:
+    """From one part of a product to the next."""
+    return product.shape[-2] * product.shape[-1]
+
+
 class TritonOps:
-    """Layers by Triton: whole ones in captured forwards, whose places are in tensors; else by the plain operators."""
+    """Layers by Triton: whole ones in forwards whose places are in tensors; else by the plain operators."""
 
     def __init__(self, ops: LayerOps) -> None:
         """ops: such that `why_no_kernels` finds nothing, on a machine that has the kernels."""
@@ -41,9 +136,14 @@ class TritonOps:
         activation = recognise_activation(ops.act)
         assert not isinstance(activation, str)
         self._activation = activation
-        self._before_attention, self._before_feed_forward = _norm(ops.before_attention), _norm(ops.before_feed_forward)
-        self._after_attention, self._after_feed_forward = _norm(ops.after_attention), _norm(ops.after_feed_forward)
-        self._rounds_first = ops.before_attention.weight[1]
+        self._qkv, self._out, self._gate_up, self._down = self.products = tuple(
+            Product(module) for module in (ops.qkv, ops.out, ops.gate_up, ops.down)
+        )
+        norms = (ops.before_attention, ops.after_attention, ops.before_feed_forward, ops.after_feed_forward)
+        before, self._after_attention, self._before_feed_forward, self._after_feed_forward = map(_norm, norms)
+        assert before is not None
+        self.before_attention = before
+        self.rounds_first = ops.before_attention.weight[1]
         heads = [norm.weight[0] for norm in ops.head_norms]
         self._head_norms = (torch.stack(heads), ops.head_norms[0].eps) if heads else None
 
@@ -57,64 +157,89 @@ class TritonOps:
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None
+        assert isinstance(cache, IndexedCache)
+        x = hidden.reshape(-1, hidden.shape[-1])
+        normalised = self.normalised(x, self.before_attention)
+        return self.layer(x, normalised, rope, cache, spec)[0].view_as(hidden)
+
+    def normalised(self, x: Tensor, norm: Norm) -> Tensor:
+        """x [T, H] after a norm."""
+        return self._add_norm(x, following=norm)[1]
+
+    def layer(
+        self,
+        x: Tensor,
+        normalised: Tensor,
+        rope: Rope,
+        cache: IndexedCache,
+        spec: AttentionSpec,
+        following: Norm | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What leaves the layer, [T, H], and that after the norm that follows; x: what enters it, also `normalised`."""
         if rope[0].shape[-1] != self.size:
             raise SlipstreamError(f"rotations of {rope[0].shape[-1]} numbers in a head of {self.size}")
-        x = hidden.reshape(-1, hidden.shape[-1])
-        _, normalised = self._add_norm(x, following=self._before_attention)
-        attended = self._attend(self._plain.qkv(normalised), rope, cache, forward, spec)
-        out = self._plain.out(attended.flatten(1))
+        queries = x.new_empty(len(x), self.heads, self.size)
+        attended = self._attend(self._qkv(normalised), queries, rope, cache, spec)
+        out = self._out(attended.flatten(1))
         x, normalised = self._add_norm(out, x, self._after_attention, self._before_feed_forward)
-        down = self._plain.down(self._gate(self._plain.gate_up(normalised)))
-        return self._add_norm(down, x, self._after_feed_forward)[0].view_as(hidden)
+        down = self._down(self._gate(self._gate_up(normalised), x.dtype))
+        return self._add_norm(down, x, self._after_feed_forward, following)
 
     def _add_norm(
         self, x: Tensor, residual: Tensor | None = None, after: Norm | None = None, following: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], normalised `after` it was made, plus the residual, and the norm of that for what is `following`."""
-        size = x.shape[1]
-        summed = x if residual is None else torch.empty_like(x)
-        out = x if following is None else torch.empty_like(x)
+        """x [T, H], normalised `after` it was made, plus the residual, and the norm of that for what is `following`.
+
+        x: may be parts of a product, if there is a residual.
+        """
+        (tokens, size), like = x.shape[-2:], x if residual is None else residual
+        summed = x if residual is None else torch.empty_like(residual)
+        out = like if following is None else torch.empty_like(like)
         after_weight, after_eps = (x, 0.0) if after is None else after
         next_weight, next_eps = (x, 0.0) if following is None else following
-        _kernels().add_norm[(len(x),)](
+        _kernels().add_norm[(tokens,)](
             x,
-            x if residual is None else residual,
+            like,
             after_weight,
             next_weight,
             summed,
             out,
             size,
+            _stride(x),
             after_eps,
             next_eps,
+            splits=_splits(x),
             has_after=after is not None,
             has_residual=residual is not None,
             has_next=following is not None,
-            rounds_first=self._rounds_first,
+            rounds_first=self.rounds_first,
             block=_power_of_two(size),
         )
         return summed, out
 
-    def _gate(self, gate_up: Tensor) -> Tensor:
-        tokens, inner = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(tokens, inner)
-        _kernels().gate[(tokens, -(-inner // GATE_BLOCK))](gate_up, out, inner, *self._activation, block=GATE_BLOCK)
+    def _gate(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+        tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
+        out = gate_up.new_empty(tokens, inner, dtype=dtype)
+        _kernels().gate[(tokens, -(-inner // GATE_BLOCK))](
+            gate_up, out, inner, _stride(gate_up), *self._activation, splits=_splits(gate_up), block=GATE_BLOCK
+        )
         return out
 
-    def _attend(
-        self, qkv: Tensor, rope: Rope, cache: IndexedCache, forward: IndexedForward, spec: AttentionSpec
-    ) -> Tensor:
-        """[T, heads, D] out of the joint product [T, (heads + 2 key heads) * D], whose keys and values are cached."""
-        layer = cache.layers[spec.index]
-        keys, values = layer.keys, layer.values
+    def _attend(self, qkv: Tensor, out: Tensor, rope: Rope, cache: IndexedCache, spec: AttentionSpec) -> Tensor:
+        """`out` [T, heads, D], from the joint product [T, (heads + 2 key heads) * D], whose keys and values are cached.
+
+        qkv: may be parts of the product.
+        """
+        forward, queries = cache.forward, out
+        assert forward is not None
         rows, width = forward.columns.shape
-        tokens, chunks = rows * width, -(-forward.attended // CHUNK)
-        queries = qkv.new_empty(tokens, self.heads, self.size)
-        strides = keys.stride(0), keys.stride(1)
-        norms, eps = (qkv, 0.0) if self._head_norms is None else self._head_norms
-        _kernels().rotate_and_cache[(tokens, self.heads + 2 * self.key_heads)](
+        cosines, sines = (part.expand(rows, width, self.size).contiguous() for part in rope)
+        keys, values = cache.of_layer(spec.index, out.new_empty(0, self.key_heads, 0, self.size))
+        norms, eps = (out, 0.0) if self._head_norms is None else self._head_norms
+        _kernels().rotate_and_cache[(rows * width, self.heads + 2 * self.key_heads)](
             qkv,
-            rope[0].contiguous(),
-            rope[1].contiguous(),
+            cosines,
+            sines,
             norms,
             forward.slots,
             forward.columns,
@@ -124,55 +249,138 @@ class TritonOps:
             eps,
             self.heads,
             self.key_heads,
-            *strides,
+            keys.stride(0),
+            keys.stride(1),
             width,
+            _stride(qkv),
+            splits=_splits(qkv),
             has_norms=self._head_norms is not None,
-            rounds_first=self._rounds_first,
+            rounds_first=self.rounds_first,
             half=self.size // 2,
         )
-        partial = qkv.new_empty(tokens, self.heads, chunks, self.size, dtype=torch.float32)
-        leading, totals = qkv.new_empty(2, tokens, self.heads, chunks, dtype=torch.float32)
-        is_tree = forward.visible is not None
-        grid = rows * self.key_heads, -(-width * (self.heads // self.key_heads) // ROWS), chunks
-        _kernels().attend_chunk[grid](
-            queries,
-            keys,
-            values,
-            forward.slots,
-            forward.starts,
-            forward.positions,
-            forward.visible.view(torch.uint8) if forward.visible is not None else forward.slots,
-            forward.depths if forward.depths is not None else forward.slots,
-            partial,
-            leading,
-            totals,
-            spec.scaling,
-            spec.window or 0,
-            self.heads,
-            self.key_heads,
-            *strides,
-            width,
-            chunks,
-            is_tree=is_tree,
-            has_window=spec.window is not None,
-            size=self.size,
-            chunk=CHUNK,
-            rows=ROWS,
-            step=STEP,
-        )
-        _kernels().combine_chunks[(tokens, self.heads)](
-            partial,
-            leading,
-            totals,
-            forward.starts,
-            queries,
-            self.heads,
-            width,
-            chunks,
-            chunk=CHUNK,
-            size=self.size,
-        )
+        chunks = -(-forward.attended // CHUNK)
+        count = max(1, min(width, PARTIAL_BYTES // (4 * rows * self.heads * chunks * self.size)))
+        partial = queries.new_empty(rows * count, self.heads, chunks, self.size, dtype=torch.float32)
+        leading, totals = queries.new_empty(2, rows * count, self.heads, chunks, dtype=torch.float32)
+        for first in range(0, width, count):
+            sums = partial, leading, totals
+            self._attend_columns(queries, (keys, values), forward, spec, sums, first, min(count, width - first))
         return queries
+
+    def _attend_columns(
+        self,
+        queries: Tensor,
+        cached: tuple[Tensor, Tensor],
+        forward: IndexedForward,
+        spec: AttentionSpec,
+        sums: tuple[Tensor, Tensor, Tensor],
+        first: int,
+        count: int,
+    ) -> None:
+        """Replace `count` columns of the queries, from `first` on, by their attention."""
+        rows, width = forward.columns.shape
+        group, chunks, is_tree = self.heads // self.key_heads, sums[0].shape[2], forward.ancestors is not None
+        calls = [((-(-count * group // ROWS), chunks), is_tree, False)]
+        if is_tree:
+            calls.append(((count * -(-group // ROWS), -(-width // CHUNK) + 1), False, True))
+        for (blocks, chunks_read), before_own, is_branch in calls:
+            _kernels().attend_chunk[(rows * self.key_heads, blocks, chunks_read)](
+                queries,
+                *cached,
+                forward.slots,
+                forward.starts,
+                forward.positions,
+                forward.slots if forward.ancestors is None else forward.ancestors,
+                *sums,
+                spec.scaling,
+                spec.window or 0,
+                self.heads,
+                self.key_heads,
+                cached[0].stride(0),
+                cached[0].stride(1),
+                width,
+                first,
+                count,
+                chunks,
+                before_own=before_own,
+                is_branch=is_branch,
+                has_window=spec.window is not None,
+                size=self.size,
+                chunk=CHUNK,
+                rows=ROWS,
+                step=STEP,
+            )
+        _kernels().combine_chunks[(rows * count, self.heads)](
+            *sums,
+            forward.starts,
+            queries,
+            self.heads,
+            width,
+            first,
+            count,
+            chunks,
+            chunk=CHUNK,
+            together=TOGETHER,
+            size=self.size,
+        )
+
+
+class TritonStack:
+    """A model's forward by kernels alone, but for its embedding and rotations, which treat each token by itself."""
+
+    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+        """layers: all of the model's, with `TritonOps`. Raises `UnknownLayerError` where it cannot be done."""
+        ops = [layer.ops for layer in layers if isinstance(layer.ops, TritonOps)]
+        output = Product(model.get_output_embeddings())
+        inner, products = decoder_module(model, len(layers)), [product for each in ops for product in each.products]
+        if not all(product.is_ours for product in (*products, output)):
+            raise UnknownLayerError("not all of its products are ordinary linear layers")
+        norm = RootMeanSquare(inner.get_submodule("norm"))
+        if any(each.rounds_first != norm.weight[1] for each in ops):
+            raise UnknownLayerError("its last norm rounds at another place than the others")
+        self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
+        self._norm, self._output = (norm.weight[0], norm.eps), output
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
+        names = sorted(set(kinds))
+        self._rotations = Rotations(inner.get_submodule("rotary_emb"), names)
+        self._which = [names.index(kind) if len(self._rotations) > 1 else 0 for kind in kinds]
+
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: IndexedCache,
+        forward: IndexedForward,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        """[B, W, V] of tokens [B, W], or [B, C, V] of `columns` [C], of which there may be none.
+
+        positions: [B, W], that the model is told.
+        """
+        with torch.cuda.device_of(tokens):  # Triton launches on the current device
+            hidden: Tensor = self._model.get_input_embeddings()(tokens)
+            cache.index(forward)
+            ropes = self._rotations.computed(hidden, positions)
+            x = hidden.reshape(-1, hidden.shape[-1])
+            normalised = self._ops[0].normalised(x, self._ops[0].before_attention)
+            norms = [*(ops.before_attention for ops in self._ops[1:]), self._norm]
+            for i, (ops, norm) in enumerate(zip(self._ops, norms, strict=True)):
+                if i in cache.hidden:
+                    cache.keep_hidden(i, x.view_as(hidden))
+                x, normalised = ops.layer(x, normalised, ropes[self._which[i]], cache, self._specs[i], norm)
+            if len(self._ops) in cache.hidden:
+                cache.keep_hidden(len(self._ops), x.view_as(hidden))
+            normalised = normalised.view_as(hidden)
+            if columns is not None:
+                normalised = normalised[:, columns]
+            logits = self._output(normalised.flatten(0, 1), is_whole=True)
+            return logits.unflatten(0, normalised.shape[:2])
+
+
+def stack_of(model: Any, modules: Sequence[nn.Module]) -> TritonStack:
+    """The forward of a model whose layers are all replaced. Raises `UnknownLayerError` where it cannot be done."""
+    check_nothing_between(model, modules)
+    return TritonStack(model, [module.__dict__["forward"] for module in modules])
 
 
 def uses_kernels(model: Any) -> bool:

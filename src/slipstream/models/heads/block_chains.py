@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from slipstream.models.heads.network import Linear
 
@@ -64,6 +64,23 @@ class MarkovChain:
             gate = gate.sigmoid()
             state = gate * state + (1 - gate) * candidate.tanh()
         return output.tanh()
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """DSpark's estimate of how likely the token that it drafts in a place is to be accepted, if those before it are.
+
+    weight: [1, H + R] with tokens [V, R], a `MarkovChain`'s; [1, H] without. bias: [1].
+    """
+
+    weight: Tensor
+    bias: Tensor
+    tokens: Tensor | None
+
+    def __call__(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """[B] probabilities. outputs: [B, H] of the place; before: [B] the token before it."""
+        parts = [outputs] if self.tokens is None else [outputs, embedding(before, self.tokens).to(outputs.dtype)]
+        return linear(torch.cat(parts, -1), self.weight, self.bias)[:, 0].float().sigmoid()
 
 
 @dataclass(frozen=True)

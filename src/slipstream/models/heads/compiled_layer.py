@@ -37,8 +37,7 @@ class CompiledLayer:
         sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
         self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
-        self._finish = LayerFunctions.of(library, CacheStruct).finish
-        self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(self._layer))
+        self._functions = LayerFunctions.of(library, CacheStruct)
 
     def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> NormStruct:
         if weight is None:
@@ -55,12 +54,14 @@ class CompiledLayer:
         [slots, key heads, places, D] that it sees, and the place that it is written to.
         """
         residual, heads, tokens = residual.contiguous(), heads.contiguous(), where.shape[1]
-        out, scratch = torch.empty_like(residual), residual.new_empty(tokens * self._scratch_per_token)
+        length, layer = keys.stride(1) // self._size, ctypes.addressof(self._layer)
+        scratch = residual.new_empty(self._functions.scratch(layer, tokens, length))
+        out = torch.empty_like(residual)
         slots, seen, places = (part.data_ptr() for part in where)
         memory = CacheStruct(
             keys.data_ptr(),
             values.data_ptr(),
-            keys.stride(1) // self._size,
+            length,
             self.network.config.windows[0] or 0,
             self._scaling,
             slots,
@@ -68,8 +69,8 @@ class CompiledLayer:
             places,
         )
         cosines, sines = rope
-        self._finish(
-            ctypes.addressof(self._layer),
+        self._functions.finish(
+            layer,
             ctypes.addressof(memory),
             residual.data_ptr(),
             heads.data_ptr(),

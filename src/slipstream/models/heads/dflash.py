@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu
 
-from slipstream.models.heads.block_chains import Chain
+from slipstream.models.heads.block_chains import Chain, Confidence
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import UNIT, enlarged
 from slipstream.models.heads.network import HeadConfig, Linear, grouped_attention, rotated, rotations
@@ -70,7 +70,9 @@ class DFlashLayer:
 
 @dataclass(frozen=True)
 class DFlashWeights:
-    """All of a head. embed, and perhaps lm_head: the target's. chain: None where places are drafted by themselves."""
+    """All of a head. embed, and perhaps lm_head: the target's. chain: None where places are drafted by themselves;
+    confidence: None where the head does not say how likely its tokens are to be accepted.
+    """
 
     fc: Linear
     feature_norm: Tensor
@@ -79,6 +81,7 @@ class DFlashWeights:
     embed: Callable[[Tensor], Tensor]
     lm_head: Linear
     chain: Chain | None = None
+    confidence: Confidence | None = None
 
 
 class DFlashNetwork:
@@ -198,7 +201,8 @@ class DFlashBackend(FeatureReader):
         distance = torch.tensor(read, device=self.device)[:, None] - torch.arange(longest, device=self.device)
         keys, values = self._keys[slots, :, :longest], self._values[slots, :, :longest]
         outputs = self.network.block(tokens.gather(1, columns), positions, keys, values, distance)
-        if self.network.weights.chain is not None:
+        weights = self.network.weights
+        if weights.chain is not None or weights.confidence is not None:
             self._outputs[slots, 0, : outputs.shape[1]] = outputs
         scores = self._logits(outputs)
         out = scores.new_zeros(len(starts), width, self.vocab_size)
@@ -209,9 +213,21 @@ class DFlashBackend(FeatureReader):
         chain = self.network.weights.chain
         if chain is None:
             return scores
-        first = torch.tensor(newest, device=self.device)[:, None]
-        before = torch.cat([first.expand(-1, 1 + self.first_place), draft.to(self.device)], 1)
+        before = self._before(newest, draft)
         return chain(scores[:, 0], self._outputs[: len(newest), 0, : before.shape[1]], before)[:, None]
+
+    @torch.inference_mode()
+    def acceptance(self, newest: Sequence[int], draft: Tensor) -> Tensor | None:
+        confidence = self.network.weights.confidence
+        if confidence is None:
+            return None
+        before = self._before(newest, draft)
+        return confidence(self._outputs[: len(newest), 0, before.shape[1] - 1], before[:, -1])
+
+    def _before(self, newest: Sequence[int], draft: Tensor) -> Tensor:
+        """[B, places] the token before each place of a block up to that of the draft's next token."""
+        first = torch.tensor(newest, device=self.device)[:, None]
+        return torch.cat([first.expand(-1, 1 + self.first_place), draft.to(self.device)], 1)
 
     def _read(self, slot: int, start: int, stop: int) -> None:
         """Write keys and values of the positions of a slot that the target has read."""

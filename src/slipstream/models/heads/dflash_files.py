@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from slipstream.errors import UsageError
-from slipstream.models.heads.block_chains import CandidateChain, Chain, MarkovChain
+from slipstream.models.heads.block_chains import CandidateChain, Chain, Confidence, MarkovChain
 from slipstream.models.heads.dflash import DFlashBackend, DFlashLayer, DFlashNetwork, DFlashWeights, LocalMix
 from slipstream.models.heads.head_files import (
     DFLASH2,
@@ -131,6 +131,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         lm_head = _in_type(output, model.dtype)
     else:
         raise UsageError(f"draft head {files.source!r} has d2t without {OUTPUT!r}; allowed: both or neither")
+    chain = _chain(files, read, product, config)
     weights = DFlashWeights(
         fc=product(read(FEATURES, size, len(config.layers) * size)),
         feature_norm=read("hidden_norm.weight", size),
@@ -138,7 +139,8 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         final_norm=read("norm.weight", size),
         embed=own_embedding(files, tensors, config) or _unscaled(model.get_input_embeddings()),
         lm_head=lm_head,
-        chain=_chain(files, read, product, config),
+        chain=chain,
+        confidence=_confidence(files, read, size, chain) if files.kind == DSPARK else None,
     )
     read.check_all_read()
     return weights
@@ -179,6 +181,23 @@ def _chain(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfi
         joint=with_bias("joint_proj", 3 * rank, size + 2 * rank) if kind == "rnn" else None,
         token_ids=None if drafted is None else drafted.to(read.device),
     )
+
+
+def _confidence(files: HeadFiles, read: TensorReader, size: int, chain: Chain | None) -> Confidence | None:
+    """DSpark's estimate of acceptance, if it makes one."""
+    flags, name = _flags(files), "confidence_head.proj."
+    if not flags.get("enable_confidence_head", f"{name}weight" in read.tensors):
+        return None
+    tokens = chain.tokens if isinstance(chain, MarkovChain) else None
+    reads_tokens = flags.get("confidence_head_with_markov", tokens is not None)
+    if reads_tokens and tokens is None:
+        raise UsageError(
+            f"draft head {files.source!r} has confidence_head_with_markov={reads_tokens!r} and markov_rank=0; allowed: "
+            "False, or a rank of at least 1"
+        )
+    seen = tokens if reads_tokens else None
+    width = size + (0 if seen is None else seen.shape[1])
+    return Confidence(read(f"{name}weight", 1, width), read(f"{name}bias", 1), seen)
 
 
 def _mix(files: HeadFiles, read: TensorReader, product: Any, size: int, name: str) -> LocalMix | None:

@@ -43,22 +43,29 @@ KINDS = {  # the kind of head, by the architecture that a config.json names
     "DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DSparkModel": DSPARK,
-    **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},  # which are not read
+    # which are not read
+    **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},
+    "MedusaModel": "medusa",
+    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
+UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # of folders that name no architecture
 EMBEDDED_NAME = "smollm2_head"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "speculators_config")
 MASK_FEATURE = "mask_hidden"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
 REFUSED = {  # flags of other networks, and the value that every head has which this one computes
     "attention_bias": False,
     "mlp_bias": False,
     "num_hidden_layers": 1,
 }
 WINDOWED = "sliding_attention"
-# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimate of acceptance,
-# and P-EAGLE's in place of features, which is read elsewhere
+# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimates of acceptance
+# where they are switched off, and P-EAGLE's in place of features, which is read elsewhere
 UNREAD = re.compile(
     r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
 )
@@ -93,6 +100,18 @@ class HeadFiles:
         """The settings of the head; ModelOpt nests them."""
         return {**self.settings, **self.settings.get("eagle_config", {})}
 
+    def trained_for(self, target: str) -> str | None:
+        """The model that the head was trained for, if both are named by hub ids and the target's is another.
+
+        Quantised copies of a model add something to its name, which is no other one.
+        """
+        verifier = self.settings.get("speculators_config", {}).get("verifier")
+        named = str(verifier.get("name_or_path")) if isinstance(verifier, dict) else ""
+        if not all(HUB_ID.fullmatch(name) and not Path(name).exists() for name in (named, target)):
+            return None
+        one, other = (name.partition("/")[2].lower() for name in (named, target))
+        return None if one.startswith(other) or other.startswith(one) else named
+
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named, or an assistant; None if this is something else."""
@@ -121,9 +140,9 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
-    folder = name if Path(name).is_dir() else None
+    folder = name if name and Path(name).is_dir() else None
     if folder is None:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if not HUB_ID.fullmatch(name):
             return None
         folder = resolve(name, options.files)
     file = file_of(folder, "config.json", options.files)
@@ -133,14 +152,24 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # what is wrong with it, the reader of models says
-    return HeadFiles(name, folder, settings) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    if wrong := next((key for key in NESTED if not isinstance(settings.get(key, {}), dict)), None):
+        raise UsageError(f"draft head {name!r}: config.json has {wrong}={settings[wrong]!r}; allowed: an object")
+    return HeadFiles(name, folder, settings)
 
 
 def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str | None:
     """The kind of a head; None for a model. Those of EAGLE-1 call themselves a Llama of one layer."""
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
-    named = next((KINDS[name] for name in settings.get("architectures") or [] if name in KINDS), None)
+    architectures = settings.get("architectures")
+    named = (
+        next((KINDS[name] for name in architectures if name in KINDS), None)
+        if isinstance(architectures, list)
+        else None
+    )
+    named = named or next((kind for key, kind in UNNAMED.items() if key in settings), None)
     if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _names(folder, options):
         return PEAGLE
     if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _names(folder, options):
@@ -195,8 +224,14 @@ def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
     several_layers: there may be any number.
     """
     layer, source = files.layer, files.source
-    if missing := [name for name in NEEDED if not isinstance(layer.get(name), int)]:
-        raise UsageError(f"draft head {source!r}: config.json has no {missing[0]}; allowed: a whole number")
+    for name in SIZES:
+        size = layer.get(name)
+        if size is None and name in NEEDED:
+            raise UsageError(f"draft head {source!r}: config.json has no {name}; allowed: a whole number")
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 on")
+    if not isinstance(eps := layer.get("rms_norm_eps", 1e-6), float) or eps <= 0:
+        raise UsageError(f"draft head {source!r} has rms_norm_eps={eps!r}; allowed: a number above 0")
     for name, expected in REFUSED.items():
         if several_layers and name == "num_hidden_layers":
             continue
@@ -295,6 +330,8 @@ def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
     if named is None:
         return 2, count // 2, count - 3
+    if not isinstance(named, list) or not named or not all(isinstance(i, int) for i in named):
+        raise UsageError(f"draft head {files.source!r} reads layers {named!r}; allowed: a list of layer numbers")
     # `speculators` numbers what enters layers, the others what leaves them
     return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
 
@@ -304,6 +341,8 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
     offsets = tensors.get("d2t")
     if offsets is None:
         return None
+    if offsets.dim() != 1 or not len(offsets):
+        raise SlipstreamError(f"draft head {files.source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
     ids = offsets.long() + torch.arange(len(offsets))
     if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise SlipstreamError(

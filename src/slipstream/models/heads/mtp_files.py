@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.cpu.packed_experts import pack_experts
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.mtp import MtpBackend, MtpLayer, TargetParts
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
-from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers
+from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
@@ -57,6 +58,11 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
     found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not found:
         named = target.name if head is None else head.source
+        if files is not None and (tensor := of_another_form(files.shapes, backend.num_layers)) is not None:
+            raise UsageError(
+                f"draft={MTP!r}: {named!r} has MTP layers of a form that is not read, tensor {tensor!r}; allowed: "
+                "layers as DeepSeek-V3, GLM-4, Qwen3-Next or MiMo have them, or another draft model"
+            )
         raise UsageError(
             f"draft={MTP!r}, but the files of {named!r} have no MTP layers; allowed: a draft model or none"
         )
@@ -133,6 +139,7 @@ class _Reader:
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST) and not self.token_first
         if self.may_pack and unsupported(decoder) is None:
             convert = partial(rounded, bits="int4") if _is_large(decoder) else compressed_or_packed
+            pack_experts(decoder, convert)
             pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
             return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)
         return MtpLayer(decoder, token_norm, hidden_norm, project, hidden_first=hidden_first)
@@ -170,7 +177,8 @@ class _Reader:
 
 def _is_large(decoder: Any) -> bool:
     """Whether 4 bits make it faster: between two drafts the target's weights displace a layer's from the caches."""
-    return num_weights(decoder) >= SMALLEST and is_faster(decoder.dtype)
+    count = sum(weight.numel() for weight in decoder.parameters() if weight.dim() > 1)
+    return count >= SMALLEST and is_faster(decoder.dtype)
 
 
 def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:

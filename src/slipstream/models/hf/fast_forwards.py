@@ -14,12 +14,12 @@ from slipstream.models.cpu.compiled_layers import (
     CompiledOps,
     LayerStack,
     block_layer_ops,
-    check_nothing_between,
     compiled_ops,
     is_of_blocks,
 )
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
 from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
 from slipstream.models.hf.backend import HFBackend

@@ -39,6 +39,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from slipstream.durable_files import locked
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.notices import announce
 from slipstream.models.weights.model_files import EMBEDDED, is_converted
 from slipstream.version import __version__
 
@@ -61,7 +62,10 @@ def embedded_model() -> Path:
     if not is_converted(folder):
         with writable(EMBEDDED, folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = locked(folder.parent / f".{EMBEDDED}.lock", wait=True)  # another process may be fetching it
+            file = folder.parent / f".{EMBEDDED}.lock"
+            if (lock := locked(file)) is None:
+                announce(f"waiting for another process, which is downloading {EMBEDDED} ...")
+                lock = locked(file, wait=True)
         assert lock is not None
         try:
             if not is_converted(folder):

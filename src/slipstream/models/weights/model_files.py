@@ -61,6 +61,10 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     reason = one_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
+    from huggingface_hub.constants import is_offline_mode  # which is not among what help and usage errors import
+
+    if is_offline_mode():
+        reason = "it is not asked, as HF_HUB_OFFLINE is set"
     nearest = get_close_matches(source, known_names(), 1)
     hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(

@@ -67,6 +67,13 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
     return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
 
 
+def of_another_form(names: Iterable[str], num_layers: int) -> str | None:
+    """A tensor of MTP layers that are not told by `mtp_layers`; None without any."""
+    behind = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
+    is_mtp = (name for name, match in behind if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
+    return min(is_mtp, default=None)
+
+
 def without_mtp(names: Iterable[str]) -> list[str]:
     """Names of tensors that a target does not use, without those of MTP layers."""
     unused = list(names)

@@ -44,6 +44,8 @@ def place_of(source: str, subfolder: str = "") -> str:
         from slipstream.models.weights.default_model import embedded_model
 
         return str(embedded_model())
+    if not source.strip():
+        raise UsageError(f"model {source!r} is empty; {models_at_hand()}")
     if is_gguf(source):
         from slipstream.models.weights.gguf_conversion import convert_gguf
 

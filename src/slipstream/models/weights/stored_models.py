@@ -139,9 +139,10 @@ def pull_model(name: str) -> Path:
 
     repository = place_of(name)  # refuses names that no hub id can have, and near misses of cached ones
     check_connected(repository)
-    if not sys.stderr.isatty():
+    from huggingface_hub import constants, snapshot_download
+
+    if not sys.stderr.isatty() and not constants.is_offline_mode():
         log.info("downloading %s from the Hugging Face Hub ...", repository)
-    from huggingface_hub import snapshot_download
 
     from slipstream.models.weights.transformers_reader import READER_ERRORS
 

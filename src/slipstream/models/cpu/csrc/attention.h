@@ -2,8 +2,10 @@
  *
  * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
- * 2022, arXiv:2205.14135, section 3.1). Positions are divided at multiples of 32 and masked ones count 0, so the bits
- * of a query depend neither on its neighbours nor on the length of the cache.
+ * 2022, arXiv:2205.14135, section 3.1). Each stretch of 512 positions is summed on its own, and the sums are joined in
+ * order, so that threads can share a long text (Dao et al. 2023, "Flash-Decoding"). Positions are divided at multiples
+ * of 32 and of 512 and masked ones count 0, so the bits of a query depend neither on its neighbours, nor on the length
+ * of the cache, nor on the number of threads.
  *
  * To be defined before: `number`, of the cache and of heads; layer_type and cache_type; NUMBERS_ARE_FLOATS; LOWEST, the
  * exponent of the smallest weight; load_number and store_number, of 16 numbers.
@@ -12,9 +14,12 @@
 #include <string.h>
 
 enum {
-    KEYS = 32,     /* positions at a time */
-    QUERIES = 48,  /* of a group, at most, unless one token has more */
-    TOGETHER = 4   /* queries whose products are computed side by side */
+    KEYS = 32,            /* positions at a time */
+    STRETCH = 512,        /* positions that are summed on their own, a multiple of KEYS */
+    QUERIES = 48,         /* of a group, at most, unless one token has more */
+    TOGETHER = 4,         /* queries whose products are computed side by side */
+    UNITS = 8,            /* of work per thread: where there are as many without that, no text is shared out */
+    MOST_SUMS = 1 << 22   /* numbers of stretches' sums that are kept, at most: 16 MB; more are joined by one thread */
 };
 
 /* The positions that a group sees: from `fork` on those at the places of `path`, before it those of their own number. */
@@ -99,11 +104,10 @@ ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t
         gather_seen(count, q, start, there, size, tile);
 }
 
-/* Attention of all queries of a group over the positions that any of them sees. */
+/* Attention of all queries of a group over the positions from `first` to `last`. */
 static void attend_positions(struct query *group, int count, const number *keys, const number *values, int64_t size,
-                             float scaling, struct branch branch) {
+                             float scaling, struct branch branch, int64_t first, int64_t last) {
     struct tile tile;
-    int64_t first = group[0].first, last = group[count - 1].last;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         int64_t there = last + 1 - start < KEYS ? last + 1 - start : KEYS;
         fill_tile(&tile, keys, values, branch, start, last, size);
@@ -118,40 +122,140 @@ static void attend_positions(struct query *group, int count, const number *keys,
     }
 }
 
-/* A forward's attention. groups: [count] first token and number of tokens; next: the unit that nobody has taken yet. */
+/* Numbers of a query's sums of a stretch: the weighted values, the largest score and the sum of the weights. */
+static int64_t sums_of(int64_t size) { return size + 16; }
+
+static void keep_sums(const struct query *q, int64_t size, float *to) {
+    memcpy(to, q->out, size * sizeof *to);
+    to[size] = q->most, to[size + 1] = q->sum;
+}
+
+static void restore_sums(struct query *q, int64_t size, const float *from) {
+    memcpy(q->out, from, size * sizeof *from);
+    q->most = from[size], q->sum = from[size + 1];
+}
+
+/* Adds the sums of a later stretch. */
+static void join_sums(float *whole, const float *later, int64_t size) {
+    float most = whole[size] > later[size] ? whole[size] : later[size], first[16], second[16];
+    floats lowest = all_floats(LOWEST);
+    floats by = exponential(max_floats(lowest, all_floats(whole[size] - most)));
+    floats by_later = exponential(max_floats(lowest, all_floats(later[size] - most)));
+    for (int64_t i = 0; i < size; i += 16) {
+        floats one = multiply_floats(load_floats(whole + i), by), other = multiply_floats(load_floats(later + i), by_later);
+        store_floats(whole + i, add_floats(one, other));
+    }
+    store_floats(first, by), store_floats(second, by_later);
+    whole[size + 1] = whole[size + 1] * first[0] + later[size + 1] * second[0];
+    whole[size] = most;
+}
+
+/* Whether a query sees positions of a stretch, and whether they are the first that it sees. */
+static int sees(const struct query *q, int64_t stretch) { return q->first / STRETCH <= stretch && stretch <= q->last / STRETCH; }
+static int is_first(const struct query *q, int64_t stretch) { return q->first / STRETCH == stretch; }
+
+/* Neighbouring tokens in one slot that go through the cache together, and the stretches of the positions that any of
+ * them sees. before, sums_before: how many stretches, and numbers of sums, earlier groups have. */
+struct group {
+    int64_t token, count, stretch, stretches, before, sums_before;
+};
+
+/* A forward's attention. next: the unit that nobody has taken yet. sums: of stretches that threads may share, per group
+ * [key heads][stretches][queries]; NULL where there is no room. done [groups][key heads]: how many of them are there. */
 struct attention {
     const layer_type *layer;
     const cache_type *cache;
     const number *heads;
     int64_t tokens, count;
     number *out;
-    int64_t *groups;
-    _Atomic int64_t next;
+    struct group *groups;
+    float *sums;
+    _Atomic int64_t *done, next;
 };
 
-/* Attention of `count` tokens from number `token` on, neighbours in one slot, for one key head. */
-static void attend_group(const struct attention *of, int64_t token, int64_t count, int64_t head) {
+/* The queries of a group that share a key head, and where what they attend to stands. */
+struct work {
+    struct query queries[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
+    int count;
+    const number *keys, *values;
+    struct branch branch;
+};
+
+static void begin_work(const struct attention *of, const struct group *group, int64_t head, struct work *work) {
     const layer_type *layer = of->layer;
     const cache_type *m = of->cache;
     int64_t size = layer->size, repeats = layer->heads / layer->key_heads, all = layer->heads + 2 * layer->key_heads;
-    struct query group[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t r = 0; r < repeats; r++) {
-            struct query *q = group + t * repeats + r;
-            int64_t position = m->positions[token + t];
-            set_numbers(q, of->heads + ((token + t) * all + head * repeats + r) * size, size);
-            q->first = m->window && position >= m->window ? position - m->window + 1 : 0, q->last = position;
-            q->most = -INFINITY, q->sum = 0;
-            memset(q->out, 0, size * sizeof *q->out);
+    int64_t token = group->token, start = (m->slots[token] * layer->key_heads + head) * m->length * size;
+    work->count = (int)(group->count * repeats);
+    for (int64_t i = 0; i < work->count; i++) {
+        struct query *q = work->queries + i;
+        int64_t own = token + i / repeats, position = m->positions[own];
+        set_numbers(q, of->heads + (own * all + head * repeats + i % repeats) * size, size);
+        q->first = m->window && position >= m->window ? position - m->window + 1 : 0, q->last = position;
+    }
+    work->keys = m->keys + start, work->values = m->values + start, work->branch = (struct branch){0, NULL};
+    if (m->forks && m->forks[token] <= m->positions[token + group->count - 1])
+        work->branch = (struct branch){m->forks[token], m->paths + m->begins[token]};
+}
+
+static void attend_stretch(const struct attention *of, struct work *work, int64_t stretch) {
+    int64_t size = of->layer->size, first = work->queries[0].first, last = work->queries[work->count - 1].last;
+    for (struct query *q = work->queries; q < work->queries + work->count; q++) {
+        q->most = -INFINITY, q->sum = 0;
+        memset(q->out, 0, size * sizeof *q->out);
+    }
+    if (first < stretch * STRETCH) first = stretch * STRETCH;
+    if (last >= (stretch + 1) * STRETCH) last = (stretch + 1) * STRETCH - 1;
+    attend_positions(work->queries, work->count, work->keys, work->values, size, of->cache->scaling, work->branch, first,
+                     last);
+}
+
+static void end_work(const struct attention *of, const struct group *group, int64_t head, const struct work *work) {
+    int64_t size = of->layer->size, heads = of->layer->heads, repeats = heads / of->layer->key_heads;
+    for (int64_t i = 0; i < work->count; i++) {
+        int64_t place = (group->token + i / repeats) * heads + head * repeats + i % repeats;
+        store_head(work->queries + i, size, of->out + place * size);
+    }
+}
+
+/* All stretches of a group, for one key head. */
+static void attend_group(const struct attention *of, const struct group *group, int64_t head) {
+    struct work work;
+    float whole[sizeof work.queries / sizeof *work.queries][MAX_HEAD_SIZE + 16], now[MAX_HEAD_SIZE + 16];
+    int64_t size = of->layer->size, end = group->stretch + group->stretches;
+    begin_work(of, group, head, &work);
+    for (int64_t stretch = group->stretch; stretch < end; stretch++) {
+        attend_stretch(of, &work, stretch);
+        for (int i = 0; i < work.count && group->stretches > 1; i++) {
+            struct query *q = work.queries + i;
+            if (!sees(q, stretch)) continue;
+            keep_sums(q, size, is_first(q, stretch) ? whole[i] : now);
+            if (!is_first(q, stretch)) join_sums(whole[i], now, size);
         }
-    int64_t start = (m->slots[token] * layer->key_heads + head) * m->length * size;
-    struct branch branch = {0, NULL};
-    if (m->forks && m->forks[token] <= m->positions[token + count - 1])
-        branch.fork = m->forks[token], branch.path = m->paths + m->begins[token];
-    attend_positions(group, (int)(count * repeats), m->keys + start, m->values + start, size, m->scaling, branch);
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t r = 0; r < repeats; r++)
-            store_head(group + t * repeats + r, size, of->out + ((token + t) * layer->heads + head * repeats + r) * size);
+    }
+    for (int i = 0; i < work.count && group->stretches > 1; i++) restore_sums(work.queries + i, size, whole[i]);
+    end_work(of, group, head, &work);
+}
+
+/* One stretch of a group, for one key head, number `part` of all of them. Who finds all the others done joins them. */
+static void attend_part(const struct attention *of, const struct group *group, int64_t part) {
+    struct work work;
+    int64_t size = of->layer->size, head = part / group->stretches, stretch = part % group->stretches;
+    begin_work(of, group, head, &work);
+    int64_t of_query = sums_of(size), of_stretch = work.count * of_query;
+    float *all = of->sums + group->sums_before + head * group->stretches * of_stretch, *own = all + stretch * of_stretch;
+    attend_stretch(of, &work, group->stretch + stretch);
+    for (int i = 0; i < work.count; i++) keep_sums(work.queries + i, size, own + i * of_query);
+    _Atomic int64_t *done = of->done + (group - of->groups) * of->layer->key_heads + head;
+    if (atomic_fetch_add_explicit(done, 1, memory_order_acq_rel) + 1 < group->stretches) return;
+    for (int i = 0; i < work.count; i++) {
+        struct query *q = work.queries + i;
+        float *whole = all + (q->first / STRETCH - group->stretch) * of_stretch + i * of_query;
+        for (int64_t later = q->first / STRETCH + 1; later <= q->last / STRETCH; later++)
+            join_sums(whole, all + (later - group->stretch) * of_stretch + i * of_query, size);
+        restore_sums(q, size, whole);
+    }
+    end_work(of, group, head, &work);
 }
 
 static void write_token(const struct attention *of, int64_t t) {
@@ -170,27 +274,61 @@ static void attend_in_team(const struct member *me, void *given) {
     int64_t shared = of->layer->key_heads, end = share_of(me, of->tokens, me->number + 1);
     for (int64_t t = share_of(me, of->tokens, me->number); t < end; t++) write_token(of, t);
     wait_for_team(me);
-    for (int64_t unit; (unit = take(&of->next)) < of->count * shared;) {
-        const int64_t *group = of->groups + unit / shared * 2;
-        attend_group(of, group[0], group[1], unit % shared);
+    if (!of->sums || of->count * shared >= UNITS * me->count) {
+        for (int64_t unit; (unit = take(&of->next)) < of->count * shared;)
+            attend_group(of, of->groups + unit / shared, unit % shared);
+        return;
+    }
+    const struct group *group = of->groups, *behind = group + of->count;
+    for (;;) {
+        int64_t unit = take(&of->next);
+        while (group < behind && unit >= (group->before + group->stretches) * shared) group++;
+        if (group == behind) return;
+        if (group->stretches == 1) attend_group(of, group, unit - group->before * shared);
+        else attend_part(of, group, unit - group->before * shared);
     }
 }
 
-/* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
- * `project_qkv_rope` makes them -> out [tokens][heads][size]. groups: space for 2 * tokens numbers. */
-void attend(const layer_type *layer, const cache_type *m, const number *heads, int64_t tokens, number *out,
-            int64_t *groups) {
+/* Numbers of the sums of all stretches of so many tokens that may see so many positions; 0 if they are not kept. */
+static int64_t sums_kept(const layer_type *layer, int64_t tokens, int64_t positions) {
+    int64_t count = tokens * layer->heads * ((positions + STRETCH - 1) / STRETCH) * sums_of(layer->size);
+    return positions > STRETCH && count <= MOST_SUMS ? count : 0;
+}
+
+/* Bytes of space that attention needs, a multiple of 64. length: of the cache. */
+static int64_t attention_bytes(const layer_type *layer, int64_t tokens, int64_t length) {
+    int64_t of_groups = tokens * (int64_t)(sizeof(struct group) + (uint64_t)layer->key_heads * sizeof(int64_t));
+    return sums_kept(layer, tokens, length) * (int64_t)sizeof(float) + (of_groups + 63) / 64 * 64;
+}
+
+static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_t tokens, struct group *groups) {
     int64_t most = QUERIES * layer->key_heads / layer->heads > 1 ? QUERIES * layer->key_heads / layer->heads : 1;
-    int64_t count = 0;
+    int64_t count = 0, before = 0, sums_before = 0;
     for (int64_t t = 0; t < tokens; t++) {
-        int64_t *now = groups + 2 * count;
         int follows = t && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1 &&
                       (!m->forks || (m->forks[t] == m->forks[t - 1] && m->begins[t] == m->begins[t - 1]));
-        if (count && now[-1] < most && follows)
-            now[-1]++;
-        else
-            now[0] = t, now[1] = 1, count++;
+        if (count && groups[count - 1].count < most && follows) groups[count - 1].count++;
+        else groups[count++] = (struct group){t, 1, 0, 0, 0, 0};
     }
-    struct attention attention = {layer, m, heads, tokens, count, out, groups, 0};
+    for (struct group *group = groups; group < groups + count; group++) {
+        int64_t first = m->positions[group->token], last = first + group->count - 1;
+        first = m->window && first >= m->window ? first - m->window + 1 : 0;
+        group->stretch = first / STRETCH, group->stretches = last / STRETCH + 1 - group->stretch;
+        group->before = before, group->sums_before = sums_before;
+        before += group->stretches;
+        sums_before += group->count * layer->heads * group->stretches * sums_of(layer->size);
+    }
+    return count;
+}
+
+/* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
+ * `project_qkv_rope` makes them -> out [tokens][heads][size]. space: `attention_bytes`. */
+void attend(const layer_type *layer, const cache_type *m, const number *heads, int64_t tokens, number *out, void *space) {
+    int64_t kept = sums_kept(layer, tokens, m->length);
+    struct group *groups = (struct group *)((float *)space + kept);
+    int64_t count = group_tokens(layer, m, tokens, groups);
+    _Atomic int64_t *done = (_Atomic int64_t *)(groups + tokens);
+    for (int64_t i = 0; i < count * layer->key_heads; i++) atomic_init(done + i, 0);
+    struct attention attention = {layer, m, heads, tokens, count, out, groups, kept ? space : NULL, done, 0};
     in_team(attend_in_team, &attention);
 }

@@ -105,42 +105,17 @@ static void restore_exceptions(const struct linear *w, int64_t unit, uint16_t *b
         block[w->exceptions[e] >> 16] = (uint16_t)w->exceptions[e];
 }
 
-/* The inputs x [blocks][stride][BLOCK], of which `rows` tokens from `done` on, at most CHUNK, are multiplied. */
-struct batch {
-    const input *x;
-    int64_t stride, done, rows;
-    uint16_t *out;
-};
-
-/* The panels from `first` to `last`. */
-static void multiply_panels(const struct linear *w, int64_t first, int64_t last, const struct batch *of) {
-    _Alignas(64) uint16_t block[2][BLOCK * PANEL];
-    _Alignas(64) float sums[CHUNK * PANEL];
-    int64_t blocks = blocks_of(w), end = last * blocks;
-    struct compressed_block next = compressed_block(w, first * blocks, block[0]);
-    expand_rest(&next, 0);
-    restore_exceptions(w, first * blocks, block[0]);
-    for (int64_t unit = first * blocks; unit < end; unit++) {
-        uint16_t *now = next.to;
-        int quads = next.quads, begin = unit % blocks == 0;
-        next = compressed_block(w, least(unit + 1, end - 1), now == block[0] ? block[1] : block[0]);
-        struct tokens some = {of->x + (unit % blocks * of->stride + of->done) * BLOCK, sums, of->stride, begin};
-        add_block(&some, of->rows, now, quads, &next);
-        restore_exceptions(w, least(unit + 1, end - 1), next.to);
-        if ((unit + 1) % blocks == 0)
-            store_with_bias(w, sums, of->rows, unit / blocks, of->out + of->done * w->outputs);
-    }
-}
-
+/* A product that a team computes. inputs: [blocks][places][BLOCK]. */
 struct product {
     const struct linear *w;
     const uint16_t *x;
     int64_t tokens;
     uint16_t *out;
     input *inputs;
+    struct shares shares;
 };
 
-/* Brings blocks of tokens' inputs to their places in `batch.x`: a thread's share, block by block. */
+/* Brings blocks of tokens' inputs to their places: a thread's share, block by block. */
 static void gather(const struct member *me, const struct product *of) {
     int64_t blocks = blocks_of(of->w), inputs = of->w->inputs, end = share_of(me, blocks * of->tokens, me->number + 1);
     for (int64_t i = share_of(me, blocks * of->tokens, me->number); i < end; i++) {
@@ -150,17 +125,43 @@ static void gather(const struct member *me, const struct product *of) {
     }
 }
 
+/* The panels that a thread takes. While a block is multiplied, the one that follows is expanded: the panel's next one, its
+ * first one again for further tokens, or that of the next panel. */
+static void multiply_panels(const struct product *of, struct panels *panels) {
+    _Alignas(64) uint16_t block[2][BLOCK * PANEL];
+    _Alignas(64) float sums[CHUNK * PANEL];
+    const struct linear *w = of->w;
+    int64_t blocks = blocks_of(w), stride = places(of->tokens), panel = next_panel(panels);
+    if (panel == panels->count) return;
+    struct compressed_block next = compressed_block(w, panel * blocks, block[0]);
+    expand_rest(&next, 0);
+    restore_exceptions(w, panel * blocks, block[0]);
+    for (int64_t then; panel < panels->count; panel = then) {
+        then = next_panel(panels);
+        for (int64_t done = 0; done < of->tokens; done += CHUNK) {
+            int64_t rows = least(CHUNK, of->tokens - done), again = done + CHUNK < of->tokens ? panel : then;
+            for (int64_t unit = 0; unit < blocks; unit++) {
+                uint16_t *now = next.to;
+                int quads = next.quads;
+                int64_t following = unit + 1 < blocks ? panel * blocks + unit + 1 : again * blocks;
+                if (again == panels->count) following = least(following, (panel + 1) * blocks - 1); /* there is none */
+                next = compressed_block(w, following, now == block[0] ? block[1] : block[0]);
+                struct tokens some = {of->inputs + (unit * stride + done) * BLOCK, sums, stride, unit == 0};
+                add_block(&some, rows, now, quads, &next);
+                restore_exceptions(w, following, next.to);
+            }
+            store_with_bias(w, sums, rows, panel, of->out + done * w->outputs);
+        }
+    }
+}
+
 static void multiply_in_team(const struct member *me, void *given) {
-    const struct product *of = given;
-    int64_t panels = (of->w->outputs + PANEL - 1) / PANEL;
-    int64_t first = share_of(me, panels, me->number), last = share_of(me, panels, me->number + 1);
+    struct product *of = given;
+    struct panels panels = panels_of(me, &of->shares, of->w);
     gather(me, of);
     wait_for_team(me);
     begin_products(of->tokens);
-    for (int64_t done = 0; done < of->tokens && first < last; done += CHUNK) {
-        struct batch some = {of->inputs, places(of->tokens), done, least(CHUNK, of->tokens - done), of->out};
-        multiply_panels(of->w, first, last, &some);
-    }
+    multiply_panels(of, &panels);
     end_products();
 }
 
@@ -169,6 +170,6 @@ void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_
         multiply_int4(w, x, tokens, out, space);
         return;
     }
-    struct product product = {w, x, tokens, out, (input *)space};
+    struct product product = {w, x, tokens, out, (input *)space, {{0}}};
     if (tokens) in_team(multiply_in_team, &product);
 }

@@ -159,6 +159,7 @@ struct product {
     const float *totals;
     int64_t tokens;
     uint16_t *out;
+    struct shares shares;
 };
 
 #define ROWS_CASE(rows) case rows: add_panel(rows, of->w, panel, x, totals, sums); break
@@ -176,9 +177,9 @@ static void multiply_panel(const struct product *of, int64_t panel) {
 }
 
 static void multiply_in_team(const struct member *me, void *given) {
-    const struct product *of = given;
-    int64_t panels = (of->w->outputs + PANEL - 1) / PANEL, end = share_of(me, panels, me->number + 1);
-    for (int64_t panel = share_of(me, panels, me->number); panel < end; panel++) multiply_panel(of, panel);
+    struct product *of = given;
+    struct panels panels = panels_of(me, &of->shares, of->w);
+    for (int64_t panel; (panel = next_panel(&panels)) < panels.count;) multiply_panel(of, panel);
 }
 
 /* As `multiply`; space: [tokens][groups] floats, and the inputs as they are multiplied. */
@@ -191,6 +192,6 @@ void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, ui
 #endif
     int64_t groups = tokens * (w->inputs / GROUP);
     float *totals = (float *)space;
-    struct product product = {w, inputs_of(x, groups, totals, totals + groups), totals, tokens, out};
+    struct product product = {w, inputs_of(x, groups, totals, totals + groups), totals, tokens, out, {{0}}};
     in_team(multiply_in_team, &product);
 }

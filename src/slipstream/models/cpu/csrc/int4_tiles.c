@@ -29,6 +29,7 @@ struct product {
     int64_t tokens, rows;
     uint16_t *out, *inputs;
     float *totals;
+    struct shares shares;
 };
 
 /* The codes of one side of a panel's group, bit `shift` on of each word, as bfloat16 numbers. */
@@ -117,11 +118,11 @@ static void gather(const struct member *me, const struct product *of) {
 }
 
 static void multiply_in_team(const struct member *me, void *given) {
-    const struct product *of = given;
-    int64_t panels = (of->w->outputs + PANEL - 1) / PANEL, end = share_of(me, panels, me->number + 1);
+    struct product *of = given;
+    struct panels panels = panels_of(me, &of->shares, of->w);
     gather(me, of);
     shape_tiles((int)of->rows, GROUP / 2, TILE_BYTES);
-    for (int64_t panel = share_of(me, panels, me->number); panel < end; panel++) multiply_panel(of, panel);
+    for (int64_t panel; (panel = next_panel(&panels)) < panels.count;) multiply_panel(of, panel);
     _tile_release();
 }
 
@@ -130,7 +131,7 @@ void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t t
     int64_t tiles = (tokens + TILE_ROWS - 1) / TILE_ROWS, rows = ((tokens + tiles - 1) / tiles + 3) / 4 * 4;
     float *totals = (float *)space;
     uint16_t *inputs = space + tiles * rows * (w->inputs / GROUP) * 2;
-    struct product product = {w, x, tokens, rows, out, inputs, totals};
+    struct product product = {w, x, tokens, rows, out, inputs, totals, {{0}}};
     in_team(multiply_in_team, &product);
 }
 #endif

@@ -14,9 +14,35 @@ void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, ui
 void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
-            int64_t *groups);
+            void *space);
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The panels of a product that a thread multiplies, some of `take_item` at a time. */
+struct panels {
+    const struct member *me;
+    struct shares *shares;
+    int64_t count, at_a_time, tried, next, end;
+};
+
+enum { HANDED_OUT = 65536 /* bytes of panels that a thread takes at a time, unless they are few */ };
+
+static inline struct panels panels_of(const struct member *me, struct shares *shares, const struct linear *w) {
+    int64_t count = (w->outputs + PANEL - 1) / PANEL, bytes = w->bits == 4 ? w->inputs / GROUP * RECORD : w->inputs / 4 * QUAD;
+    int64_t some = least(HANDED_OUT / bytes, count / (8 * me->count));
+    return (struct panels){me, shares, count, some < 1 ? 1 : some, 0, 0, 0};
+}
+
+/* The next panel, or `count`. */
+static inline int64_t next_panel(struct panels *of) {
+    if (of->next == of->end) {
+        int64_t all = (of->count + of->at_a_time - 1) / of->at_a_time;
+        of->next = take_item(of->me, of->shares, all, &of->tried) * of->at_a_time;
+        if (of->next >= of->count) return of->next = of->end = of->count;
+        of->end = least(of->next + of->at_a_time, of->count);
+    }
+    return of->next++;
+}
 
 /* Sums [rows][PANEL] of a panel and the bias, rounded once. */
 static inline void store_with_bias(const struct linear *w, const float *sums, int64_t rows, int64_t panel, uint16_t *out) {

@@ -36,5 +36,7 @@ static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const 
 #include "attention.h"
 #include "layer_steps.h"
 
-/* How many bfloat16 numbers of space these functions need per token. */
-int64_t scratch_per_token(const struct layer *layer) { return numbers_per_token(layer) + SPACE * (widest(layer) + BLOCK); }
+/* How many bfloat16 numbers of space these functions need. length: of the cache, 0 for those without. */
+int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length) {
+    return numbers_needed(layer, tokens, length) + tokens * SPACE * (widest(layer) + BLOCK);
+}

@@ -109,24 +109,44 @@ void residual_mlp(const layer_type *layer, const number *hidden, const number *a
  * values, rotated in place. out may be hidden. */
 void finish_layer(const layer_type *layer, const cache_type *memory, const number *hidden, number *heads, int64_t tokens,
                   const number *cosines, const number *sines, number *out, number *space) {
-    int64_t *groups = (int64_t *)space; /* 2 a token */
-    number *attended = space + tokens * (int64_t)(16 / sizeof *space);
+    number *attended = space + attention_bytes(layer, tokens, memory->length) / (int64_t)sizeof *space;
     struct pass pass = {layer, .cosines = cosines, .sines = sines, .heads = heads};
     for_each(tokens, tokens > FEW, rotate_token, &pass);
-    attend(layer, memory, heads, tokens, attended, groups);
+    attend(layer, memory, heads, tokens, attended, space);
     residual_mlp(layer, hidden, attended, tokens, out, attended + tokens * layer->heads * layer->size);
 }
 
 /* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's, which may take its place. */
 void whole_layer(const layer_type *layer, const cache_type *memory, const number *hidden, int64_t tokens,
                  const number *cosines, const number *sines, number *out, number *space) {
-    int64_t *groups = (int64_t *)space; /* 2 a token */
-    number *heads = space + tokens * (int64_t)(16 / sizeof *space);
+    number *heads = space + attention_bytes(layer, tokens, memory->length) / (int64_t)sizeof *space;
     number *attended = heads + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
     number *rest = attended + tokens * layer->heads * layer->size;
     project_qkv_rope(layer, hidden, tokens, cosines, sines, heads, rest);
-    attend(layer, memory, heads, tokens, attended, groups);
+    attend(layer, memory, heads, tokens, attended, space);
     residual_mlp(layer, hidden, attended, tokens, out, rest);
+}
+
+/* What `all_layers` is given. */
+struct stack {
+    const struct stacked_layer *layers;
+    int64_t count;
+    const cache_type *shared;
+    number *hidden;
+    int64_t tokens;
+    const number *const *rotations;
+    number *space;
+};
+
+static void compute_layers(void *given) {
+    const struct stack *stack = given;
+    for (const struct stacked_layer *of = stack->layers; of < stack->layers + stack->count; of++) {
+        cache_type memory = *stack->shared;
+        memory.keys = of->keys, memory.values = of->values;
+        memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
+        const number *const *own = stack->rotations + 2 * of->rotation;
+        whole_layer(of->layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
+    }
 }
 
 /* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,
@@ -134,13 +154,8 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
  * the layer that needs most. */
 void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
                 int64_t tokens, const number *const *rotations, number *space) {
-    for (const struct stacked_layer *of = layers; of < layers + count; of++) {
-        cache_type memory = *shared;
-        memory.keys = of->keys, memory.values = of->values;
-        memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
-        const number *cosines = rotations[2 * of->rotation], *sines = rotations[2 * of->rotation + 1];
-        whole_layer(of->layer, &memory, hidden, tokens, cosines, sines, hidden, space);
-    }
+    struct stack stack = {layers, count, shared, hidden, tokens, rotations, space};
+    keep_team(compute_layers, &stack);
 }
 
 /* out = the norm of x, both [tokens][size]. */
@@ -155,8 +170,8 @@ static int64_t widest(const layer_type *layer) {
     return layer->hidden > most ? layer->hidden : most;
 }
 
-/* How many numbers of space these functions need per token, besides that of a product. */
-static int64_t numbers_per_token(const layer_type *layer) {
+/* How many numbers of space these functions need, besides that of a product. length: of the cache, 0 for those without. */
+static int64_t numbers_needed(const layer_type *layer, int64_t tokens, int64_t length) {
     int64_t heads = (2 * layer->heads + 2 * layer->key_heads) * layer->size;
-    return (int64_t)(16 / sizeof(number)) + heads + layer->hidden + 3 * layer->inner;
+    return attention_bytes(layer, tokens, length) / (int64_t)sizeof(number) + tokens * (heads + layer->hidden + 3 * layer->inner);
 }

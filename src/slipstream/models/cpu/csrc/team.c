@@ -1,7 +1,8 @@
 /* Teams by OpenMP's functions, found in the process, or by a pool of threads.
  *
  * A thread of the pool that has nothing to do looks for work for a moment and then sleeps. While one caller uses the
- * pool, others compute alone.
+ * pool, others compute alone. OpenMP's threads are called some hundred times a forward: they stand ready meanwhile, since
+ * it takes OpenMP 0.6 microseconds to start a team of two, and more for each further thread.
  */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* RTLD_DEFAULT */
@@ -137,14 +138,27 @@ static struct {
     int (*number)(void), (*count)(void);
 } openmp;
 
+/* Threads that one of them calls. calls: so far; running: of them, those at work; arrived, passed: threads at the barrier,
+ * and barriers passed; size: the caller included. Each in a line of its own, as all threads look at one or another. */
+struct crew {
+    struct call call;
+    int64_t size;
+    _Alignas(64) _Atomic int64_t calls;
+    _Alignas(64) _Atomic int64_t running;
+    _Alignas(64) _Atomic int64_t arrived;
+    _Alignas(64) _Atomic int64_t passed;
+};
+
 static struct {
     system_lock lock;
     system_condition wake;
-    struct call call;
-    _Atomic int64_t calls, running, arrived, passed; /* calls so far; threads at work; threads at the barrier; barriers passed */
+    struct crew crew;
     _Atomic int busy, sleeping;
-    int64_t wanted, size; /* threads, the caller's included */
-} pool = {.lock = SYSTEM_LOCK, .wake = SYSTEM_CONDITION, .size = 1};
+    int64_t wanted;
+} pool = {.lock = SYSTEM_LOCK, .wake = SYSTEM_CONDITION, .crew.size = 1};
+
+/* The crew that a thread is of at the moment, and the one that it may call. */
+static _Thread_local struct crew *own_crew, *standing;
 
 static system_once once = SYSTEM_ONCE;
 
@@ -162,25 +176,44 @@ static void pause_at(int64_t look) {
     else yield_to_others();
 }
 
-static void wait_in_pool(void) {
-    int64_t passed = atomic_load(&pool.passed);
-    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.size) {
-        atomic_store(&pool.arrived, 0);
-        atomic_fetch_add(&pool.passed, 1);
+static void wait_in_crew(void) {
+    struct crew *crew = own_crew;
+    int64_t passed = atomic_load(&crew->passed);
+    if (atomic_fetch_add(&crew->arrived, 1) + 1 == crew->size) {
+        atomic_store(&crew->arrived, 0);
+        atomic_fetch_add(&crew->passed, 1);
         return;
     }
-    for (int64_t look = 0; atomic_load(&pool.passed) == passed; look++) pause_at(look);
+    for (int64_t look = 0; atomic_load(&crew->passed) == passed; look++) pause_at(look);
 }
 
-/* Returns when there have been more calls than `seen`. */
+static void take_part(struct crew *crew, int64_t number) {
+    struct member me = {number, crew->size, wait_in_crew};
+    own_crew = crew;
+    crew->call.function(&me, crew->call.of);
+}
+
+static void begin_call(struct crew *crew, const struct call *call) {
+    crew->call = *call;
+    atomic_store(&crew->running, crew->size - 1);
+    atomic_fetch_add(&crew->calls, 1);
+}
+
+/* Takes part, and returns when all others are done. */
+static void end_call(struct crew *crew) {
+    take_part(crew, 0);
+    for (int64_t look = 0; atomic_load(&crew->running); look++) pause_at(look);
+}
+
+/* Returns when there have been more calls of the pool than `seen`. */
 static void sleep_until_called(int64_t seen) {
     for (int64_t look = 0; look < LOOKS; look++) {
-        if (atomic_load(&pool.calls) != seen) return;
+        if (atomic_load(&pool.crew.calls) != seen) return;
         relax();
     }
     take_lock(&pool.lock);
     atomic_fetch_add(&pool.sleeping, 1);
-    while (atomic_load(&pool.calls) == seen) wait_on(&pool.wake, &pool.lock);
+    while (atomic_load(&pool.crew.calls) == seen) wait_on(&pool.wake, &pool.lock);
     atomic_fetch_sub(&pool.sleeping, 1);
     give_lock(&pool.lock);
 }
@@ -188,9 +221,8 @@ static void sleep_until_called(int64_t seen) {
 static void work(int64_t number) {
     for (int64_t seen = 0;; seen++) {
         sleep_until_called(seen);
-        struct member me = {number, pool.size, wait_in_pool};
-        pool.call.function(&me, pool.call.of);
-        atomic_fetch_sub(&pool.running, 1);
+        take_part(&pool.crew, number);
+        atomic_fetch_sub(&pool.crew.running, 1);
     }
 }
 
@@ -198,9 +230,9 @@ static void work(int64_t number) {
 static void forget_threads(void) {
     static const system_lock lock = SYSTEM_LOCK;
     static const system_condition wake = SYSTEM_CONDITION;
-    pool.lock = lock, pool.wake = wake, pool.size = 1;
-    atomic_store(&pool.busy, 0), atomic_store(&pool.sleeping, 0), atomic_store(&pool.calls, 0);
-    atomic_store(&pool.arrived, 0), atomic_store(&pool.passed, 0); /* the fork may come between two arrivals */
+    pool.lock = lock, pool.wake = wake, pool.crew.size = 1;
+    atomic_store(&pool.busy, 0), atomic_store(&pool.sleeping, 0), atomic_store(&pool.crew.calls, 0);
+    atomic_store(&pool.crew.arrived, 0), atomic_store(&pool.crew.passed, 0); /* the fork may come between two arrivals */
 }
 
 static void prepare(void) {
@@ -223,23 +255,25 @@ int uses_openmp(void) {
 }
 
 static void in_pool(const struct call *call) {
-    if (!atomic_load(&pool.calls))
-        while (pool.size < least_of(pool.wanted, MOST) && start_thread(work, pool.size)) pool.size++;
-    pool.call = *call;
-    atomic_store(&pool.running, pool.size - 1);
-    atomic_fetch_add(&pool.calls, 1);
+    struct crew *crew = &pool.crew;
+    if (!atomic_load(&crew->calls))
+        while (crew->size < least_of(pool.wanted, MOST) && start_thread(work, crew->size)) crew->size++;
+    begin_call(crew, call);
     if (atomic_load(&pool.sleeping)) {
         take_lock(&pool.lock);
         wake_all(&pool.wake);
         give_lock(&pool.lock);
     }
-    struct member me = {0, pool.size, wait_in_pool};
-    call->function(&me, call->of);
-    for (int64_t look = 0; atomic_load(&pool.running); look++) pause_at(look);
+    end_call(crew);
 }
 
 void in_team(team_function *function, void *of) {
     struct call call = {function, of};
+    if (standing) {
+        begin_call(standing, &call);
+        end_call(standing);
+        return;
+    }
     if (uses_openmp()) {
         openmp.parallel(in_openmp, &call, 0, 0);
         return;
@@ -252,6 +286,37 @@ void in_team(team_function *function, void *of) {
         struct member me = {0, 1, 0};
         function(&me, of);
     }
+}
+
+struct stand {
+    struct crew crew;
+    void (*function)(void *of);
+    void *of;
+};
+
+static void stand_ready(const struct member *me, void *given) {
+    struct stand *stand = given;
+    struct crew *crew = &stand->crew;
+    if (me->number == 0) {
+        crew->size = me->count;
+        standing = crew;
+        stand->function(stand->of);
+        standing = NULL;
+        begin_call(crew, &(struct call){NULL, NULL}); /* the last one */
+        return;
+    }
+    for (int64_t seen = 0;; seen++) {
+        for (int64_t look = 0; atomic_load(&crew->calls) == seen; look++) pause_at(look);
+        if (!crew->call.function) return;
+        take_part(crew, me->number);
+        atomic_fetch_sub(&crew->running, 1);
+    }
+}
+
+void keep_team(void (*function)(void *of), void *of) {
+    struct stand stand = {.function = function, .of = of};
+    if (uses_openmp() && !standing) in_team(stand_ready, &stand);
+    else function(of);
 }
 
 struct items {

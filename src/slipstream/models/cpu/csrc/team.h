@@ -17,6 +17,9 @@ typedef void item_function(int64_t item, void *of);
 /* Calls the function in every thread of a team; returns when all have. */
 void in_team(team_function *function, void *of);
 
+/* Calls the function in this thread only, whose teams start faster meanwhile. */
+void keep_team(void (*function)(void *of), void *of);
+
 /* Calls the function for items 0 to count - 1, in every thread of a team or, unless `shared`, in this one only. */
 void for_each(int64_t count, int shared, item_function *function, void *of);
 
@@ -32,3 +35,23 @@ static inline int64_t share_of(const struct member *me, int64_t count, int64_t n
 
 /* The next of the items that threads take one after the other. */
 static inline int64_t take(_Atomic int64_t *next) { return atomic_fetch_add_explicit(next, 1, memory_order_relaxed); }
+
+/* Items that threads take from their own share first and then from those of others: a slow core, or a thread that is
+ * kept from its core, does not set the pace, and the others read the memory that they always read. Zero at first. */
+enum { SHARES = 64 };
+struct shares {
+    _Alignas(64) _Atomic int64_t taken[SHARES];
+};
+
+/* One of `count` items that nobody has taken yet, or `count`. tried: shares that are empty, the thread's own first. */
+static inline int64_t take_item(const struct member *me, struct shares *of, int64_t count, int64_t *tried) {
+    int64_t shares = me->count < SHARES ? me->count : SHARES;
+    for (; *tried < shares; ++*tried) {
+        int64_t share = (me->number + *tried) % shares, first = count * share / shares, size = count * (share + 1) / shares - first;
+        _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* few threads: each in a line of its own */
+        if (*tried && atomic_load_explicit(taken, memory_order_relaxed) >= size) continue;
+        int64_t item = take(taken);
+        if (item < size) return first + item;
+    }
+    return count;
+}

@@ -91,7 +91,7 @@ ALWAYS void fetch(struct fetching *of, const int64_t bytes) {
 }
 
 void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
-                  float *out, int64_t *groups);
+            float *out, void *space);
 
 /* How many tokens' places a tile of this many tokens has: those that the products are compiled for. */
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }

@@ -1,4 +1,4 @@
-/* Products of a layer's panels with tiles of activations, by a team: chunks of panels are handed out one by one. */
+/* Products of a layer's panels with tiles of activations, by a team: threads take chunks of panels one by one. */
 #include "blocks.h"
 
 enum {
@@ -6,7 +6,7 @@ enum {
     FEW = 4              /* panels that use a tile read from memory, where there are several tiles */
 };
 
-/* A product that a team computes. next: the chunk of panels that nobody has taken yet. */
+/* A product that a team computes. */
 struct product {
     const struct block_linear *w;
     const float *x;
@@ -14,7 +14,7 @@ struct product {
     struct tiling tiling;
     float *out;
     uint8_t *space;
-    _Atomic int64_t next;
+    struct shares shares;
 };
 
 /* A part of a product. before, chunks: how many chunks come before it and how many it has, of so many panels of so many
@@ -30,26 +30,46 @@ struct chunk {
     int64_t panel, end;
 };
 
+/* The chunks that a thread takes, see `take_item`: `count` of all parts. at: the part of the last one. */
+struct chunks {
+    const struct member *me;
+    struct product *of;
+    int64_t count, tried;
+    struct chunked_part at;
+};
+
 /* A chunk is HANDED_OUT bytes, and where there are several tiles at least FEW panels, so that a tile read from memory
- * serves several of them; never more than a sixteenth of the part. */
-static struct chunked_part in_chunks(const struct product *of, const struct block_part *part, int64_t before, int64_t first) {
+ * serves several of them; never more than an eighth of a thread's share of the part. */
+static struct chunked_part in_chunks(const struct chunks *in, const struct block_part *part, int64_t before, int64_t first) {
+    const struct product *of = in->of;
     int64_t bytes = panel_bytes(part->format, of->w->inputs), count = up(part->outputs, LANES) / LANES;
-    int64_t panels = HANDED_OUT / bytes, fair = count / 16;
+    int64_t panels = HANDED_OUT / bytes, fair = count / (8 * in->me->count);
     if (of->tokens > of->tiling.tokens && panels < FEW) panels = FEW;
     if (panels > fair) panels = fair;
     if (panels < 1) panels = 1;
     return (struct chunked_part){part, before, up(count, panels) / panels, panels, bytes, first};
 }
 
-/* The chunk that nobody has taken yet. at: the part of the last one. */
-static struct chunk take_chunk(struct product *of, struct chunked_part at) {
-    int64_t number = take(&of->next);
-    while (number >= at.before + at.chunks) {
-        if (at.part + 1 == of->w->parts + of->w->num_parts) return (struct chunk){{0}, 0, 0};
-        at = in_chunks(of, at.part + 1, at.before + at.chunks, at.first + at.part->outputs);
-    }
-    int64_t panel = (number - at.before) * at.panels;
-    return (struct chunk){at, panel, least(up(at.part->outputs, LANES) / LANES, panel + at.panels)};
+static struct chunked_part part_behind(const struct chunks *in) {
+    return in_chunks(in, in->at.part + 1, in->at.before + in->at.chunks, in->at.first + in->at.part->outputs);
+}
+
+static struct chunks chunks_of(const struct member *me, struct product *of) {
+    struct chunks all = {me, of, 0, 0, {0}};
+    all.at = in_chunks(&all, of->w->parts, 0, 0);
+    while (all.at.part + 1 < of->w->parts + of->w->num_parts) all.at = part_behind(&all);
+    all.count = all.at.before + all.at.chunks;
+    return all;
+}
+
+static struct chunk take_chunk(struct chunks *in) {
+    struct product *of = in->of;
+    int64_t number = take_item(in->me, &of->shares, in->count, &in->tried);
+    if (number == in->count) return (struct chunk){{0}, 0, 0};
+    if (number < in->at.before) in->at = in_chunks(in, of->w->parts, 0, 0);
+    while (number >= in->at.before + in->at.chunks) in->at = part_behind(in);
+    int64_t panel = (number - in->at.before) * in->at.panels;
+    return (struct chunk){in->at, panel, least(up(in->at.part->outputs, LANES) / LANES, panel + in->at.panels)};
 }
 
 static const uint8_t *panel_of(const struct chunk *in, int64_t panel) { return in->of.part->data + panel * in->of.bytes; }
@@ -84,9 +104,10 @@ static void multiply_in_team(const struct member *me, void *given) {
     int64_t tile = of->tiling.tokens;
     quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
     if (of->tiling.in_rows) begin_tiles(tile);
-    struct chunk now = take_chunk(of, in_chunks(of, of->w->parts, 0, 0)), then;
+    struct chunks chunks = chunks_of(me, of);
+    struct chunk now = take_chunk(&chunks), then;
     for (; now.of.part; now = then) {
-        then = take_chunk(of, now.of); /* already, so that its beginning can be fetched */
+        then = take_chunk(&chunks); /* already, so that its beginning can be fetched */
         const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;
         for (int64_t done = 0; done < of->tokens; done += tile) /* a tile stays in the cache for all panels */
             for (int64_t panel = now.panel; panel < now.end; panel++) {
@@ -99,6 +120,6 @@ static void multiply_in_team(const struct member *me, void *given) {
 
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space) {
-    struct product product = {w, x, tokens, tiling_of(tokens, planes), out, space, 0};
+    struct product product = {w, x, tokens, tiling_of(tokens, planes), out, space, {{0}}};
     in_team(multiply_in_team, &product);
 }

@@ -1,0 +1,85 @@
+"""How fast do the kernel's products read their weights, beside PyTorch's, and with other tiles than the ones in use?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cuda import triton_layer
+from slipstream.models.cuda.triton_layer import COLUMNS, Product, Tile
+
+TOKENS = (1, 8, 16, 64, 256)
+OTHER_TILES = {  # for up to 16 tokens; a tile changes no bit
+    "32 columns": Tile(1, 16, 32, 4, 4),
+    "128 columns": Tile(1, 16, 128, 4, 3),
+    "3 stages": Tile(1, 16, COLUMNS, 4, 3),
+    "6 stages": Tile(1, 16, COLUMNS, 4, 6),
+    "2 warps": Tile(1, 16, COLUMNS, 2, 4),
+    "8 warps": Tile(1, 16, COLUMNS, 8, 4),
+}
+APART = 1 << 28  # bytes of weights that take turns, so that none stays in the GPU's cache
+
+
+def compare_products(models: Sequence[Any], small: bool) -> dict[str, dict[str, float]]:
+    """Gigabytes of weights per second by model, layer, number of tokens and way; empty where there is no GPU."""
+    if small or not torch.cuda.is_available():
+        return {}
+    found = {}
+    for model in models:
+        config = model.config
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        shapes = {
+            "qkv": (config.hidden_size, heads * config.head_dim),
+            "out": (config.num_attention_heads * config.head_dim, config.hidden_size),
+            "gate, up": (config.hidden_size, 2 * config.intermediate_size),
+            "down": (config.intermediate_size, config.hidden_size),
+        }
+        for name, (inner, outputs) in shapes.items():
+            found[f"{name} {inner} to {outputs}"] = _speeds(inner, outputs)
+    return found
+
+
+def _speeds(inner: int, outputs: int) -> dict[str, float]:
+    size = 2 * inner * outputs
+    layers = [_layer(inner, outputs) for _ in range(max(2, -(-APART // size)))]
+    products, speeds = [Product(layer) for layer in layers], {}
+    for tokens in TOKENS:
+        x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
+        speeds[f"{tokens} libraries"] = _gigabytes(layers, x, size)
+        speeds[f"{tokens} kernel"] = _gigabytes(products, x, size)
+    x, tiles = torch.randn(1, inner, dtype=torch.bfloat16, device="cuda"), dict(triton_layer.TILES)
+    for name, tile in OTHER_TILES.items():
+        triton_layer.TILES[16] = tile
+        try:
+            speeds[f"1 {name}"] = _gigabytes(products, x, size)
+        finally:
+            triton_layer.TILES.update(tiles)
+    return {name: round(speed) for name, speed in speeds.items()}
+
+
+def _layer(inner: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inner, outputs, bias=False, dtype=torch.bfloat16, device="cuda")
+    return layer.requires_grad_(False)
+
+
+def _gigabytes(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, size: int) -> float:
+    """Per second: weights of `size` bytes, by a graph of each product and then each once more."""
+    for product in products:
+        product(x)
+    torch.cuda.synchronize()
+    graph, count = torch.cuda.CUDAGraph(), 2 * len(products)
+    with torch.cuda.graph(graph):
+        for product, _ in zip(cycle(products), range(count), strict=False):
+            product(x)
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return 5 * count * size / begin.elapsed_time(end) / 1e6

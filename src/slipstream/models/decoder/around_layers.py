@@ -1,0 +1,94 @@
+"""What a model computes around its decoder layers: where that is, and whether it is what most models compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.decoder.fused_layer import Rope, UnknownLayerError
+
+AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
+STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
+
+
+class Rotations:
+    """The cosines and sines of a model's positions, of each kind of layer that has its own.
+
+    Where they depend on the position alone they are computed once for many positions.
+    """
+
+    def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
+        """kinds: of layers, each once."""
+        types = getattr(module, "rope_type", None)
+        self._module = module
+        self._options: list[dict[str, str]] = [{}]
+        if "layer_type" in inspect.signature(type(module).forward).parameters:
+            self._options = [{"layer_type": kind} for kind in kinds]
+        named = set(types.values()) if isinstance(types, dict) else {types}
+        self._is_static, self._table = named <= STATIC, list[Rope]()
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def ropes(self, positions: Tensor, hidden: Tensor, max_positions: int) -> list[Rope]:
+        """Cosines and sines [B, W, size] of each kind, in the type of hidden states [B, W, H].
+
+        positions: [B, W], all below `max_positions`.
+        """
+        if not self._is_static:
+            return self.computed(hidden, positions)
+        if not self._table or len(self._table[0][0]) < max_positions or self._table[0][0].dtype != hidden.dtype:
+            positions_in_order = torch.arange(max_positions)[None]
+            self._table = [(cosines[0], sines[0]) for cosines, sines in self.computed(hidden, positions_in_order)]
+        size = hidden.shape[:2]
+        return [
+            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._table
+        ]
+
+    def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
+        """`ropes` by the model's own module."""
+        return [self._module(hidden, positions, **options) for options in self._options]
+
+
+def decoder_module(model: Any, count: int) -> nn.Module:
+    """The module that calls the layers. Raises `UnknownLayerError` if none does."""
+    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
+    if inner is None or len(inner.get_submodule("layers")) != count:
+        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+    module: nn.Module = inner
+    return module
+
+
+@torch.inference_mode()
+def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
+
+    A forward of two tokens shows it: each is given the bits that the one before it returned.
+    """
+    norm = decoder_module(model, len(layers)).get_submodule("norm")
+    chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
+    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def look(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        into = inputs[0] if inputs else options.get("hidden_states")
+        passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
+
+    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in chain]
+    try:
+        ids = torch.tensor([[1, 0]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if [module for module, _, _ in passed] != chain:
+        raise UnknownLayerError(
+            "its embedding, layers, norm and output layer do not run one after the other, once each"
+        )
+    inputs_of_next = [*(into for _, into, _ in passed[1:]), logits]
+    for (module, _, output), into in zip(passed, inputs_of_next, strict=True):
+        if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
+            raise UnknownLayerError(f"it changes what {type(module).__name__} returns")
