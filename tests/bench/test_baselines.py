@@ -35,6 +35,7 @@ def measured(
     return list(Runner(lineup, plan(lineup.arms, PROMPTS, batches, repeats), folder).run([]))
 
 
+@pytest.mark.slow
 def test_every_baseline_says_what_plain_decoding_says(tmp_path: Path) -> None:
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))

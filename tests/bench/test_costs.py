@@ -136,7 +136,7 @@ def test_costs_of_the_toy(drafter: str) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "ngram"], "model"))
 @pytest.mark.parametrize(
     "family", mostly_slow(["qwen3_5_text", "mamba2", "rwkv", "olmo_hybrid", "llama4_text"], "rwkv")
 )

@@ -224,6 +224,7 @@ def test_the_probe_measures_trees_as_the_decoder_drafts_them(tmp_path: Path) -> 
     assert chains.trees is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", mostly_slow([False, True], False))
 def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducible: bool) -> None:
     length = "auto" if reproducible else "3x2"
@@ -257,6 +258,7 @@ def simulated(arguments: str) -> str:
     return captured.get()
 
 
+@pytest.mark.slow
 def test_the_command_simulates_trees(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     paper = "--target-params 8e9 --draft-params 6e8 --bandwidth 4.8e12 --flops 6e14 --alpha 0.75 --length 4"

@@ -39,6 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
+@pytest.mark.slow
 def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [*folders, "--vocabulary", "32"])
     report = json.loads(out.splitlines()[-1])

@@ -19,6 +19,7 @@ def layers_are_read_as_ever_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)
 
 
+@pytest.mark.slow
 def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     mtp.main(layers=2, json_file=out, **SMALL)

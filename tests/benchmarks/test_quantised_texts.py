@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     out = tmp_path / "out.json"
@@ -28,6 +29,7 @@ def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
+@pytest.mark.slow
 def test_a_text_of_other_weights_is_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     load = quantised_texts.load_unpacked

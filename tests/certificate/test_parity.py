@@ -19,6 +19,7 @@ from slipstream.certificate.parity import (
     first_difference,
     verdict,
 )
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import perturbed, shared, tokenizer
 
 PROMPT, EXPECTED, GOT = [1, 2, 3, 4], [5, 6, 7], [5, 6, 8]
@@ -90,6 +91,7 @@ OPTIONS = [
     {"temperature": 0.9, "top_k": 12},
     {"temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.3},
 ]
+over_options = pytest.mark.parametrize("given", mostly_slow(OPTIONS, OPTIONS[0], OPTIONS[-1]))
 
 
 def decoder() -> SpeculativeDecoder:
@@ -100,7 +102,7 @@ def nearly(text: list[int], at: int, token: int) -> list[int]:
     return [*text[:at], token, *text[at + 1 :]]
 
 
-@pytest.mark.parametrize("given", OPTIONS)
+@over_options
 def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(given: dict) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
     text = plain.generate(TOKENS, params).token_ids
@@ -110,7 +112,7 @@ def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(g
         assert int(judge._scores(TOKENS, ids, plain.next_logits(ids), params).argmax()) == token
 
 
-@pytest.mark.parametrize("given", OPTIONS)
+@over_options
 def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
     text = plain.generate(TOKENS, params).token_ids

@@ -56,7 +56,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
 def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) -> None:
     constraint, limits = CASES[case]

@@ -156,7 +156,7 @@ def test_each_row_gets_the_logits_it_wants_and_its_last_ones_again() -> None:
     assert got[..., 0].tolist() == [[1, 1, 1], [3, 4, 5], [6, 6, 6]]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model"], "none", "model"))
 @pytest.mark.parametrize("reproducible", mostly_slow([False, True], False))
 def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) -> None:
     texts = prompts((40, 3, 90, 17, 200), seed=2)

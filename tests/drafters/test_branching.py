@@ -61,8 +61,6 @@ def decoder() -> SpeculativeDecoder:
             for options in (OPTIONS if n == "3x2" else ("sampled",))
         ],
         ("model", "3x2", "greedy"),
-        ("token_recycling", "auto", "sampled"),
-        ("suffix", "2x4", "sampled"),
     ),
 )
 def test_the_text_is_plain_decodings(drafter: str, count: int | str, options: str) -> None:

@@ -97,7 +97,11 @@ def test_masks_that_stay_in_the_cache_are_found_out(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow([{}, {"temperature": 0.8, "seed": 5}], {"temperature": 0.8, "seed": 5}),
+    ids=["greedy", "seeded"],
+)
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, options: dict[str, Any]) -> None:
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)

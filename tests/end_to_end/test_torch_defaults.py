@@ -10,6 +10,7 @@ import torch
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.sampling.warpers import Options, Warp
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 PROMPTS = prompts([9, 14])
@@ -25,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 DEFAULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64, "meta": "meta"}
 
 
-@pytest.fixture(params=DEFAULTS)
+@pytest.fixture(params=mostly_slow(DEFAULTS, "bfloat16", "meta"))
 def default(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield DEFAULTS[request.param]
     use(torch.float32)

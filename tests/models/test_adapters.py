@@ -14,6 +14,7 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
@@ -50,7 +51,11 @@ def merged(folders: Path, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float32", "fast": False}, {"dtype": "float32"}, {"dtype": "bfloat16", "fast": True}]
+    "options",
+    mostly_slow(
+        [{"dtype": "float32", "fast": False}, {"dtype": "float32"}, {"dtype": "bfloat16", "fast": True}],
+        {"dtype": "float32"},
+    ),
 )
 def test_an_adapters_folder_is_a_model(options: dict[str, Any], folders: Path) -> None:
     model = merged(folders, getattr(torch, options["dtype"]))

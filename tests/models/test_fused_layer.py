@@ -21,6 +21,7 @@ from slipstream.models.hf.trials import later_starts, tolerance
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.notices import warn_slower
 from slipstream.models.pretrained import wrap_model
+from tests.support.markers import mostly_slow
 from tests.support.mtp_cases import SHAPE
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
@@ -174,7 +175,7 @@ def test_a_second_decoder_has_layers_of_its_own() -> None:
     assert texts[0].token_ids == texts[1].token_ids
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
 def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
     texts = [
         SpeculativeDecoder(fresh(name), drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)
@@ -183,7 +184,7 @@ def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
     assert texts[0].token_ids == texts[1].token_ids
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
 def test_calls_from_elsewhere_run_the_models_own_code(name: str) -> None:
     backend = fast(name)
     ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])

@@ -22,6 +22,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.hf.model_view import ModelView, unwrapped
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 PROMPT, COUNT = [5, 9, 11, 5, 9, 11, 5], 12
@@ -148,7 +149,9 @@ def test_a_decoder_goes_on_with_the_changed_model(change: Callable[[Any], None])
     assert streamed == expected and decoder.using("ngram").generate(PROMPT, PARAMS).token_ids == expected
 
 
-@pytest.mark.parametrize("change", [load_other, edit_data, edit_norm, add_hook, replace_layer, cast])
+@pytest.mark.parametrize(
+    "change", mostly_slow([load_other, edit_data, edit_norm, add_hook, replace_layer, cast], edit_data, cast)
+)
 def test_packed_copies_of_weights_follow_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     decoder = decoder_of(model, fast=True)
@@ -161,7 +164,7 @@ def test_packed_copies_of_weights_follow_the_change(change: Callable[[Any], None
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected
 
 
-@pytest.mark.parametrize("change", [load_other, optimiser_step, edit_data])
+@pytest.mark.parametrize("change", mostly_slow([load_other, optimiser_step, edit_data], edit_data))
 def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> None:
     model = recurrent()
     decoder = decoder_of(model)

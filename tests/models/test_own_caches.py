@@ -38,7 +38,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("right", [None, 0, 2, 4])
+@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
     assert isinstance(decoder_of(model_type).target.backend, OwnCacheBackend)
@@ -74,7 +74,7 @@ def of_another_row(own: At) -> At:
     return at
 
 
-@pytest.mark.parametrize("wrong", [not_restored, lacks_a_token, of_another_row])
+@pytest.mark.parametrize("wrong", mostly_slow([not_restored, lacks_a_token, of_another_row], lacks_a_token))
 def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
     right = TEXTS.expected("olmo_hybrid")
     decoder_of("olmo_hybrid")  # whose trials would refuse the model with wrong states
@@ -124,7 +124,7 @@ def half(model_type: str) -> Any:
     return tiny_model(model_type).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("reproducible", ["auto", False])
+@pytest.mark.parametrize("reproducible", mostly_slow(["auto", False], False))
 def test_in_half_precision_drafts_are_read_one_by_one_unless_the_user_does_not_mind(
     reproducible: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +333,9 @@ def of_class(kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("fast", mostly_slow([False, True], True))
-@pytest.mark.parametrize("kind", [ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn])
+@pytest.mark.parametrize(
+    "kind", mostly_slow([ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn], ShiftsInputs, PassesOn)
+)
 def test_inputs_that_a_model_prepares_in_its_own_way_are_honoured(kind: Any, fast: bool) -> None:
     model, prompt, params = of_class(kind), [5, 9, 11, 5, 9, 11, 5], SamplingParams(max_tokens=12)
     expected, usual = reference(model, prompt, 12), reference(fresh("llama"), prompt, 12)

@@ -14,7 +14,7 @@ from slipstream.models.hf import trials
 from slipstream.models.hf.trials import passed_trials
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.paused_collection import paused_collection
+from slipstream.models.paused_collection import MANY, paused_collection
 from slipstream.models.plain_models import load_model
 from tests.support.tiny_models import fresh
 
@@ -131,15 +131,23 @@ def test_a_cache_folder_that_cannot_be_written_keeps_nothing(folder: str, monkey
     assert logits(load(folder, LoadOptions())).isfinite().all()
 
 
-def test_what_is_made_while_collection_is_paused_is_old_afterwards() -> None:
-    """The next collections of young objects do not look through it."""
-    assert gc.isenabled()
-    with paused_collection():
-        assert not gc.isenabled()
-        made = [[at] for at in range(1000)]
-    assert gc.isenabled() and not gc.get_freeze_count()
-    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
-    assert not young & {id(one) for one in made}
+@pytest.mark.parametrize("frozen", [False, True])
+def test_many_objects_made_while_collection_is_paused_are_old_afterwards(frozen: bool) -> None:
+    """The next collections of young objects do not look through them; what others froze stays frozen."""
+    was_frozen = gc.get_freeze_count()
+    gc.freeze() if frozen else gc.unfreeze()
+    try:
+        with paused_collection():
+            assert not gc.isenabled()
+            made = [[at] for at in range(2 * MANY)]
+        assert gc.isenabled() and bool(gc.get_freeze_count()) is frozen
+        young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+        assert frozen or not young & {id(one) for one in made}
+    finally:
+        gc.freeze() if was_frozen else gc.unfreeze()
+
+
+def test_collection_that_was_off_stays_off() -> None:
     gc.disable()
     try:
         with paused_collection():

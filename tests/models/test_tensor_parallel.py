@@ -104,17 +104,24 @@ def texts_over(ranks: int, tmp_path: Path, target: Any, most: int, *draft: Path,
     return found
 
 
-@pytest.mark.smollm2
-def test_three_ranks_of_smollm2_give_the_texts_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target", ["three heads", pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.exhaustive])]
+)
+def test_three_ranks_give_the_texts_of_one_process(target: str, tmp_path: Path) -> None:
     """In float32 neither orders of sums nor shapes of forwards change these short texts: shapes, which two ranks
     calibrate in another test, take a minute to calibrate on three.
     """
-    found = texts_over(3, tmp_path, "smollm2", 5, reproducible=False)
-    decoder = SpeculativeDecoder("smollm2", drafter="none", dtype="float32", reproducible=False)
+    drafter, draft = "suffix", list[Path]()
+    if target == "three heads":
+        drafter, draft = "model@4", [tmp_path / "model"]
+        target = str(tmp_path / "model")
+        fresh("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8).save_pretrained(target)
+    found = texts_over(3, tmp_path, target, 5, *draft, reproducible=False)
+    decoder = SpeculativeDecoder(target, drafter="none", dtype="float32", reproducible=False)
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0, seed=3)]
     alone = [decoder.generate(list(range(3, 3 + n)), one).token_ids for n, one in zip((4, 40), params, strict=True)]
     assert found["plain"][:2] == alone
-    assert found["suffix"] == found["plain"] and found["suffix accepted"]
+    assert found[drafter] == found["plain"] and found[f"{drafter} accepted"]
 
 
 def test_heads_that_cannot_be_spread_are_refused_at_load(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

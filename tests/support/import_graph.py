@@ -13,6 +13,7 @@ from pathlib import Path
 import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what can hold statements
 
 
 def module_name(file: Path) -> str:
@@ -30,7 +31,7 @@ def statements(tree: ast.AST, *, top_level: bool, typing: bool = False) -> Itera
             yield node
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
             yield from (s for branch in node.orelse for s in statements(branch, top_level=top_level))
-        elif not (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+        elif isinstance(node, BLOCKS) and not (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             yield from statements(node, top_level=top_level, typing=typing)
 
 

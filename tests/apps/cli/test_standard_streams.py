@@ -74,6 +74,10 @@ def test_sizes_are_written_as_people_write_them(capsys: Any, monkeypatch: Any) -
     from slipstream.apps.cli.simulate import read_size
 
     assert [read_size(text) for text in ("8b", "0.5B", "100g", "1e12", "10t", "3")] == [8e9, 5e8, 1e11, 1e12, 1e13, 3]
+
+
+@pytest.mark.slow
+def test_the_command_reads_sizes_as_people_write_them(capsys: Any, monkeypatch: Any) -> None:
     paper = ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
     texts = [run(capsys, monkeypatch, "simulate", "--target-params", size, *paper)[1] for size in ("8b", "8e9")]
     assert texts[0] == texts[1] and json.loads(texts[0])["costs"]

@@ -86,6 +86,8 @@ WRONG = [
     ("report", "--ids", "--markdown", "x"),
 ]
 
+Outcomes = dict[tuple[str, ...], tuple[int, str, str]]  # exit status, standard output, standard error
+
 
 def started(commands: Sequence[tuple[str, ...]]) -> list[tuple[int, str, str]]:
     """Of each command: exit status, standard output, standard error."""
@@ -96,14 +98,22 @@ def started(commands: Sequence[tuple[str, ...]]) -> list[tuple[int, str, str]]:
     return outcomes
 
 
-def test_help_imports_no_library(subtests: pytest.Subtests) -> None:
-    for arguments, (code, out, err) in zip(ASKING, started(ASKING), strict=True):
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    commands = [*ASKING, *WRONG]
+    return dict(zip(commands, started(commands), strict=True))
+
+
+def test_help_imports_no_library(subtests: pytest.Subtests, outcomes: Outcomes) -> None:
+    for arguments in ASKING:
+        code, out, err = outcomes[arguments]
         with subtests.test(" ".join(arguments)):
             assert code == 0 and out and err.strip() == "imported: []"
 
 
-def test_wrong_use_imports_no_library(subtests: pytest.Subtests) -> None:
-    for arguments, (code, out, err) in zip(WRONG, started(WRONG), strict=True):
+def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outcomes) -> None:
+    for arguments in WRONG:
+        code, out, err = outcomes[arguments]
         with subtests.test(" ".join(arguments)):
             lines = err.strip().splitlines()
             assert code == 2 and not out and len(lines) == 2, err
@@ -134,9 +144,8 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_every_command_is_listed_with_a_whole_sentence() -> None:
-    [(_, out, _)] = started([("--help",)])
-    lines = out.splitlines()
+def test_every_command_is_listed_with_a_whole_sentence(outcomes: Outcomes) -> None:
+    lines = outcomes["--help",][1].splitlines()
     for name in (name for names in COMMANDS.values() for name in names):
         assert any(line.split()[:1] == [name] for line in lines)
     assert not any(line.endswith("...") for line in lines[1:])

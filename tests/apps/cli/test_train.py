@@ -102,7 +102,13 @@ def test_without_template_and_prompts_no_model_is_loaded(
     code, _, err = train(capsys, monkeypatch, bare, tmp_path / "head")
     assert code == 2 and not (tmp_path / "head").exists()
     assert "has no chat template, so it cannot invent prompts; allowed: --prompts FILE" in err.splitlines()[-1]
-    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_prompts_of_a_file_need_no_template(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bare = str(write_target(tmp_path / "bare", template=False))
     (tmp_path / "mine.txt").write_text("abc\nthe heron\n")
     code, shown, _ = train(capsys, monkeypatch, bare, tmp_path / "head", "--prompts", str(tmp_path / "mine.txt"))
     assert code == 0 and "tokens per round" in shown

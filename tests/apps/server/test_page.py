@@ -77,6 +77,7 @@ def test_an_installation_without_the_files_says_so(server: RunningServer, monkey
 
 
 @browsers
+@pytest.mark.slow
 def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url, canned([HOSTILE] * 3))
     ask(page, HOSTILE, prediction=HOSTILE)
@@ -92,6 +93,7 @@ def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
 
 
 @browsers
+@pytest.mark.slow
 def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", reduced_motion="no-preference")
     page.wait_for_selector("#served[data-up]")

@@ -44,7 +44,7 @@ def ready(server):
         threading.Thread(target=hog, daemon=True).start()
     print(server.url, flush=True)
 
-launch.CLOSING_SECONDS = 4.0
+launch.CLOSING_SECONDS = 1.0
 launch.FORCED_SECONDS = 0.1
 import slipstream.apps.server.service as service
 service.ENGINE_STOP_SECONDS = 0.1

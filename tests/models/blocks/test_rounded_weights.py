@@ -21,6 +21,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from slipstream.models.weights.rounding import rounded
+from tests.support.markers import mostly_slow
 from tests.support.quantised_files import SHAPE, write_checkpoint
 from tests.support.tiny_models import fresh
 
@@ -90,7 +91,7 @@ def test_the_model_is_the_one_of_the_rounded_weights(quantize: str, folder: str)
 
 
 @kernels
-@pytest.mark.parametrize("quantize", ["int4", "int8"])
+@pytest.mark.parametrize("quantize", mostly_slow(["int4", "int8"], "int4"))
 def test_texts_are_the_same_with_speculation_and_in_batches(quantize: str, folder: str) -> None:
     decoder = SpeculativeDecoder(folder, quantize=quantize, max_batch_size=3)
     assert decoder.reproducible and f"quantised to {quantize}, group 32" in repr(decoder)

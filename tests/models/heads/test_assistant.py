@@ -22,10 +22,13 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.assistant_cases import Pair, Transcription, write_pair
 from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts
 
 STEPS = 4
 FAVOURED = {7: 60.0, 9: 60.0}
+OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
+ASKED = prompts([3, 17, 9, 40, 5])
 KINDS: dict[str, dict[str, Any]] = {
     "large": {},
     "small": {"small": True, "ordered": True},
@@ -108,6 +111,7 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", "small, one step"])
 def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of a row that sees one key more than the target has read."""
@@ -151,24 +155,29 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
     assert len(steps) == longest.total()
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
-@over_kinds
-def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
-    kind: str, drafter: str, options: dict[str, Any]
-) -> None:
+@cache
+def plain_texts(kind: str, options: str) -> list[list[int]]:
+    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    return [plain.generate(prompt, params).token_ids for prompt in ASKED]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
+@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
+@pytest.mark.parametrize("kind", mostly_slow(["large", "small"], "small"))
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
-    plain = decoder.using("none", num_draft_tokens="auto")
-    asked = prompts([3, 17, 9, 40, 5])
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    expected = plain_texts(kind, options)
+    assert [decoder.generate(prompt, params).token_ids for prompt in ASKED] == expected
+    results = decoder.generate(ASKED, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"fast": True}, {"fast": "auto", "quantize": "int8"}], ids=["packed", "int8"])
 def test_packed_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
@@ -179,6 +188,7 @@ def test_packed_and_quantised_targets_have_their_own_texts(tmp_path: Path, setti
     assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(asked, params)]
 
 
+@pytest.mark.slow
 def test_trees_of_their_drafts_change_no_text() -> None:
     decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
     plain = decoder.using("none", num_draft_tokens="auto")
@@ -195,6 +205,7 @@ def test_targets_whose_last_layers_share_keys_run_on_slots() -> None:
         decoder.using("layer_skip:2")
 
 
+@pytest.mark.slow
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)

@@ -139,6 +139,7 @@ def test_a_wrong_declaration_is_one_warning_with_both_shares(
     assert line.count("%") == 2 and "\n" not in line and "with layers [2, 3, 5]" in line and repr(str(folder)) in line
 
 
+@pytest.mark.slow
 def test_what_was_tried_is_remembered_for_models_with_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

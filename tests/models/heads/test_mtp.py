@@ -25,6 +25,7 @@ from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copyi
 from tests.support.tiny_models import fast, prompts
 
 COUNT, STEPS = 24, 3
+OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
 over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3"))
 COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
@@ -141,17 +142,15 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 @over_layouts
-def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
-    kind: str, drafter: str, options: dict[str, Any]
-) -> None:
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
     asked = prompts([3, 17, 40, 5])
-    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
     expected = [plain.generate(prompt, params).token_ids for prompt in asked]
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
     results = decoder.generate(asked, params)
@@ -174,6 +173,7 @@ def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> Non
                 assert draft == transcription(kind, count).logits(text[: round.start], draft).argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_trees_of_their_drafts_change_no_text(tmp_path: Path) -> None:
     target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
     decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
@@ -235,6 +235,7 @@ def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pyte
     assert (logits - expected).abs().max() < 0.02 * logits.abs().max()
 
 
+@pytest.mark.slow
 def test_a_loaded_model_has_the_layers_of_its_files_where_they_are_asked_for() -> None:
     target = written("glm4_moe")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")

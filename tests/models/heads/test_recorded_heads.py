@@ -26,6 +26,7 @@ from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.models.heads.head_files import HeadFiles
 from slipstream.reproducibility.timing import GreedyOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
+from tests.support.markers import mostly_slow
 from tests.support.tiny_models import prompts, tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -33,6 +34,7 @@ TARGET = str(RECORDED / "target")
 HEADS = sorted(path.parent.name for path in RECORDED.glob("*/steps.safetensors"))
 CHAINED = [name for name in HEADS if name.startswith(("dspark", "dflash2"))]
 FAVOURED = {7: 60.0, 9: 60.0}
+OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 
 
 @dataclass(frozen=True)
@@ -268,24 +270,30 @@ def plain() -> SpeculativeDecoder:
     return SpeculativeDecoder(TARGET, drafter="none", tokenizer=tokenizer(), max_batch_size=3, fast=False)
 
 
+@cache
+def plain_texts(options: str) -> list[list[int]]:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    return [plain().generate(prompt, params).token_ids for prompt in ASKED]
+
+
+ASKED = prompts([3, 17, 9, 40, 5])
 ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"]]
+WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(("name", "drafter"), [*ALONE, ("dspark", "auto"), ("peagle", "auto")])
-def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
-    name: str, drafter: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
+def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
     decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
-    asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, ignore_eos=True, **options)
-    expected = [plain().generate(prompt, params).token_ids for prompt in asked]
+    asked, params = ASKED, SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    expected = plain_texts(options)
     assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
     results = decoder.generate(asked, params)
     assert [result.token_ids for result in results] == expected
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.parametrize("name", [*CHAINED, "peagle"])
+@pytest.mark.parametrize("name", mostly_slow([*CHAINED, "peagle"], "dspark"))
 def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name: str) -> None:
     folder = changed(tmp_path / name, name, {})
     tensors = load_file(folder / "model.safetensors")
@@ -300,7 +308,9 @@ def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name:
         assert result.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("name", [*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"])
+@pytest.mark.parametrize(
+    "name", mostly_slow([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
+)
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     """Two tokens are favoured, so that some drafts are kept."""
     asked, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
@@ -318,7 +328,8 @@ def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "acceptance"), [*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")]
+    ("name", "acceptance"),
+    mostly_slow([*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")], ("dspark", "block")),
 )
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str

@@ -28,6 +28,7 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(next(iter(scaling.values()))))
 def test_queries_are_turned_as_transformers_turns_them(tmp_path: Path, scaling: dict[str, Any], place: str) -> None:

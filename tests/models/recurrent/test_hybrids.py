@@ -74,7 +74,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], None, 2))
+@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
     backend = decoder_of(name).target.backend
@@ -125,7 +125,7 @@ def of_another_row(own: Run) -> Run:
     return run
 
 
-@pytest.mark.parametrize("wrong", [not_restored, restored_a_token_late, of_another_row])
+@pytest.mark.parametrize("wrong", mostly_slow([not_restored, restored_a_token_late, of_another_row], not_restored))
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
     right = texts.expected("qwen3_5_text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ from tests.support.recurrent_layers import feed, make_inputs, make_recurrence, m
 LENGTH = 200
 RECURRENCE = make_recurrence("delta rule", torch.float32)
 TEXT, OTHER = make_inputs(RECURRENCE, 2, LENGTH)
-EXPECTED = read(make_states(RECURRENCE), TEXT, [1] * LENGTH)
+
+
+@cache
+def expected() -> torch.Tensor:
+    return read(make_states(RECURRENCE), TEXT, [1] * LENGTH)
 
 
 def is_right(out: torch.Tensor, start: int) -> bool:
-    return torch.allclose(out, EXPECTED[start : start + len(out)], rtol=0, atol=1e-4)
+    return torch.allclose(out, expected()[start : start + len(out)], rtol=0, atol=1e-4)
 
 
 def test_a_forward_may_begin_at_any_position_that_is_not_settled() -> None:

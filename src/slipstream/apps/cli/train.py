@@ -154,7 +154,7 @@ def _progress() -> Iterator[Show]:
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        task, last_news, last_line = bar.add_task("", total=None, doing=""), "", float("-inf")
+        task, last_news, last_line = bar.add_task("", total=None, doing="preparing"), "", float("-inf")
 
         def show(progress: TrainingProgress) -> None:
             nonlocal last_news, last_line
