@@ -327,7 +327,10 @@ def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
     with pytest.raises(UsageError, match=r"did you mean qwen0\.5b\?"):
         resolve("qwen0.5")
     assert resolve("gpt2") == "gpt2"  # a hub id
-    said = str(files.not_loaded("gpt2", "gpt2", OSError("no network\nat all")))
+    error = OSError("no network\nat all")
+    assert "it is not asked, as HF_HUB_OFFLINE is set" in str(files.not_loaded("gpt2", "gpt2", error))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    said = str(files.not_loaded("gpt2", "gpt2", error))
     assert "Available here: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
     assert "(did you mean smollm2?)" in str(files.not_loaded("smol", "smol", OSError("no network")))
 
