@@ -122,7 +122,7 @@ def measured(file: Path, function: str, *arguments: str, threads: int | None) ->
         code = f"import json, sys; sys.path.insert(0, sys.argv[1]); from cores import {function}"
         code += f"; print(json.dumps({function}(*sys.argv[2:])))"
         command = [sys.executable, "-c", code, str(Path(__file__).parent), *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(threads))
+        done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", env=environment(threads))
         if done.returncode:
             raise SlipstreamError(f"{function}: a process ended with exit code {done.returncode}")
         scratch = file.with_suffix(".part")
