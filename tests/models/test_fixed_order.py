@@ -163,7 +163,7 @@ def test_branches_of_a_tree_have_the_logits_of_chains(
 
     def in_order_of_places(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         depths, visible, ancestors = padded(table, rows, width)
-        return depths, visible, torch.arange(width).expand_as(ancestors)
+        return depths, visible, torch.arange(width).expand_as(ancestors).contiguous()
 
     monkeypatch.setattr(TreeTable, "padded", in_order_of_places)  # negative control
     others = backend.forward_tree(fed, segments, widths=None)
