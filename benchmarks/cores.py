@@ -56,28 +56,28 @@ def main(
     max_tokens: Count = 48,
     json_file: JsonFile = None,
 ) -> None:
-    """Print a line per number of threads and what was found of bits; keep every measurement in a folder."""
+    """Print a line per number of threads and whether bits agree; keep every measurement in a folder."""
     counts = numbers("--threads", threads) if threads else up_to(all_cores())
     plan: Line = {"target": target, "arms": [*ARMS.values()], "repeats": 1, "max_tokens": max_tokens}
     plan |= {"draft": draft} if draft else {}
     prompts = spread(read_prompts(prompt_file) if prompt_file else builtin_prompts(), num_prompts)
     begin(folder, {**plan, "report": False, "prompt_file": str((folder / "prompts.jsonl").resolve())})
-    lines = [json.dumps({"category": prompt.category, "turns": [prompt.prompt]}) + "\n" for prompt in prompts]
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    questions = [json.dumps({"category": prompt.category, "turns": [prompt.prompt]}) + "\n" for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("".join(questions), encoding="utf-8")
     bits = measured(folder / "bits.json", "compare_bits", target, threads=None)
-    found = list[Line]()
+    lines = list[Line]()
     for count in counts:
         speed = measured(folder / f"copy-{count}.json", "copy_speed", threads=count)
         bench(folder, count)
         _, runs = read_records(folder / f"threads-{count}")
-        found.append(summary(count, runs, bits["weight_bytes"] / speed["bytes_per_second"]))
-    compare_texts(found)
-    console.print(table_of(found))
+        lines.append(summary(count, runs, bits["weight_bytes"] / speed["bytes_per_second"]))
+    compare_texts(lines)
+    console.print(table_of(lines))
     console.print(bits_line(bits), soft_wrap=True)
     if json_file is not None:
-        report = {"plan": plan, "prompts": len(prompts), "threads": found, "bits": bits}
+        report = {"plan": plan, "prompts": len(prompts), "threads": lines, "bits": bits}
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if bits["different"] or any(line["errors"] or line["different"] or line["depend_on_threads"] for line in found):
+    if bits["different"] or any(line["errors"] or line["different"] or line["depend_on_threads"] for line in lines):
         raise typer.Exit(1)
 
 
@@ -201,17 +201,17 @@ def weight_bytes(model: Any) -> int:
 def summary(threads: int, runs: Sequence[Run], limit_seconds: float) -> Line:
     """The figures of one number of threads. step_ms: of plain decoding, prompts left out."""
     line: Line = {"threads": threads, "limit_ms": 1e3 * limit_seconds, "step_ms": None, "texts": {}}
-    line["errors"] = [f"{one.arm}: {one.error}" for one in runs if one.error]
+    line["errors"] = [f"{run.arm}: {run.error}" for run in runs if run.error]
     for name, arm in ARMS.items():
-        own = [one for one in runs if one.arm == arm and not one.error]
-        seconds = sum(one.seconds for one in own)
-        line[name] = sum(one.num_output_tokens for one in own) / seconds if seconds else None
-        line["texts"][name] = {" ".join(one.prompts): one.texts for one in own}
-    of_plain = [step["seconds"] for one in runs if one.arm == ARMS["plain"] for step in one.rounds or []]
+        of_arm = [run for run in runs if run.arm == arm and not run.error]
+        seconds = sum(run.seconds for run in of_arm)
+        line[name] = sum(run.num_output_tokens for run in of_arm) / seconds if seconds else None
+        line["texts"][name] = {" ".join(run.prompts): run.texts for run in of_arm}
+    of_plain = [step["seconds"] for run in runs if run.arm == ARMS["plain"] for step in run.rounds or []]
     steps = [total for _, _, verify, _, total in of_plain if verify]  # a step that read the prompt verified nothing
     if steps:
         line["step_ms"] = 1e3 * median(steps)
-    verdicts = [verdict for one in runs for verdict in one.verdicts]
+    verdicts = [verdict for run in runs for verdict in run.verdicts]
     line |= {verdict: verdicts.count(verdict) for verdict in ("identical", "tie", "different")}
     return line
 
@@ -220,7 +220,7 @@ def compare_texts(lines: Sequence[Line]) -> None:
     """Into each line: how many of our texts are not those of the first number of threads."""
     for line in lines:
         pairs = [(line["texts"][name], lines[0]["texts"][name]) for name in OURS]
-        line["depend_on_threads"] = sum(own.get(key) != text for own, first in pairs for key, text in first.items())
+        line["depend_on_threads"] = sum(texts.get(key) != text for texts, first in pairs for key, text in first.items())
 
 
 def table_of(lines: Sequence[Line]) -> Table:
@@ -228,8 +228,8 @@ def table_of(lines: Sequence[Line]) -> Table:
     speeds = ("hf", "plain", "auto", "auto / hf")
     table = Table("threads", *speeds, "plain step", "limit", "step / limit", "scaling", "of the limit", "texts")
 
-    def ratio(one: float | None, other: float | None, digits: int = 2) -> str:
-        return f"{one / other:.{digits}f}" if one and other else "-"
+    def ratio(number: float | None, divisor: float | None) -> str:
+        return f"{number / divisor:.2f}" if number and divisor else "-"
 
     first = lines[0]
     for line in lines:
@@ -257,7 +257,7 @@ def bits_line(bits: Line) -> str:
     of = f"logits after {bits['context']} positions at widths {widths} with {threads} threads"
     if not bits["different"]:
         return f"{of}: the same bits"
-    differs = "; ".join(f"width {one['width']} with {one['threads']} threads" for one in bits["different"])
+    differs = "; ".join(f"width {case['width']} with {case['threads']} threads" for case in bits["different"])
     return f"{of}: other bits at {differs}"
 
 

@@ -106,7 +106,7 @@ def with_library_products(model: Any) -> GraphedBackend:
         if isinstance(forward.ops, TritonOps):
             forward.ops = TritonOps(forward.plain)
             for product in forward.ops.products:
-                product.is_ours = False
+                product.has_kernel = False
     return GraphedBackend(model)
 
 

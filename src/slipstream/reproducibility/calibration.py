@@ -179,7 +179,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
     milliseconds = trials.times.ragged(totals, trials.widths, times)
     if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
-        milliseconds = {max(times): times[max(times)]}  # only trees take tokens side by side: so many, in all rows
+        milliseconds = {max(times): times[max(times)]}  # chains are padded; trees may have as many tokens as were timed
     return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
 
 

@@ -63,12 +63,12 @@ def choose_engine(
     """The engine of these settings. requested: the drafter; rule: an acceptance rule given as an object."""
     choice = LengthChoice.parse(config.num_draft_tokens)
     picked = pick_drafter(models, choice, requested)
-    name, traits, is_ours = name_of(picked), drafters.traits_of(picked), isinstance(picked, str)
+    name, traits, has_kernel = name_of(picked), drafters.traits_of(picked), isinstance(picked, str)
     check_confidence(choice, config.num_draft_tokens, name)
-    coupled = is_coupled(rule or config.acceptance, traits, is_ours=is_ours)
+    coupled = is_coupled(rule or config.acceptance, traits, has_kernel=has_kernel)
     planner = make_planner(models, config, name, traits, coupled=coupled) if choice.kind == "auto" else None
     drafter = make_drafter(models, config, picked, rule, planner, coupled=coupled)
-    engine = assemble(models, config, drafter, planner, rule or config.acceptance, traits, is_ours=is_ours)
+    engine = assemble(models, config, drafter, planner, rule or config.acceptance, traits, has_kernel=has_kernel)
     guarded = GuardedEngine.of(engine, models.target_session, models.draft_session)
     return EngineChoice(guarded, name, traits, coupled, why_no_predictions(models, config))
 
@@ -83,10 +83,10 @@ def pick_drafter(models: ModelPair, choice: LengthChoice, requested: str | Draft
     return drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
 
 
-def is_coupled(acceptance: str | Rule, traits: Traits, *, is_ours: bool) -> bool:
+def is_coupled(acceptance: str | Rule, traits: Traits, *, has_kernel: bool) -> bool:
     """Whether every committed token is the target's own draw."""
     if acceptance == "auto":  # our drafters draft by `match`, a user's that samples is verified by its distribution
-        return is_ours or not traits.samples
+        return has_kernel or not traits.samples
     return rule_for(acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
 
@@ -166,7 +166,7 @@ def assemble(
     acceptance: str | Rule,
     traits: Traits,
     *,
-    is_ours: bool,
+    has_kernel: bool,
 ) -> Engine:
     """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
@@ -174,7 +174,7 @@ def assemble(
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
-    if not is_ours:
+    if not has_kernel:
         engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
     if traits.has_own_cache:
         engine.drafts_for = partial(drafts_for, policy)

@@ -105,8 +105,7 @@ class WhilePays:
 class Line:
     """One row's draft on the host: its chain, the draft model's probability of each token, and the runners-up.
 
-    DSpark's estimates of acceptance stand in place of its probabilities.
-
+    A head that estimates acceptance itself (DSpark) gives its estimates in place of probabilities.
     runners_up: for each token, the next best ones and their probabilities, best first.
     """
 

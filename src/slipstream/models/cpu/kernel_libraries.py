@@ -257,16 +257,16 @@ def with_remedy(error: NoKernelsError) -> str:
 
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
     """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
-    told = ""  # for every recipe alike, if the folder is the reason
+    last_reason = ""  # the same for every recipe, if the folder cannot be written
     for recipe in recipes[:-1]:
         try:
             loaded(recipe)
         except NoCompilerError:
             continue  # another one may be prebuilt
         except NoKernelsError as error:
-            if str(error) != told:
+            if str(error) != last_reason:
                 log.info("the kernels %s are not used: %s", recipe.name, error)
-            told = str(error)
+            last_reason = str(error)
         else:
             return recipe
     loaded(recipes[-1])

@@ -50,8 +50,8 @@ def product(
 ):
     """x [T, inner] times the transpose of weight [outputs, inner], plus bias [outputs].
 
-    out: [T, outputs], or [splits, T, outputs] in float32, of which the first part has the bias. A program takes up to
-    four `tiles` of `rows` tokens, each with a sum of its own, so that weights are read once for all of them. rows: 16
+    out: [T, outputs], or [splits, T, outputs] in float32, of which the first part has the bias. A program takes 1, 2
+    or 4 `tiles` of `rows` tokens, each with its own sums, so that weights are read once for all of them. rows: 16
     or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum grows by `step` inputs after
     `step`, in ascending order. For 64 rows Hopper GPUs would use another instruction.
     is_even: inner can be divided by `step` and outputs by `columns`.

@@ -77,17 +77,17 @@ def splits_for(inner: int, outputs: int, step: int) -> int:
 
 
 class Product:
-    """A linear layer by the kernel if it is an ordinary one, else by its own operators. is_ours: which of the two."""
+    """A linear layer by the kernel if it is an ordinary one (`has_kernel`), else by its own operators."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_ours = is_plain(module) and module.weight.is_contiguous()
+        self.has_kernel = is_plain(module) and module.weight.is_contiguous()
 
     def __call__(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
         """x: [T, inputs] -> [T, outputs], or parts of it [splits, T, outputs] in float32 unless `is_whole`."""
-        if not self.is_ours:
-            own: Tensor = self.module(x)
-            return own
+        if not self.has_kernel:
+            out: Tensor = self.module(x)
+            return out
         linear: Any = self.module
         (tokens, inner), outputs = x.shape, linear.weight.shape[0]
         if not tokens:
@@ -333,7 +333,7 @@ class TritonStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, TritonOps)]
         output = Product(model.get_output_embeddings())
         inner, products = decoder_module(model, len(layers)), [product for each in ops for product in each.products]
-        if not all(product.is_ours for product in (*products, output)):
+        if not all(product.has_kernel for product in (*products, output)):
             raise UnknownLayerError("not all of its products are ordinary linear layers")
         norm = RootMeanSquare(inner.get_submodule("norm"))
         if any(each.rounds_first != norm.weight[1] for each in ops):

@@ -101,16 +101,16 @@ class HeadFiles:
         return {**self.settings, **self.settings.get("eagle_config", {})}
 
     def trained_for(self, target: str) -> str | None:
-        """The model that the head was trained for, if both are named by hub ids and the target's is another.
+        """The hub id of the model that the head was trained for, if the target's is that of another model.
 
-        Quantised copies of a model add something to its name, which is no other one.
+        A name that begins with the other one is a copy's, quantised for example, and no other model's.
         """
         verifier = self.settings.get("speculators_config", {}).get("verifier")
         named = str(verifier.get("name_or_path")) if isinstance(verifier, dict) else ""
         if not all(HUB_ID.fullmatch(name) and not Path(name).exists() for name in (named, target)):
             return None
-        one, other = (name.partition("/")[2].lower() for name in (named, target))
-        return None if one.startswith(other) or other.startswith(one) else named
+        model, target_model = (name.partition("/")[2].lower() for name in (named, target))
+        return None if model.startswith(target_model) or target_model.startswith(model) else named
 
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
@@ -230,7 +230,8 @@ def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
             raise UsageError(f"draft head {source!r}: config.json has no {name}; allowed: a whole number")
         if size is not None and (not isinstance(size, int) or size < 1):
             raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 on")
-    if not isinstance(eps := layer.get("rms_norm_eps", 1e-6), float) or eps <= 0:
+    eps = layer.get("rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or eps <= 0:
         raise UsageError(f"draft head {source!r} has rms_norm_eps={eps!r}; allowed: a number above 0")
     for name, expected in REFUSED.items():
         if several_layers and name == "num_hidden_layers":

@@ -91,7 +91,7 @@ def _twin_of(owned: nn.Module) -> Any:
     for module in modules:
         twin = twins[id(module)]
         if twin is not module:
-            attributes = {name: _moved(value, twins) for name, value in vars(module).items() if not _is_ours(name)}
+            attributes = {name: _moved(value, twins) for name, value in vars(module).items() if not _has_kernel(name)}
             attributes["training"] = False
             attributes["_compiled_call_impl"] = None  # it calls the owner's module
             vars(twin).update(attributes)
@@ -113,7 +113,7 @@ def _moved(value: Any, twins: dict[int, Any]) -> Any:
     return value
 
 
-def _is_ours(name: str) -> bool:
+def _has_kernel(name: str) -> bool:
     return name.startswith(OURS)
 
 
@@ -122,7 +122,7 @@ def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: copy(value) if type(value) in CONTAINERS else value
         for name, value in attributes.items()
-        if not _is_ours(name)
+        if not _has_kernel(name)
     }
 
 
@@ -134,7 +134,7 @@ def _saved(settings: Any) -> dict[str, Any]:
 def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether attributes are the same objects or equal ones."""
     if len(now) != len(before):
-        now = {name: value for name, value in now.items() if not _is_ours(name)}
+        now = {name: value for name, value in now.items() if not _has_kernel(name)}
     try:
         return now == before
     except (RuntimeError, ValueError, TypeError):  # arrays do not compare to one truth: they are others

@@ -2,7 +2,7 @@
  *
  * A thread of the pool that has nothing to do looks for work for a moment and then sleeps. While one caller uses the
  * pool, others compute alone. OpenMP's threads are called some hundred times a forward: they stand ready meanwhile, since
- * it takes OpenMP 0.6 microseconds to start a team of two, and more for each further thread.
+ * it takes OpenMP half a microsecond to start a team of two, and more for each further thread.
  */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* RTLD_DEFAULT */
