@@ -250,9 +250,9 @@ def read_texts(folder: Path) -> list[MadeText]:
         return []
     texts = []
     with open(path, "rb") as file:
-        whole = size_of_whole_lines(file)
+        size = size_of_whole_lines(file)
         file.seek(0)
-        for number, line in enumerate(file.read(whole).splitlines(), 1):
+        for number, line in enumerate(file.read(size).splitlines(), 1):
             try:
                 texts.append(MadeText(**json.loads(line)))
             except (ValueError, TypeError) as error:
@@ -286,8 +286,8 @@ def make_texts(
             return count >= num_tokens or (len(texts) >= FEWEST and passed() > seconds)
 
         while not is_enough() and not maker.is_exhausted(number):
-            for made in maker.make(number, BATCH, report):
-                text = MadeText(*made, round(passed(), 1))
+            for parts in maker.make(number, BATCH, report):
+                text = MadeText(*parts, round(passed(), 1))
                 append(file, (json.dumps(asdict(text)) + "\n").encode())
                 texts.append(text)
                 count += len(text.ids)

@@ -157,8 +157,8 @@ class TrainingJob:
         def show(doing: str, tokens: int, passed: float) -> None:
             tokens = min(tokens, settings.num_tokens)
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
-            left = None if needed is None else max(0.0, min(needed, seconds - passed))
-            self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=left))
+            seconds_left = None if needed is None else max(0.0, min(needed, seconds - passed))
+            self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=seconds_left))
 
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
 
@@ -196,8 +196,10 @@ class TrainingJob:
         shown, begun, first = 0, run.seconds, run.state.step
         for state in run.steps(judge):
             needed = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
-            left = max(0.0, min(needed, self._max_seconds - run.seconds))  # the time may end the run first
-            self.show(TrainingProgress("training", state.step, state.planned, "steps", left, state.judgements[-1]))
+            seconds_left = max(0.0, min(needed, self._max_seconds - run.seconds))  # the time may end the run first
+            self.show(
+                TrainingProgress("training", state.step, state.planned, "steps", seconds_left, state.judgements[-1])
+            )
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
                 _write_lines(folder / PROGRESS, state.judgements)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class ModelPair:
         refuse_unused(load_options_of(config), target, None if _is_mtp(draft) else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
-            loaded = load(target, load_options_of(config), tokenizer)
+            loaded = _load_target(target, load_options_of(config), tokenizer)
             if draft is None and draft_tokenizer is not None:
                 raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
             if draft_tokenizer is None and is_loaded(draft):
@@ -251,6 +252,19 @@ def fingerprint_of(target: Loaded, shapes: Shapes) -> str:
         __version__,
     )
     return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _load_target(target: Any, options: LoadOptions, tokenizer: Any) -> Loaded:
+    try:
+        return load(target, options, tokenizer)
+    except SlipstreamError as error:
+        from slipstream.models.heads.head_files import head_files
+
+        if isinstance(target, str) and Path(target).is_dir() and head_files(target, options) is not None:
+            raise UsageError(
+                f"model {target!r} is a draft head; allowed: its target, with the head as draft"
+            ) from error
+        raise
 
 
 def _is_mtp(draft: Any) -> bool:

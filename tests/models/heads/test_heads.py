@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, compare
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, compare
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.interfaces import Sampler
 from slipstream.core.session import Session
@@ -169,6 +169,8 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic'; allowed: 'default', 'linear', 'llama3'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type='linear' without what it needs: "),
         ({"intermediate_size": None}, "config.json has no intermediate_size; allowed: a whole number"),
+        ({"rms_norm_eps": 0}, "has rms_norm_eps=0; allowed: a number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "has rms_norm_eps='1e-6'; allowed: a number above 0"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
     ],
 )
@@ -199,6 +201,24 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(SlipstreamError, match="has no weights"):
         decoder_of(head)
+
+
+def test_a_head_as_the_target_is_refused_and_any_other_folder_keeps_its_own_reason(tmp_path: Path) -> None:
+    head = write_head(tmp_path, target())
+    with pytest.raises(UsageError, match=r"is a draft head; allowed: its target, with the head as draft$"):
+        SpeculativeDecoder(str(head.folder))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(SlipstreamError, match="unheard-of"):
+        SpeculativeDecoder(str(tmp_path / "other"))
+
+
+def test_an_eps_that_is_a_whole_number_is_a_number(tmp_path: Path) -> None:
+    head = write_head(tmp_path, target())
+    settings = json.loads((head.folder / "config.json").read_text())
+    settings["transformer_layer_config"]["rms_norm_eps"] = 1
+    (head.folder / "config.json").write_text(json.dumps(settings))
+    assert decoder_of(head).generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids
 
 
 def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:

@@ -160,14 +160,14 @@ def _progress() -> Iterator[Show]:
             nonlocal last_news, last_line
             judgement = "" if progress.latest is None else _judgement(progress.latest)
             how_far = f"{progress.completed} of {progress.total} {progress.unit}"
-            left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
+            time_left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
             if err.is_terminal:
-                description = ", ".join(filter(None, (how_far, left, judgement)))
+                description = ", ".join(filter(None, (how_far, time_left, judgement)))
                 completed, total = progress.completed, progress.total
                 bar.update(task, doing=progress.doing, completed=completed, total=total, description=description)
             elif judgement != last_news or monotonic() - last_line >= LOG_SECONDS:
                 news = f"{progress.doing}: {how_far}" if judgement == last_news else judgement
-                err.sentence(", ".join(filter(None, (news, left))))
+                err.sentence(", ".join(filter(None, (news, time_left))))
                 last_news, last_line = judgement, monotonic()
 
         yield show

@@ -17,10 +17,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows_of(x, first, tokens, inner, at, inside, rows: tl.constexpr):
+def _rows_of(x, first, tokens, inner, inputs, inside, rows: tl.constexpr):
     """Some inputs of a tile's tokens; zeros for tokens that there are not."""
     row = first + tl.arange(0, rows)
-    place = row[:, None].to(tl.int64) * inner + at[None, :]
+    place = row[:, None].to(tl.int64) * inner + inputs[None, :]
     return tl.load(x + place, mask=(row < tokens)[:, None] & inside[None, :], other=0.0)
 
 
@@ -66,22 +66,24 @@ def product(
         total += tl.load(bias + column, mask=(column < outputs) & (split == 0), other=0.0).to(tl.float32)[None, :]
     total0, total1, total2, total3 = total, total, total, total
     for offset in range(begin, tl.minimum(begin + share, inner), step):
-        at = offset + tl.arange(0, step)
-        inside = at < inner
-        place = weight + column[:, None].to(tl.int64) * inner + at[None, :]
+        inputs = offset + tl.arange(0, step)
+        inside = inputs < inner
+        place = weight + column[:, None].to(tl.int64) * inner + inputs[None, :]
         if is_even:
             factors = tl.load(place)
         else:
             factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
         factors = tl.trans(factors)
-        total0 = tl.dot(_rows_of(x, first, tokens, inner, at, inside, rows), factors, total0, input_precision="ieee")
+        total0 = tl.dot(
+            _rows_of(x, first, tokens, inner, inputs, inside, rows), factors, total0, input_precision="ieee"
+        )
         if tiles > 1:
-            other = _rows_of(x, first + rows, tokens, inner, at, inside, rows)
+            other = _rows_of(x, first + rows, tokens, inner, inputs, inside, rows)
             total1 = tl.dot(other, factors, total1, input_precision="ieee")
         if tiles > 2:
-            other = _rows_of(x, first + 2 * rows, tokens, inner, at, inside, rows)
+            other = _rows_of(x, first + 2 * rows, tokens, inner, inputs, inside, rows)
             total2 = tl.dot(other, factors, total2, input_precision="ieee")
-            other = _rows_of(x, first + 3 * rows, tokens, inner, at, inside, rows)
+            other = _rows_of(x, first + 3 * rows, tokens, inner, inputs, inside, rows)
             total3 = tl.dot(other, factors, total3, input_precision="ieee")
     out += split.to(tl.int64) * tokens * outputs
     _store_rows(out, total0, first, tokens, outputs, column, rows)
@@ -352,11 +354,11 @@ def combine_chunks(
         best = tl.maximum(best, tl.max(tl.load(leading + begin + block + numbers, mask=inside, other=float("-inf")), 0))
     total, summed = 0.0, tl.zeros([size], tl.float32)
     for block in range(0, used, together):
-        at = begin + block + numbers
+        place = begin + block + numbers
         inside = block + numbers < used
-        share = tl.exp(tl.load(leading + at, mask=inside, other=float("-inf")) - best)
-        total += tl.sum(share * tl.load(totals + at, mask=inside, other=0.0), 0)
-        values = tl.load(partial + at[:, None] * size + columns[None, :], mask=inside[:, None], other=0.0)
+        share = tl.exp(tl.load(leading + place, mask=inside, other=float("-inf")) - best)
+        total += tl.sum(share * tl.load(totals + place, mask=inside, other=0.0), 0)
+        values = tl.load(partial + place[:, None] * size + columns[None, :], mask=inside[:, None], other=0.0)
         summed += tl.sum(share[:, None] * values, 0)
     token = (row * width + first_column + column).to(tl.int64)
     tl.store(out + (token * heads + head) * size + columns, (summed / total).to(out.dtype.element_ty))

@@ -65,7 +65,7 @@ LARGEST_TILE = Tile(4, 32, 2 * COLUMNS, 8, 2)
 
 def tile_for(tokens: int) -> Tile:
     """The tile of a product of so many tokens."""
-    return next((tile for most, tile in TILES.items() if tokens <= most), LARGEST_TILE)
+    return next((tile for max_tokens, tile in TILES.items() if tokens <= max_tokens), LARGEST_TILE)
 
 
 def splits_for(inner: int, outputs: int, step: int) -> int:

@@ -193,7 +193,7 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
 
     is_sparse: whether the layer is a mixture of experts.
     """
-    one = deepcopy(config)
+    layer_config = deepcopy(config)
     kinds = getattr(config, "mtp_layer_types", None)
     sparse: dict[str, Any] = {
         "mlp_layer_types": ["sparse" if is_sparse else "dense"],
@@ -209,8 +209,8 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         **sparse,
     }
     for name, value in changes.items():
-        if getattr(one, name, None) is not None:
-            setattr(one, name, value)
-    one.num_hidden_layers, one.vocab_size = 1, 1
-    vars(one).pop("quantization_config", None)  # of the target's own layers: these are read unquantised
-    return one
+        if getattr(layer_config, name, None) is not None:
+            setattr(layer_config, name, value)
+    layer_config.num_hidden_layers, layer_config.vocab_size = 1, 1
+    vars(layer_config).pop("quantization_config", None)  # of the target's own layers: these are read unquantised
+    return layer_config
