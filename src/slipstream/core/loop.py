@@ -213,8 +213,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
-        """One round of every row. read_ahead: reads prompts of rows that are not in the batch yet.
+        """One round of every row: draft, verify, accept, commit.
 
+        read_ahead: reads prompts of rows that are not in the batch yet.
         Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
         always, so that its rounds depend neither on other rows nor on what is cached.
         """
@@ -223,23 +224,36 @@ class Engine:
             read_ahead()
         clock.lap("prefill")
         if answer is not None:
-            nothing = Draft.empty(len(batch.rows), answer.device)
-            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(STEPS))
+            draft = Draft.empty(len(batch.rows), answer.device)
+            verdict = self._accept(batch, draft, answer)
         else:
-            draft = self._verifiable(batch, self.constrain(batch.rows, partial(self._propose, batch)))
-            batch.sampler.drafted()
+            draft = self._draft(batch)
             clock.lap("draft")
-            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(STEPS))
+            if self._argmax_decides(batch, draft):
+                verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
+                clock.lap("verify")
+            else:
+                logits = self._verify(batch, draft)
+                clock.lap("verify")
+                verdict = self._accept(batch, draft, logits)
+        rounds = batch.commit(draft, verdict, clock, next(STEPS))
         self.policy.observe(batch.rows)
         return rounds
+
+    def _draft(self, batch: Batch) -> Draft:
+        """What is verified: a tree's nodes in chain order, or its main chain where branches cannot be verified."""
+        draft = self.constrain(batch.rows, partial(self._propose, batch))
+        batch.sampler.drafted()
+        if draft.parents is None:
+            return draft
+        tree = arranged(draft)
+        return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
 
     def _propose(self, batch: Batch, limits: Sequence[int] | None) -> Draft:
         """The draft of the prediction or the drafter, cut to what is worth verifying."""
         rows, drafts = batch.rows, partial(self._drafts_of, batch)
-        room = [
-            min(n, limit) for n, limit in zip(self._room(rows), limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
-        ]
-        lengths = list(map(min, self._lengths(rows), room))
+        room = self._room(rows, limits)
+        lengths = self._lengths(rows, room)
         draft = self.predict(rows, lengths, room, drafts) if any(row.prediction for row in rows) else drafts(lengths)
         return self.policy.worth_verifying(rows, draft)
 
@@ -248,40 +262,43 @@ class Engine:
         check_draft(draft, lengths, self.drafter)
         return draft
 
-    def _room(self, rows: Sequence[Row]) -> list[int]:
-        """How many tokens each row may draft: none in a first round that a prompt's forward has answered."""
-        limit = self.target.table.longest_draft(rows)
-        return [self._may_draft(row) * room_of(row, limit) for row in rows]
-
     def _may_draft(self, row: Row) -> bool:
         return bool(row.rounds) or not self.target.answers
 
-    def _lengths(self, rows: Sequence[Row]) -> list[int]:
+    def _room(self, rows: Sequence[Row], limits: Sequence[int] | None) -> list[int]:
+        """How many tokens each row may draft: one less than it may still commit, as a round adds the target's own.
+
+        None in a first round that a prompt's forward has answered; no more than the row's own `num_draft_tokens`, and
+        than the target's forward shapes allow.
+        """
+        longest = self.target.table.longest_draft(rows)
+        room = []
+        for row, limit in zip(rows, limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True):
+            bounds = MAX_DRAFT_TOKENS, limit, longest, row.params.num_draft_tokens, row.remaining - 1
+            most = min(bound for bound in bounds if bound is not None)
+            room.append(max(0, most) if self._may_draft(row) else 0)
+        return room
+
+    def _lengths(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
+        """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
         drafting = list(filter(self._may_draft, rows))  # the policy hears of no other
-        lengths = iter(draft_lengths(self.policy, drafting) if drafting else [])
-        return [next(lengths) if self._may_draft(row) else 0 for row in rows]
+        chosen = iter(self.policy.lengths(drafting) if drafting else [])
+        lengths = [next(chosen) if self._may_draft(row) else 0 for row in rows]
+        return [
+            most if row.params.num_draft_tokens is not None else min(length, most)
+            for row, length, most in zip(rows, lengths, room, strict=True)
+        ]
 
-    def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft with a tree's nodes in chain order; only its main chain where branches cannot be verified."""
-        if draft.parents is None:
-            return draft
-        tree = arranged(draft)
-        return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
+    def _argmax_decides(self, batch: Batch, draft: Draft) -> bool:
+        """Whether nobody needs the logits, and the longest match with the target's argmax is accepted."""
+        coupled = draft.parents is None and rule_for(self.acceptance, draft).coupled
+        return coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs
 
-    def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
-        """Verify and accept the draft, in one call where only the target's argmax is needed."""
+    def _verify(self, batch: Batch, draft: Draft) -> Tensor:
+        """[B, K + 1, V] logits of the target after the committed tokens and after each of the draft."""
         if draft.parents is not None:
-            logits = self.target.score_tree(batch.rows, draft)
-            clock.lap("verify")
-            return self._accept(batch, draft, logits)
-        rule = rule_for(self.acceptance, draft)
-        if rule.coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs:
-            verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
-            clock.lap("verify")
-            return verdict
-        logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
-        clock.lap("verify")
-        return self._accept(batch, draft, logits)
+            return self.target.score_tree(batch.rows, draft)
+        return self.target.score(batch.rows, draft.tokens, draft.lengths)
 
     def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
         batch.logits = logits if batch.wants_logprobs else None
@@ -289,23 +306,6 @@ class Engine:
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)
         return verdict
-
-
-def room_of(row: Row, limit: int | None = None) -> int:
-    """How many tokens a row may draft; one less than it may still commit, as a round adds one of the target's own.
-
-    limit: the longest draft that the target's forward shapes allow. A request's own `num_draft_tokens` is kept to.
-    """
-    limits = MAX_DRAFT_TOKENS, limit, row.params.num_draft_tokens, row.remaining - 1
-    return max(0, min(bound for bound in limits if bound is not None))
-
-
-def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
-    """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
-    return [
-        min(length if row.params.num_draft_tokens is None else row.params.num_draft_tokens, room_of(row, limit))
-        for row, length in zip(rows, policy.lengths(rows), strict=True)
-    ]
 
 
 def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter) -> None:
