@@ -10,15 +10,13 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
-from slipstream.durable_files import replaced
 from slipstream.errors import UsageError
-from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.processor import processor
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-Measured = TypeVar("Measured")
-
+FOLDER = "calibration"  # in the cache folder
 VERSION = 22  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
@@ -98,7 +95,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     That a model in memory does not agree is not saved.
     """
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
-    cached = _read(identity, _calibration)
+    cached = read_measured(FOLDER, identity, _calibration)
     if cached is not None:
         return cached
     with progress_bar(f"measuring how {loaded.name!r} runs here (once)") as progress:
@@ -112,7 +109,7 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
     """What a draft model's steps take, from the cache, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
-    cached = _read(identity, _draft_times)
+    cached = read_measured(FOLDER, identity, _draft_times)
     if cached is not None:
         return cached
     times = measure()
@@ -127,7 +124,9 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     if not target.source:  # models in memory, whose weights have no name
         return agreement(draft, target)
     identity = f"{draft.fingerprint} of {target.source} {_identity(target)}"
-    cached = _read(identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"]))
+    cached = read_measured(
+        FOLDER, identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"])
+    )
     if cached is None and (cached := agreement(draft, target)) is not None:
         _save(identity, asdict(cached))
     return cached
@@ -192,10 +191,6 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _file(identity: str) -> Path:
-    return cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-
-
 def _calibration(values: dict[str, Any]) -> Calibration:
     widths, together, lengths = (tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths"))
     unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
@@ -211,32 +206,14 @@ def _times(values: dict[str, Any]) -> dict[int, float]:
     return {int(count): float(ms) for count, ms in values.items()}
 
 
-def _read(identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
-    """What is known under this identity; None, with a warning where the file is damaged, if it must be measured."""
-    file = _file(identity)
-    if not file.is_file():
-        return None
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if values["identity"] != identity:
-            raise ValueError(f"it is of {values['identity']!r}")
-        return parse(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
-        return None
-
-
 def _save(identity: str, values: dict[str, Any]) -> None:
-    """Write what was measured; a cache folder that cannot be written is no reason to stop."""
-    file = _file(identity)
+    """Save what was measured; a cache folder that cannot be written is no reason to stop."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(file) as partial:
-            partial.write_text(json.dumps({**values, "identity": identity}, indent=2), encoding="utf-8")
+        save_measured(FOLDER, identity, values)
     except OSError as error:
         log.warning(
             "the calibration is not saved and will be measured at every start: %s: %s; "
             "set SLIPSTREAM_MODELS to a folder that can be written",
-            file.parent,
+            cache_folder() / FOLDER,
             error.strerror,
         )
