@@ -149,8 +149,8 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, whichever form they came in."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        """The stop strings; a single one was made a tuple."""
+        return tuple(self.stop)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them; processors, which are code, are left out."""
