@@ -275,8 +275,7 @@ class Engine:
         room = []
         for row, limit in zip(rows, limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True):
             bounds = MAX_DRAFT_TOKENS, limit, longest, row.params.num_draft_tokens, row.remaining - 1
-            most = min(bound for bound in bounds if bound is not None)
-            room.append(max(0, most) if self._may_draft(row) else 0)
+            room.append(max(0, min(bound for bound in bounds if bound is not None)) if self._may_draft(row) else 0)
         return room
 
     def _lengths(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
@@ -285,8 +284,8 @@ class Engine:
         chosen = iter(self.policy.lengths(drafting) if drafting else [])
         lengths = [next(chosen) if self._may_draft(row) else 0 for row in rows]
         return [
-            most if row.params.num_draft_tokens is not None else min(length, most)
-            for row, length, most in zip(rows, lengths, room, strict=True)
+            row_room if row.params.num_draft_tokens is not None else min(length, row_room)
+            for row, length, row_room in zip(rows, lengths, room, strict=True)
         ]
 
     def _argmax_decides(self, batch: Batch, draft: Draft) -> bool:

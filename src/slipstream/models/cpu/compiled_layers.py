@@ -59,7 +59,7 @@ class LayerFunctions:
     """The functions of one library.
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
-    feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
+    feed_forward: (layer, hidden, attended, tokens, out, scratch). layer: (layer, cache, hidden, tokens, cosines, sines,
     out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
     first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
     tokens, size, out). scratch: (layer, tokens, length), how many numbers.
@@ -67,7 +67,7 @@ class LayerFunctions:
 
     project: Any
     feed_forward: Any
-    whole: Any
+    layer: Any
     finish: Any
     all_layers: Any
     normalise: Any
@@ -79,7 +79,7 @@ class LayerFunctions:
         signatures = {  # pointers and numbers
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
-            "whole": ("whole_layer", "pppnpppp"),
+            "layer": ("whole_layer", "pppnpppp"),
             "finish": ("finish_layer", "ppppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
@@ -191,7 +191,7 @@ class LayerCalls(ABC):
         memory.window, memory.scaling = spec.window or 0, spec.scaling
         out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self.functions.whole(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.functions.layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._tokens_independent
         return out
 

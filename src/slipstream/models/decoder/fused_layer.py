@@ -179,11 +179,11 @@ class LayerOps:
             raise UnknownLayerError(f"{type(layer).__name__}'s feed-forward part has {', '.join(sorted(mlp))}")
         self._rope: RotaryEmbedding = rope
         self.size = declared(children["self_attn"], "head_dim", int)
-        self.qkv, sizes = _whole(attention, PROJECTIONS)
+        self.qkv, sizes = _joint_product(attention, PROJECTIONS)
         self.heads, self.key_heads = sizes[0] // self.size, sizes[1] // self.size
         self.head_norms = [RootMeanSquare(attention[name]) for name in HEAD_NORMS if name in attention]
         self.out: nn.Module = attention["o_proj"]
-        self.gate_up, (self.inner, _) = _whole(mlp, ("gate_proj", "up_proj"))
+        self.gate_up, (self.inner, _) = _joint_product(mlp, ("gate_proj", "up_proj"))
         self.act, self.down = mlp["act_fn"], mlp["down_proj"]
         norms = [RootMeanSquare(children[name]) for name in order]
         self.before_attention, self.before_feed_forward = norms[0], norms[len(norms) // 2]
@@ -286,7 +286,7 @@ def declared(module: nn.Module, name: str, kind: type) -> Any:
     return value
 
 
-def _whole(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any, list[int]]:
+def _joint_product(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any, list[int]]:
     """The common product of fused linear layers, and the sizes of their outputs."""
     parts = [part for name in names if isinstance(part := children[name], FusedOutput)]
     sources = {part.source for part in parts}
@@ -295,4 +295,4 @@ def _whole(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any,
     (fused,) = sources
     if [part.index for part in parts] != list(range(len(fused.sizes))):
         raise UnknownLayerError(f"{', '.join(names)} are not all of one product")
-    return fused.whole, fused.sizes
+    return fused.joint, fused.sizes

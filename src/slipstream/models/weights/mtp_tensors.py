@@ -61,10 +61,10 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
             layer.copies.append(name)
         else:
             layer.block[match[2]] = name
-    found = [layers[number] for number in sorted(layers)]
-    for layer in found:
+    in_order = [layers[number] for number in sorted(layers)]
+    for layer in in_order:
         layer.parts = of_all | layer.parts
-    return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
+    return [layer for layer in in_order if layer.parts.keys() == PARTS.keys()]
 
 
 def of_another_form(names: Iterable[str], num_layers: int) -> str | None:

@@ -39,7 +39,7 @@ def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
 
 
 def place_of(source: str, subfolder: str = "") -> str:
-    """See `resolve`; the hub is not asked."""
+    """`resolve` without asking the hub: a folder, or a hub id that may not exist."""
     if source == EMBEDDED:
         from slipstream.models.weights.default_model import embedded_model
 
