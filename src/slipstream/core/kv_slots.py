@@ -95,7 +95,7 @@ class SlotState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row goes on here."""
+        """Whether no row is being decoded here."""
         return self.row is None or self.row.finish_reason is not None
 
     @property
@@ -188,7 +188,7 @@ class SlotTable:
         return self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
-        """Whether a row that was seated in a slot lacks so many tokens that they are read on their own first."""
+        """Whether so many of a row's tokens are missing in its slot that they are read on their own first."""
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
 
@@ -312,7 +312,7 @@ class SlotTable:
         return state.base + len(path)
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """The last position, at most `limit`, from which a slot can go on."""
+        """The last position, at most `limit`, from which a forward of a slot can begin."""
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
     def mark_final(self, slot: int, position: int) -> None:
@@ -325,7 +325,7 @@ class SlotTable:
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
     def _still_holds(self, state: SlotState, row: Row) -> bool:
-        """Whether what is cached of a row may stay, though its text may have become long since."""
+        """Whether a row's cache is still right: a text that has become long may have to be read again."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
@@ -358,7 +358,7 @@ class SlotTable:
     def first_missing(self, slot: int, row: Row, width: int) -> int:
         """The first position whose key and value the slot lacks; at least one token is always fed.
 
-        width: columns of the draft if the caller goes on column by column within a round, else 0.
+        width: columns of the draft if the caller scores it column by column within a round, else 0.
         """
         state = self.states[slot]
         this_round = state.round == len(row.rounds) and state.base == len(row.tokens)

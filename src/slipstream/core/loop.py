@@ -280,7 +280,7 @@ class Engine:
 
     def _lengths(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
         """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
-        drafting = list(filter(self._may_draft, rows))  # the policy hears of no other
+        drafting = list(filter(self._may_draft, rows))  # the policy is asked about no others
         chosen = iter(self.policy.lengths(drafting) if drafting else [])
         lengths = [next(chosen) if self._may_draft(row) else 0 for row in rows]
         return [

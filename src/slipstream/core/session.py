@@ -329,7 +329,7 @@ class Session:
             state.written = min(state.written, state.base + length)
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        """What the rows' cache lacks up to the end of the draft, of which `keep` positions will be asked for."""
+        """What the rows' cache lacks up to the end of the draft, of which `keep` positions are wanted."""
         self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]

@@ -205,7 +205,7 @@ class UnpaddedLayout:
         return rows + drafted if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """Prompts are read one by one, without padding where no shapes are asked for."""
+        """Prompts are read one by one, without padding where any shape is allowed."""
         return self._rectangle.prefill(table, rows, answer=answer)
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:

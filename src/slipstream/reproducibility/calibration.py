@@ -49,7 +49,7 @@ NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of 
 
 log = logging.getLogger("slipstream")
 
-Report = Callable[[float], None]  # told the share of the work that is done, 0 to 1
+Report = Callable[[float], None]  # called with the share of the work that is done, 0 to 1
 
 
 def silent(share: float) -> None:

@@ -72,10 +72,10 @@ def _here(loaded: Loaded) -> str:
 
 
 def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
-    """How a model goes on from states: drafts at once only where that is right, and rounds alike or need not."""
+    """Whether a model on caches of its own reads drafts at once: where that is right, and rounded as token by token."""
     if reproducible is True:
         raise UsageError(
-            f"reproducible=True, but {name!r} goes on from states, which no set of forward shapes leaves alike; "
+            f"reproducible=True, but {name!r} runs on a cache of its own, where no set of forward shapes agrees; "
             "allowed: 'auto' or False"
         )
     if not backend.takes_several_tokens:

@@ -42,7 +42,7 @@ def trial_backend(backend: Backend) -> Backend:
         if len(chosen) == backend.num_layers:
             return backend
         subset = _subset(backend, chosen)
-    except UsageError:  # the layers cannot be told
+    except UsageError:  # the layers are not found
         return backend
     if isinstance(subset, RaggedForwards) and isinstance(backend, RaggedForwards):
         subset.ragged = backend.ragged

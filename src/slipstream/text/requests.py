@@ -33,7 +33,7 @@ SHAPES = "(n,) or (1, n) for one prompt, (batch, n) for several"
 
 @dataclass(frozen=True)
 class Prompts:
-    """What was asked for. single: one prompt, whose answer is one `Result`, rather than a list of them."""
+    """The prompts of a call. single: one prompt, whose answer is one `Result`, rather than a list of them."""
 
     items: list[Any]
     single: bool
@@ -214,7 +214,7 @@ class RequestReader:
         return self.compiled or CompiledGrammars(self.target, self.target.backend.vocab_size)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> RequestReader:
-        """A reader of conversations that offer these tools. UsageError if this model cannot be told of any."""
+        """A reader of conversations that offer these tools. UsageError if its chat template reads none."""
         if not tools:
             return self
         tokenizer, name = self.target.tokenizer, self.target.name

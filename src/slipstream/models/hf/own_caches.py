@@ -30,7 +30,7 @@ NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many 
 
 @dataclass
 class State:
-    """What a forward goes on from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
+    """What a forward continues from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
 
     cache: Any
     in_modules: list[Tensor]
@@ -97,7 +97,7 @@ class ModuleState:
 
 
 class OwnCaches:
-    """The states of every row: position -> what the model's `forward` is given to go on from there."""
+    """The states of every row: position -> the state from which the model's `forward` continues there."""
 
     def __init__(self) -> None:
         self._states: list[dict[int, State]] = []

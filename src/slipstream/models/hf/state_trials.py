@@ -33,9 +33,9 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
-    """A model on caches of its own, once it is known how it goes on from a state.
+    """A model on caches of its own, after trials of how it continues from a state.
 
-    Raises `UsageError`, with the reason, for models that cannot be gone on with, or attend to later tokens.
+    Raises `UsageError`, with the reason, for models that cannot continue from a state, or attend to later tokens.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -131,7 +131,7 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
 
 
 def _differs_in_two(model: Any, tokens: Tensor, expected: Tensor, close: float | None) -> bool:
-    """`differ` where the model's own forward goes on from its own cache after the first tokens."""
+    """`differ` where the model's own forward continues from its own cache after the first tokens."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)

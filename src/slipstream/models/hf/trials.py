@@ -153,7 +153,7 @@ def a_few_logits(backend: Backend) -> Tensor:
 def later_logits(backend: HFBackend) -> Tensor:
     """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
 
-    Each row attends to itself alone: its model is told other positions than those at which its tokens are cached.
+    Each row attends to itself alone: the model is given other positions than those at which its tokens are cached.
     """
     starts = later_starts(backend.model)
     backend.reserve(len(starts), 2 * backend.attended_unit)
