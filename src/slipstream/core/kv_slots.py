@@ -183,7 +183,7 @@ class SlotTable:
         self.states.extend(SlotState() for _ in range(rows - len(self.states)))
 
     @property
-    def answers(self) -> bool:
+    def returns_prompt_logits(self) -> bool:
         """Whether the forwards that read a new prompt can return the logits after it."""
         return self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
 
@@ -202,12 +202,12 @@ class SlotTable:
         missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
         return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
-    def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
-        """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
+    def read(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
+        """Read a row's tokens up to `end`, chunk by chunk; `prompt_logits` gets the logits after its last one."""
         while self.states[slot].base < end:
-            self.read_chunk(slot, row, end, answers)
+            self.read_chunk(slot, row, end, prompt_logits)
 
-    def read_chunk(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
+    def read_chunk(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
         """Read one chunk of a row's tokens; see `read`."""
         state = self.states[slot]
         chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
@@ -217,7 +217,7 @@ class SlotTable:
         if self.audit:
             self.audit.write(slot, state.base, chunk)
         if state.base + len(chunk) == len(row.tokens):
-            answers[slot] = self._answer(inputs, state.base, slot, len(chunk) - 1)
+            prompt_logits[slot] = self._logits_after(inputs, state.base, slot, len(chunk) - 1)
         else:
             self.forward(inputs, [state.base], slot, logits=False)
         self.note_read(slot, len(chunk))
@@ -228,7 +228,7 @@ class SlotTable:
         state.base = state.written = state.base + count
         self.prefill_tokens += count
 
-    def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
+    def _logits_after(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
         assert isinstance(self.backend, PromptLogits)
         width = self.shapes.width_for(1, 1)
@@ -386,6 +386,6 @@ class SlotTable:
         return inputs.clamp(max=self.backend.vocab_size - 1)
 
 
-def in_order(answers: Mapping[int, Tensor], count: int) -> Tensor | None:
-    """The answers [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one is missing."""
-    return torch.cat([answers[i] for i in range(count)]) if len(answers) == count else None
+def in_order(logits: Mapping[int, Tensor], count: int) -> Tensor | None:
+    """The logits [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one row's are missing."""
+    return torch.cat([logits[i] for i in range(count)]) if len(logits) == count else None

@@ -66,16 +66,16 @@ class Engine:
         """One round of every row: draft, verify, accept, commit.
 
         read_ahead: reads prompts of rows that are not in the batch yet.
-        Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
-        always, so that its rounds depend neither on other rows nor on what is cached.
+        Where the forwards that read a prompt return the logits after it, a row's first round draws from them and drafts
+        nothing: always, so that its rounds depend neither on other rows nor on what is cached.
         """
-        answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
+        prompt_logits = self.target.prefill(batch.rows, logits=not any(row.rounds for row in batch.rows))
         if read_ahead is not None:
             read_ahead()
         clock.lap("prefill")
-        if answer is not None:
-            draft = Draft.empty(len(batch.rows), answer.device)
-            verdict = self._accept(batch, draft, answer)
+        if prompt_logits is not None:
+            draft = Draft.empty(len(batch.rows), prompt_logits.device)
+            verdict = self._accept(batch, draft, prompt_logits)
         else:
             draft = self._draft(batch)
             clock.lap("draft")
@@ -113,8 +113,8 @@ class Engine:
     def _room(self, rows: Sequence[Row], limits: Sequence[int] | None) -> list[int]:
         """How many tokens each row may draft: one less than it may still commit, as a round adds the target's own.
 
-        None in a first round that a prompt's forward has answered; no more than the row's own `num_draft_tokens`, and
-        than the target's forward shapes allow.
+        None in a first round, if its token comes from the prompt's logits; no more than the row's own
+        `num_draft_tokens`, and than the target's forward shapes allow.
         """
         longest = self.target.table.longest_draft(rows)
         room = []
@@ -134,7 +134,7 @@ class Engine:
         ]
 
     def _may_draft(self, row: Row) -> bool:
-        return bool(row.rounds) or not self.target.answers
+        return bool(row.rounds) or not self.target.returns_prompt_logits
 
     def _ask_drafter(self, batch: Batch, lengths: Sequence[int]) -> Draft:
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)

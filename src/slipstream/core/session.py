@@ -54,9 +54,9 @@ class Session:
         return self.table.prefill_tokens
 
     @property
-    def answers(self) -> bool:
+    def returns_prompt_logits(self) -> bool:
         """Whether the forwards that read a new prompt can return the logits after it."""
-        return self.table.answers
+        return self.table.returns_prompt_logits
 
     @property
     def longest_draft(self) -> int | None:
@@ -81,12 +81,12 @@ class Session:
         other.table = replace(self.table, shapes=shapes)  # shares the states, which are the truth about the cache
         return other
 
-    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
+    def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
         """Read in chunks what rows lack up to their last token, if they lack much.
 
-        answer: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
+        logits: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
         """
-        return self.layout.prefill(self.table, rows, answer=answer and self.answers)
+        return self.layout.prefill(self.table, rows, logits=logits and self.returns_prompt_logits)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """Read prompts of rows that are in no batch yet, by slot, in order, within the budget; at least a chunk where
@@ -281,7 +281,7 @@ class BatchLayout(Protocol):
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Read what rows lack; see `Session.prefill`."""
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
@@ -297,15 +297,15 @@ class Rectangle:
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         return None
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        answers: dict[int, Tensor] = {}
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
+        prompt_logits: dict[int, Tensor] = {}
         for slot, row in enumerate(rows):
             table.assign_slot(slot, row)
             if not table.is_far_behind(slot, row):
-                answer = False
+                logits = False
             else:
-                table.read(slot, row, len(row.tokens) - (not answer), answers)
-        return in_order(answers, len(rows)) if answer else None
+                table.read(slot, row, len(row.tokens) - (not logits), prompt_logits)
+        return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)

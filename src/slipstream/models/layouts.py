@@ -37,21 +37,21 @@ class RaggedLayout:
         """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is none."""
         return table.shapes.total_for(rows + drafted) if rows > 1 else None
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Rows that share no beginning are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1:
-            return self._rectangle.prefill(table, rows, answer=answer)
-        answers: dict[int, Tensor] = {}
+            return self._rectangle.prefill(table, rows, logits=logits)
+        prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
             lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
-            answer = answer and len(lacking) == len(group)
-            ends = {slot: len(row.tokens) - (not answer) for slot, row in lacking.items()}
+            logits = logits and len(lacking) == len(group)
+            ends = {slot: len(row.tokens) - (not logits) for slot, row in lacking.items()}
             if len(ends) > 1:
-                _read_together(table, group, ends, answers)
+                _read_together(table, group, ends, prompt_logits)
             else:
                 for slot, end in ends.items():
-                    table.read(slot, group[slot], end, answers)
-        return in_order(answers, len(rows)) if answer else None
+                    table.read(slot, group[slot], end, prompt_logits)
+        return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward without padding, where that takes fewer tokens than the rectangle."""
@@ -106,7 +106,9 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
     return any(common_beginning(row.tokens, other.tokens, longest) > cached + CATCH_UP for other in others)
 
 
-def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
+def _read_together(
+    table: SlotTable, rows: dict[int, Row], ends: dict[int, int], prompt_logits: dict[int, Tensor]
+) -> None:
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
     lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
@@ -121,7 +123,7 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
         num_columns = max(1, len(ended))  # columns go through the output layer in numbers that agree
         columns += [0] * ((shapes.total_for(num_columns) or shapes.prompt_width_for(num_columns)) - len(ended))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
-        answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
+        prompt_logits.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
         for segment in segments:
             table.note_read(segment.slot, segment.count)
 
@@ -204,9 +206,9 @@ class UnpaddedLayout:
         """No padding, so as many tokens as there are."""
         return rows + drafted if rows > 1 else None
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Prompts are read one by one, without padding where any shape is allowed."""
-        return self._rectangle.prefill(table, rows, answer=answer)
+        return self._rectangle.prefill(table, rows, logits=logits)
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward of all rows' real tokens."""
