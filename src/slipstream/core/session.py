@@ -308,13 +308,13 @@ class Rectangle:
         return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
+        return last_columns(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
         return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
 
 
-def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
+def last_columns(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
     """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
     if len(set(counts)) == 1:
         return logits[:, counts[0] - keep : counts[0]]

@@ -42,7 +42,7 @@ AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at mo
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
     """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
     if isinstance(loaded.backend, UnpaddedForwards):
-        return _shapes_of_states(loaded.name, loaded.backend, reproducible), None
+        return _shapes_on_own_cache(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
         return EXACT_FIT, None
     calibration = remembered(loaded, max_batch_size)
@@ -50,7 +50,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         if reproducible is True:
             raise UsageError(
                 f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
-                f"{_here(loaded)}; allowed: 'auto' or False{_FEWER if _many_threads(loaded) else ''}"
+                f"{_here(loaded)}; allowed: 'auto' or False{_OR_FEWER_THREADS if _many_threads(loaded) else ''}"
             )
         log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, calibration
@@ -60,7 +60,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     return calibration.shapes, calibration
 
 
-_FEWER = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
+_OR_FEWER_THREADS = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
 
 
 def _many_threads(loaded: Loaded) -> bool:
@@ -71,7 +71,7 @@ def _here(loaded: Loaded) -> str:
     return f"here with {torch.get_num_threads()} threads" if _many_threads(loaded) else "here"
 
 
-def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
+def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
     """Whether a model on caches of its own reads drafts at once: where that is right, and rounded as token by token."""
     if reproducible is True:
         raise UsageError(
@@ -136,7 +136,7 @@ def _identity(loaded: Loaded) -> str:
     """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
     flags, settings = (
         sorted(processor().flags),
-        {name: os.environ[name] for name in sorted(os.environ) if _rounds(name)},
+        {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)},
     )
     mkldnn: Any = torch.backends.mkldnn
     machine = [
@@ -147,7 +147,7 @@ def _identity(loaded: Loaded) -> str:
     ]
     if loaded.backend.device.type == "cuda":
         machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {_cuda_libraries()}")
-    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_sizes(loaded.model))}"
+    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_configuration(loaded.model))}"
 
 
 def _cuda_libraries() -> str:
@@ -165,12 +165,12 @@ def _cuda_libraries() -> str:
     return f"{versions} {_digest(allowed)}"
 
 
-def _rounds(name: str) -> bool:
+def _affects_rounding(name: str) -> bool:
     """Whether a variable of the environment tells a library how to compute."""
     return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
 
 
-def _sizes(model: Any) -> dict[str, Any]:
+def _configuration(model: Any) -> dict[str, Any]:
     """A model's configuration without what changes no number: heads, windows, kinds of layers and all else."""
     config = getattr(model, "config", None)
     if config is None:

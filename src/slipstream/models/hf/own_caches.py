@@ -126,8 +126,8 @@ class OwnCaches:
         while len(states) > MOST:
             del states[_dispensable(sorted(states))]
 
-    def enlarge(self, slot: int, position: int) -> None:
-        """Add noise to the recurrent part of a state, always the same, so that no trial can overlook it."""
+    def add_noise(self, slot: int, position: int) -> None:
+        """Add noise to the recurrent part of a state, always the same, so that a trial notices if it is ignored."""
         generator = torch.Generator().manual_seed(17)
         for layer in getattr(self._states[slot][position].cache, "layers", []):
             for state in getattr(layer, "recurrent_states", {}).values():

@@ -166,7 +166,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
 def _after_noise(backend: OwnCacheBackend, ids: Tensor, read: Callable[[OwnCacheBackend, Tensor], Tensor]) -> Tensor:
     """Logits of the tokens after the first ones, read from a state that cannot be overlooked."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
-    backend.caches.enlarge(0, FIRST)
+    backend.caches.add_noise(0, FIRST)
     return read(backend, ids)
 
 
