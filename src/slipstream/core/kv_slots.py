@@ -30,7 +30,7 @@ class Shapes:
 
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
     to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
-    beyond them, a multiple of `attended_unit`; what another row left in it is used in units of `reuse`.
+    beyond them, a multiple of `attended_unit`. The cached beginning of another row is reused in multiples of `reuse`.
     token_by_token: drafts are read as plain decoding reads its tokens, a forward for each.
     """
 

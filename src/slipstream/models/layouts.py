@@ -22,11 +22,11 @@ from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
 
+PADDED = Rectangle()
+
+
 class RaggedLayout:
     """The layout of sessions whose backend has `RaggedForwards`."""
-
-    def __init__(self) -> None:
-        self._rectangle = Rectangle()
 
     @staticmethod
     def allowed(table: SlotTable) -> bool:
@@ -40,7 +40,7 @@ class RaggedLayout:
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Rows that share no beginning are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1:
-            return self._rectangle.prefill(table, rows, logits=logits)
+            return PADDED.prefill(table, rows, logits=logits)
         prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
             lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
@@ -58,13 +58,13 @@ class RaggedLayout:
         width = draft.shape[1]
         flat = None if keep <= width and set(lengths) != {width} else self._flat(table, batch, draft, lengths)
         if flat is None:
-            return self._rectangle.score(table, batch, draft, lengths, keep)
+            return PADDED.score(table, batch, draft, lengths, keep)
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
         """The tokens are put in rows, not the logits."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
-            return self._rectangle.best(table, batch, draft, lengths)
+            return PADDED.best(table, batch, draft, lengths)
         logits, counts = flat
         return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
 
@@ -199,16 +199,13 @@ class UnpaddedForwards(Checkpoints, Protocol):
 class UnpaddedLayout:
     """The layout of sessions whose backend has `UnpaddedForwards`."""
 
-    def __init__(self) -> None:
-        self._rectangle = Rectangle()
-
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """No padding, so as many tokens as there are."""
         return rows + drafted if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Prompts are read one by one, without padding where any shape is allowed."""
-        return self._rectangle.prefill(table, rows, logits=logits)
+        return PADDED.prefill(table, rows, logits=logits)
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward of all rows' real tokens."""

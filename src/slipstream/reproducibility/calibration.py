@@ -71,7 +71,7 @@ def progress_bar(description: str) -> Iterator[Report]:
 
 
 class Stages:
-    """Splits work into stages of known shares."""
+    """Reports progress of work that has stages, each of a known share."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._done = report, 0.0

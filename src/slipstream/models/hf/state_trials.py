@@ -1,4 +1,4 @@
-"""Trials at load of what a model does with its state. Nothing is assumed from its name."""
+"""Trials when a model is loaded: how its forward treats its state. Nothing is assumed from its name."""
 
 from __future__ import annotations
 
