@@ -21,7 +21,6 @@ from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
-
 PADDED = Rectangle()
 
 
