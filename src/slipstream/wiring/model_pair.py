@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
+from os.path import isdir
 from typing import Any
 
 import torch
@@ -254,7 +254,7 @@ def _load_target(target: Any, options: LoadOptions, tokenizer: Any) -> Loaded:
     except SlipstreamError as error:
         from slipstream.models.heads.head_files import head_files
 
-        if isinstance(target, str) and Path(target).is_dir() and head_files(target, options) is not None:
+        if isinstance(target, str) and isdir(target) and head_files(target, options) is not None:
             raise UsageError(
                 f"model {target!r} is a draft head; allowed: its target, with the head as draft"
             ) from error
