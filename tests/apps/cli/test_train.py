@@ -58,6 +58,7 @@ def test_a_head_that_was_interrupted_is_finished_and_drafts(
     assert command_line.run(capsys, monkeypatch, *words, "--draft", str(out), "--drafter", "model")[:2] == plain
 
 
+@pytest.mark.slow
 def test_ctrl_c_among_the_texts_keeps_those_that_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:

@@ -162,7 +162,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
     return [plain.generate(prompt, params).token_ids for prompt in ASKED]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
 @pytest.mark.parametrize("kind", mostly_slow(["large", "small"], "small"))
