@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -90,6 +90,7 @@ def test_limits_of_acceptance(n: int, batch: int) -> None:
         assert predicted_speed_up(costs, 0.0, n, batch) < 1
 
 
+@settings(max_examples=25)  # each is 26 predictions
 @given(ALPHAS, ALPHAS, st.integers(1, 12), st.integers(1, 8))
 def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, batch: int) -> None:
     costs, (low, high) = linear_costs(), sorted((one, two))

@@ -281,6 +281,7 @@ ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "e
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
