@@ -104,6 +104,7 @@ def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
     assert trained_on["target"] == "tiny" and trained_on["steps"] == 40 and trained_on["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
     config = new_head(decoder().target, 256, torch.arange(20))
     layer, size = target().model.layers[-1], target().config.hidden_size
