@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import check_choice, check_whole, explained_fields, why_unreadable
+from slipstream.checks import UNREADABLE, check_choice, check_whole, explained_fields, why_unreadable
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -109,8 +109,8 @@ class DecoderConfig:
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
+        except UNREADABLE as error:
             raise UsageError(f"config file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         allowed = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in allowed]):

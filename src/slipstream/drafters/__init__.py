@@ -87,6 +87,8 @@ def check_name(text: str) -> None:
     if name not in allowed:
         near = did_you_mean(name, *allowed)
         raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or a Drafter object{near}")
+    if text.endswith(":"):
+        raise UsageError(f"drafter={text!r}; allowed: {name}{ARGUMENTS.get(name, '')}")
 
 
 def traits(text: str) -> Traits:

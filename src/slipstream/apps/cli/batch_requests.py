@@ -91,12 +91,13 @@ def batch_command(
         with _progress() as on_progress:
             report = job.run(on_progress)
     except KeyboardInterrupt:
-        err.sentence(f"interrupted: {_summary(job.report)}; the same command goes on")
+        err.sentence(f"interrupted: {_summary(job.report)}; the same command continues")
         raise
     for line in report.errors:
         err.sentence(line)
     if report.failed:
-        err.sentence(f"all {report.failed} failed lines are in {files.errors}")
+        lines = "the failed line is" if report.failed == 1 else f"all {report.failed} failed lines are"
+        err.sentence(f"{lines} in {files.errors}")
     err.sentence(_summary(report))
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)

@@ -51,6 +51,8 @@ def _why_no_file(path: Path) -> str | None:
     try:
         if path.is_dir():
             return "it is a folder"
+        if path.is_symlink() and not path.exists():
+            path.resolve(strict=True)  # says what is wrong with it
         if path.exists():
             return None if os.access(path, os.W_OK) else "permission denied"
         if not path.parent.exists():
