@@ -15,6 +15,7 @@ from slipstream.errors import UsageError, did_you_mean, setting
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 ACTIVATIONS = ("auto", "int8", "int15")
+MAX_BATCH_SIZE = 4096
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
 QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
@@ -88,7 +89,7 @@ class DecoderConfig:
                 raise UsageError(f"{name}={value!r}; allowed: 'auto', True, False")
         check_whole("draft_vocabulary", self.draft_vocabulary, 1, words=("auto", "full"))
         check_whole("draft_context", self.draft_context, SHORTEST_CONTEXT, words=("auto", "full"))
-        check_whole("max_batch_size", self.max_batch_size, 1)
+        check_whole("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         if not isinstance(self.load_options, dict):
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 

@@ -103,7 +103,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--draft-dtype", "int5"), "draft_dtype='int5'; allowed"),
     ((*GENERATE, "--quantize", "int44"), "did you mean 'int4'?"),
     ((*GENERATE, "--fast", "yes"), "fast='yes'; allowed: 'auto', True, False"),
-    ((*GENERATE, "--max-batch-size", "0"), "max_batch_size=0; allowed: a whole number, 1 or more"),
+    ((*GENERATE, "--max-batch-size", "0"), "max_batch_size=0; allowed: a whole number from 1 to 4096"),
     ((*GENERATE, "--draft-context", "5"), "draft_context=5; allowed"),
     ((*GENERATE, "--load-options", "{"), "is not JSON"),
     ((*GENERATE, "--config", "absent.json"), "'absent.json' cannot be read: no such file or directory"),
