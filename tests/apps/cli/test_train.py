@@ -49,7 +49,7 @@ def test_a_head_that_was_interrupted_is_finished_and_drafts(
     assert "training.pt holds step " in last and "Traceback" not in err
     code, shown, err = train(capsys, monkeypatch, target, out, "--json", str(tmp_path / "result.json"))
     assert code == 0 and "tokens per round on held-out texts after 16 steps; estimated" in shown
-    assert f"use it: slipstream generate --target {target} --draft {out}" in shown
+    assert f"use it: slipstream generate --model {target} --draft {out}" in shown
     assert [line for line in err.splitlines() if line.startswith("step 16: loss ")]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == 16 and result["target"] == target and len(result["accepted"]) == 5

@@ -31,7 +31,7 @@ class Measured:
     """A target whose costs are measured."""
 
     target: Annotated[
-        str | None, option(MODELS, "--target", text=f"measure the costs of it: {NAMED}", metavar="MODEL")
+        str | None, option(MODELS, "-m", "--target", "--model", text=f"measure the costs of it: {NAMED}", metavar="MODEL")
     ] = None
     draft: DraftModel = None
     seconds: Annotated[float, option(MEASURING, "--seconds", text="time for measuring", metavar="SECONDS")] = 20.0
@@ -126,8 +126,8 @@ TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 @command(
     "simulate",
     "slipstream simulate --target-params 8b --draft-params 0.6b --bandwidth 1e12 --flops 1e14",
-    "slipstream simulate --target smollm2 --alpha 0.8",
-    "slipstream simulate --target smollm2 --stats runs/today",
+    "slipstream simulate --model smollm2 --alpha 0.8",
+    "slipstream simulate --model smollm2 --stats runs/today",
 )
 @flags(Measured, OnPaper, Grid, DecoderConfig)
 def simulate_command(

@@ -75,9 +75,9 @@ class TrainOptions:
 
 @command(
     "train",
-    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --hours 12",
-    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
-    'slipstream generate --target Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
+    "slipstream train --model Qwen/Qwen3-8B --out qwen3-head --hours 12",
+    "slipstream train --model Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
+    'slipstream generate --model Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
 )
 @flags(TrainOptions, DecoderConfig, without=CHOSEN)
 def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json = None) -> None:
@@ -101,7 +101,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
         f"{result['tokens_per_second']:.0f} tokens/s with {result['num_draft_tokens']} draft tokens, "
         f"{result['plain']:.0f} without"
     )
-    out.print(f"use it: slipstream generate --target {options.target} --draft {result['folder']}", soft_wrap=True)
+    out.print(f"use it: slipstream generate --model {options.target} --draft {result['folder']}", soft_wrap=True)
     write_json(json_file, {"target": options.target} | result)
 
 
