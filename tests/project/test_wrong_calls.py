@@ -121,10 +121,16 @@ CALLS: tuple[tuple[str, str], ...] = (
     ("decoder.batch([], 'a.jsonl', errors=5)", "errors=5; allowed: the name of a file"),
     ("decoder.batch([], 'a.jsonl', params=5)", "params=5; allowed: SamplingParams"),
     ("decoder.batch([], '-')", "output='-'; allowed: the name of a file"),
-    ("SpeculativeDecoder('toy', drafter=type(decoder))", "allowed: a name or an object with propose"),
+    (
+        "SpeculativeDecoder('toy', drafter=type(decoder))",
+        "allowed: a name or an object, such as SpeculativeDecoder(...)",
+    ),
     ("SpeculativeDecoder('toy', drafter='ngram:')", "drafter='ngram:'; allowed: ngram[:N]"),
     ("SpeculativeDecoder('toy', drafter='NGRAM')", "did you mean 'ngram'?"),
-    ("SpeculativeDecoder('toy', max_batch_size=10**12)", "max_batch_size=1000000000000; allowed: a whole number from 1"),
+    (
+        "SpeculativeDecoder('toy', max_batch_size=10**12)",
+        "max_batch_size=1000000000000; allowed: a whole number from 1",
+    ),
     ("SpeculativeDecoder('https://huggingface.co/Qwen/Qwen3-8B')", "did you mean 'Qwen/Qwen3-8B'?"),
     ("decoder.using(acceptance=torch.zeros(2))", "acceptance='Tensor'; allowed: "),
     ("decoder.using('ngarm')", "did you mean 'ngram'?"),

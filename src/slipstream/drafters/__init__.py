@@ -103,6 +103,8 @@ def traits_of(drafter: str | Drafter) -> Traits:
 
     if isinstance(drafter, str):
         return traits(drafter)
+    if isinstance(drafter, type):
+        raise UsageError(f"drafter={drafter!r}; allowed: a name or an object, such as {drafter.__name__}(...)")
     return drafter.traits if isinstance(drafter, Declared) else Traits()
 
 

@@ -131,8 +131,10 @@ class Stats:
 
     def __repr__(self) -> str:
         """The figures that one looks for first."""
-        rounds = f"{self.block_efficiency:.1f} per forward, {percent(self.acceptance_rate)} accepted"
-        return f"Stats({self.num_output_tokens} tokens, {rounds}, {self.tokens_per_second:.1f} tokens per second)"
+        drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
+        rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
+        tokens, speed = counted(self.num_output_tokens, "token"), f"{self.tokens_per_second:.1f} tokens per second"
+        return f"Stats({tokens}, {rounds}, {speed})"
 
     def to_dict(self) -> dict[str, Any]:
         """All totals and ratios, for JSON."""

@@ -137,7 +137,7 @@ def make_drafter(
     if refused and choice.siblings > 0:
         raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
     if not isinstance(picked, str):
-        if not isinstance(picked, Drafter) or isinstance(picked, type):  # a class has a propose, too
+        if not isinstance(picked, Drafter):
             raise UsageError(f"drafter={picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
         return picked
     setup = drafters.Setup(

@@ -31,7 +31,8 @@ class Measured:
     """A target whose costs are measured."""
 
     target: Annotated[
-        str | None, option(MODELS, "-m", "--target", "--model", text=f"measure the costs of it: {NAMED}", metavar="MODEL")
+        str | None,
+        option(MODELS, "-m", "--target", "--model", text=f"measure the costs of it: {NAMED}", metavar="MODEL"),
     ] = None
     draft: DraftModel = None
     seconds: Annotated[float, option(MEASURING, "--seconds", text="time for measuring", metavar="SECONDS")] = 20.0

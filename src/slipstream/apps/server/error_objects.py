@@ -155,7 +155,7 @@ WORDING = (
     (r" after validation, not \d+", ""),
 )
 MAX_SHOWN = 60  # characters of a value
-KINDS = {str: "a text", list: "a list", dict: "an object"}
+KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 QUOTED = re.compile(r"'([^']*)'")
 
 
