@@ -107,6 +107,7 @@ NO_TEXT = "a text, or parts of one"
             "tool_choice.type",
             "tool_choice.type=\"allowed_tools\"; allowed: 'function'",
         ),
+        (CHAT, {"response_format": {"type": ""}}, "response_format.type", 'response_format.type=""; allowed: '),
         (CHAT, {"prediction": "x"}, "prediction", "prediction: a text; allowed: an object"),
         (CHAT, {"seed": 1 << 63}, "seed", "seed=9223372036854775808; allowed: 9223372036854775807 or less"),
         (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; is 'mesages' meant for it?"),

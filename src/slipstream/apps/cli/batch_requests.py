@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from slipstream.jobs.batch_job import BatchJob, JobReport, Progress
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.line_formats import JobOptions
+
+LINE_SECONDS = 60.0  # between lines about a job where no terminal shows a bar
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
@@ -138,9 +141,17 @@ def _speed(report: JobReport) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar with speed, acceptance and the time left on terminals; elsewhere nothing until the end."""
+    """A bar with speed, acceptance and the time left on terminals; elsewhere, as in logs, a line a minute."""
     if not err.is_terminal:
-        yield lambda report: None
+        printed = monotonic()
+
+        def print_line(report: JobReport) -> None:
+            nonlocal printed
+            if monotonic() - printed >= LINE_SECONDS:
+                printed = monotonic()
+                err.sentence(_summary(report))
+
+        yield print_line
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -190,7 +190,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     if is_choice:
         near = did_you_mean(str(value), *QUOTED.findall(first["ctx"]["expected"]))
     shown = "" if type(value) is str and (is_choice or source) else KINDS.get(type(value), "")
-    if value in ("", [], {}):
+    if shown and value in ("", [], {}):
         shown = f"an empty {shown.split()[-1]}"
     what = f"{name or 'request body'}: {shown}" if shown else f"{name}={shortened(json.dumps(value))}"
     return refused(f"{what}; allowed: {' or '.join(dict.fromkeys(allowed))}{near}", _without_indexes(place))
