@@ -138,7 +138,7 @@ def test_an_interrupted_job_says_how_far_it_is(
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
     done = len(by_id(out))
     assert code == 130 and told.startswith(f"interrupted: {done} of 20 answered, {20 - done} left in ")
-    assert "the same command goes on" in told
+    assert "the same command continues" in told
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[0] == 0 and len(by_id(out)) == 20
 
 

@@ -84,7 +84,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
     """Train a draft head for a model, which then generates faster with --draft FOLDER.
 
     Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
-    answers. Prompts like those that will be served make a better head. The same command goes on after an interruption.
+    answers. Prompts like those that will be served make a better head. The same command continues after an interruption.
     """
     job = _job(options)
     try:
