@@ -84,7 +84,8 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
     """Train a draft head for a model, which then generates faster with --draft FOLDER.
 
     Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
-    answers. Prompts like those that will be served make a better head. The same command continues after an interruption.
+    answers. Prompts like those that will be served make a better head. The same command continues after an
+    interruption.
     """
     job = _job(options)
     try:
@@ -94,7 +95,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
         with _progress() as job.show:
             result = job.run(decoder)
     except KeyboardInterrupt:
-        print_error(f"interrupted; {job.saved}; the same command goes on")
+        print_error(f"interrupted; {job.saved}; the same command continues")
         raise typer.Exit(130) from None
     out.sentence(
         f"{result['tokens_per_round']:.2f} tokens per round on held-out texts after {result['steps']} steps; estimated "
