@@ -152,9 +152,9 @@ WRITTEN: list[Case] = [
     (("train", *TOY, "--out", "x"), "--target 'toy' has no hidden states that a head could read; allowed: a model of"),
     (("train", *TOY, "--out", "x", "--drafter", "ngram"), "unknown option '--drafter'"),
     # empty values, and files that are not what they should be
-    ((*GENERATE, "--json", ""), "--json ''; allowed: --json FILE, or leave it out"),
-    (("serve", *TOY, "--api-key-file="), "--api-key-file ''; allowed: --api-key-file FILE, or leave it out"),
-    (("chat", "--url", ""), "--url ''; allowed: --url URL, or leave it out"),
+    ((*GENERATE, "--json", ""), "--json ''; allowed: --json FILE"),
+    (("serve", *TOY, "--api-key-file="), "--api-key-file ''; allowed: --api-key-file FILE"),
+    (("chat", "--url", ""), "--url ''; allowed: --url URL"),
     ((*GENERATE, "--json", "loop"), "--json 'loop' cannot be written: "),
     ((*GENERATE, "--config", "deep.json"), "config file 'deep.json' cannot be read: it is nested too deeply"),
     ((*GENERATE, "--config", "digits.json"), "config file 'digits.json' cannot be read: exceeds the limit"),

@@ -50,7 +50,7 @@ class _Worded:
         for option in self.get_params(ctx):  # type: ignore[attr-defined]
             if option.param_type_name == "option" and _needs_text(option) and "" in _values(words, option.opts):
                 flag = max(option.opts, key=len)
-                raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}, or leave it out")
+                raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:
@@ -132,7 +132,9 @@ class Group(_Worded, TyperGroup):
 def _needs_text(option: Any) -> bool:
     """Whether an empty value would be taken for none, or for the folder that one is in."""
     kind = getattr(option, "type_descriptor", None)  # the parser's own --help has none
-    return kind is not None and (kind.annotation in (Path, Path | None) or option.default == "")
+    return kind is not None and (
+        kind.annotation in (Path, Path | None) or (option.default == "" and option.metavar != "TEXT")
+    )
 
 
 def _argument(param: Any) -> str:
