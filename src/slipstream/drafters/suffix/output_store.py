@@ -116,7 +116,8 @@ class SuffixStore:
             raise UsageError(f"store {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         except (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
             raise UsageError(
-                f"store {str(path)!r} cannot be read, so it is no store or damaged; allowed: a file that save has written"
+                f"store {str(path)!r} cannot be read, so it is no store or damaged; allowed: a file that save has "
+                "written"
             ) from error
         self._check(f"store {str(path)!r}", parts)
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
