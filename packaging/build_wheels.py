@@ -73,12 +73,15 @@ def main() -> None:
     chosen = given.platforms.split(",")
     if unknown := [name for name in chosen if name not in PLATFORMS]:
         parser.error(f"--platforms {unknown[0]!r}; allowed: {', '.join(PLATFORMS)}")
+    if not (tools := shutil.which(given.tools)):
+        parser.error(f"--tools {given.tools!r} is no program")
+    tools = str(Path(tools).absolute())  # the builds run in folders of their own; a link into a venv must stay one
     out = Path(given.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    base = distributions(given.tools, out)
+    base = distributions(tools, out)
     for name in chosen:
         with tempfile.TemporaryDirectory() as scratch:
-            libraries = compiled(PLATFORMS[name], given.tools, Path(scratch))
+            libraries = compiled(PLATFORMS[name], tools, Path(scratch))
             print(with_libraries(base, PLATFORMS[name].tag, libraries, out).name, flush=True)
 
 

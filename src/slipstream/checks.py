@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeGuard
 from slipstream.errors import UsageError, did_you_mean, first_line
 
 P = ParamSpec("P")
+# What reading a JSON file raises: it is not there, not UTF-8, not JSON, nested too deeply, or has an endless number.
+UNREADABLE = (OSError, ValueError, RecursionError)
 
 
 class UnknownArgumentError(UsageError, TypeError):
@@ -101,9 +103,16 @@ def explained_fields(cls: Any, settings: Any = None) -> Any:
     return cls
 
 
+def counted(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def why_unreadable(error: Exception) -> str:
     """Why a file cannot be read, without its name, which the message has already."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is not valid UTF-8 at byte {error.start}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return reason[:1].lower() + reason[1:]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import check_choice, check_whole, explained_fields, why_unreadable
+from slipstream.checks import UNREADABLE, check_choice, check_whole, explained_fields, why_unreadable
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -15,6 +15,7 @@ from slipstream.errors import UsageError, did_you_mean, setting
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 ACTIVATIONS = ("auto", "int8", "int15")
+MAX_BATCH_SIZE = 4096
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
 QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
@@ -88,7 +89,7 @@ class DecoderConfig:
                 raise UsageError(f"{name}={value!r}; allowed: 'auto', True, False")
         check_whole("draft_vocabulary", self.draft_vocabulary, 1, words=("auto", "full"))
         check_whole("draft_context", self.draft_context, SHORTEST_CONTEXT, words=("auto", "full"))
-        check_whole("max_batch_size", self.max_batch_size, 1)
+        check_whole("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         if not isinstance(self.load_options, dict):
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 
@@ -109,8 +110,8 @@ class DecoderConfig:
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
+        except UNREADABLE as error:
             raise UsageError(f"config file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         allowed = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in allowed]):

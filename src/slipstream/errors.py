@@ -26,7 +26,9 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(name: str, *allowed: str) -> str:
     """The end of a message: the allowed name that a wrong one is nearest to; nothing if none is near."""
-    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, allowed, 1, 0.7) if near != name)
+    by_lower_case = {word.lower(): word for word in allowed}
+    near = [by_lower_case[word] for word in get_close_matches(name.lower(), by_lower_case, 1, 0.7)]
+    return "".join(f"; did you mean {word!r}?" for word in near if word != name)
 
 
 def setting(default: Any, text: str) -> Any:

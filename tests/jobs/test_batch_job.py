@@ -97,7 +97,7 @@ REFUSED = [
     ({"id": "k", "prompt": "x", "constraint": {"rule": 1}}, "constraint={'rule': 1}; allowed: one of json_schema"),
     ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors are code, which is not read from files"),
     (chat("o1", "x", model="gpt-9"), "model 'gpt-9' is not served here; allowed: 'toy'"),
-    (chat("o2", "x", temperature=-1), "temperature: Input should be greater than or equal to 0"),
+    (chat("o2", "x", temperature=-1), "temperature=-1; allowed: 0 or more"),
     (chat("o3", "x", stream=True), "stream=true in a batch; allowed: false"),
     (chat("o4", "x") | {"url": "/v1/embeddings"}, "url='/v1/embeddings'; allowed: /v1/chat/completions, /v1/c"),
     (chat("o5", "x") | {"method": "GET"}, "method='GET'; allowed: 'POST'"),

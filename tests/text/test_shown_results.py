@@ -33,7 +33,7 @@ def test_reprs_are_short_and_say_how_it_went(decoder: SpeculativeDecoder, result
     )
     assert f"60 tokens, {result.stats.block_efficiency:.1f} per forward, " in repr(result.stats)
     assert f"{result.stats.acceptance_rate:.0%} accepted" in repr(result.stats)
-    assert repr(Stats()) == "Stats(0 tokens, 0.0 per forward, - accepted, 0.0 tokens per second)"
+    assert repr(Stats()) == "Stats(0 tokens, 0.0 per forward, nothing drafted, 0.0 tokens per second)"
     everything = (result, result.stats, decoder, PARAMS, *decoder.stream("The heron", PARAMS))
     assert all(len(repr(value)) < 200 and "\n" not in repr(value) for value in everything)
 

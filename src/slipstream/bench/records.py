@@ -23,6 +23,7 @@ from slipstream import durable_files
 from slipstream.bench.arms import OF_LLAMA_CPP, Arm
 from slipstream.bench.llama_cpp import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt, Key
+from slipstream.checks import UNREADABLE, why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round
 from slipstream.errors import SlipstreamError, UsageError
@@ -166,8 +167,8 @@ def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     where = f"{str(folder / FILE)!r}, line {number}"
     try:
         item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
+    except UNREADABLE as error:
+        raise UsageError(f"{where}: {why_unreadable(error)}; allowed: one JSON object per line") from error
     names: Sequence[str] = [f.name for f in fields(cls)]
     if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(names) | LATER:
         raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(names)}")

@@ -87,6 +87,8 @@ def check_name(text: str) -> None:
     if name not in allowed:
         near = did_you_mean(name, *allowed)
         raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or a Drafter object{near}")
+    if text.endswith(":"):
+        raise UsageError(f"drafter={text!r}; allowed: {name}{ARGUMENTS.get(name, '')}")
 
 
 def traits(text: str) -> Traits:
@@ -101,6 +103,8 @@ def traits_of(drafter: str | Drafter) -> Traits:
 
     if isinstance(drafter, str):
         return traits(drafter)
+    if isinstance(drafter, type):
+        raise UsageError(f"drafter={drafter!r}; allowed: a name or an object, such as {drafter.__name__}(...)")
     return drafter.traits if isinstance(drafter, Declared) else Traits()
 
 

@@ -267,8 +267,9 @@ def _check_requests(source: Any) -> None:
 
 def _path(name: str, value: Any) -> Path:
     """A file to write, as a caller names it."""
-    if (not isinstance(value, PathLike) and not is_text(value)) or str(value) in ("", ".") or "\0" in str(value):
-        raise UsageError(f"{name}={value!r:.80}; allowed: the name of a file")
+    if (not isinstance(value, PathLike) and not is_text(value)) or str(value) in ("", ".", "-") or "\0" in str(value):
+        shown = str(value) if isinstance(value, PathLike) else value
+        raise UsageError(f"{name}={shown!r:.80}; allowed: the name of a file")
     return Path(value)
 
 
@@ -278,6 +279,8 @@ def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:
             path.exists() and other_path.exists() and path.samefile(other_path)
         ):
             raise UsageError(f"{str(path)!r} is {name} and {other_name}; allowed: two files")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"the folder {str(path.parent)!r} does not exist"
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
+        why = f"the folder {str(path.parent)!r} does not exist"
+        if path.exists():  # a pipe or a device cannot be read back, which continuing a job takes
+            why = "it is a folder" if path.is_dir() else "it is no ordinary file"
         raise UsageError(f"{name} {str(path)!r} cannot be written: {why}")

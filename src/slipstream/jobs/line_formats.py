@@ -49,6 +49,8 @@ class JobOptions:
     token_ids: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise UsageError(f"params={self.params!r:.60}; allowed: SamplingParams")
         if self.params.seed is not None:
             raise UsageError(
                 f"seed={self.params.seed} for all requests of a job; allowed: a seed in a line, or none: each request "

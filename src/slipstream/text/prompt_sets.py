@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from slipstream.checks import why_unreadable
+from slipstream.checks import UNREADABLE, is_text, why_unreadable
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.tokenization.tokenizer import check_text
 
@@ -48,7 +48,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     """
     source = f"prompt file {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{source} cannot be read: {why_unreadable(error)}") from error
     if path.suffix != ".jsonl":
@@ -104,16 +104,18 @@ def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
 def _parse(line: str, where: str, category: str) -> NamedPrompt:
     try:
         item: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from None
+    except UNREADABLE as error:
+        raise UsageError(f"{where}: {why_unreadable(error)}; allowed: one JSON object per line") from None
     if isinstance(item, dict):
         turns = item.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else item.get("prompt")
         prediction = item.get("prediction")
         if prediction is not None and not (isinstance(prediction, str) and prediction):
             raise UsageError(f"{where}: prediction={prediction!r:.60}; allowed: a non-empty text, or none")
+        if not is_text(category := item.get("category", category)):
+            raise UsageError(f"{where}: category={category!r:.60}; allowed: a non-empty text, or none")
         if isinstance(text, str) and text.strip():
-            return NamedPrompt(text, str(item.get("category", category)), prediction)
+            return NamedPrompt(text, category, prediction)
     raise UsageError(f'{where}: no text; allowed: {{"prompt": text}} or {{"turns": [text, ...], "category": name}}')
 
 

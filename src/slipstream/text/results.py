@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
@@ -130,8 +131,10 @@ class Stats:
 
     def __repr__(self) -> str:
         """The figures that one looks for first."""
-        rounds = f"{self.block_efficiency:.1f} per forward, {percent(self.acceptance_rate)} accepted"
-        return f"Stats({self.num_output_tokens} tokens, {rounds}, {self.tokens_per_second:.1f} tokens per second)"
+        drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
+        rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
+        tokens, speed = counted(self.num_output_tokens, "token"), f"{self.tokens_per_second:.1f} tokens per second"
+        return f"Stats({tokens}, {rounds}, {speed})"
 
     def to_dict(self) -> dict[str, Any]:
         """All totals and ratios, for JSON."""
@@ -166,7 +169,7 @@ class Result:
         """The beginning of the text and how it came about."""
         efficiency = f"{self.stats.block_efficiency:.1f} per forward"
         end = self.finish_reason if self.error is None else f"error: {self.error}"
-        return f"Result({_shortened(self.text)!r}, {_tokens(self.token_ids)}, {efficiency}, {end})"
+        return f"Result({_shortened(self.text)!r}, {counted(len(self.token_ids), 'token')}, {efficiency}, {end})"
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
@@ -258,7 +261,7 @@ class Chunk:
     def __repr__(self) -> str:
         end = "" if self.finish_reason is None else f", {self.finish_reason}"
         accepted = sum(origin in ("accepted", "forced") for origin in self.origins)
-        return f"Chunk({_shortened(self.text)!r}, {_tokens(self.token_ids)}, {accepted} accepted{end})"
+        return f"Chunk({_shortened(self.text)!r}, {counted(len(self.token_ids), 'token')}, {accepted} accepted{end})"
 
 
 class Stream(Iterator[Chunk]):
@@ -330,16 +333,13 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def _tokens(ids: Sequence[int]) -> str:
-    return f"{len(ids)} token{'s' * (len(ids) != 1)}"
-
-
 def statistics_line(stats: Stats, drafter: str) -> str:
     """Tokens, speed and acceptance in one line."""
-    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f} tokens per forward"
-    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
+    rate = "nothing drafted" if stats.acceptance_rate is None else f"acceptance rate {percent(stats.acceptance_rate)}"
+    efficiency = f"{stats.block_efficiency:.2f} tokens per forward"
+    speed = f"{counted(stats.num_output_tokens, 'token')}, {stats.tokens_per_second:.1f} tok/s"
     forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
-    line = f"{speed}, {drafter}: acceptance rate {rate}, {efficiency}{forced}"
+    line = f"{speed}, {drafter}: {rate}, {efficiency}{forced}"
     if stats.accepted_prediction_tokens is None:
         return line
     counts = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"

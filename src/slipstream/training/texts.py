@@ -82,7 +82,7 @@ def read_sources(path: Path) -> list[Source]:
     """The prompts or texts of a file: one prompt per line; of .jsonl lines with "prompt" or "text", or OpenAI's."""
     if path.suffix != ".jsonl":
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--prompts {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         sources = [Source(f"{path}, line {i}", line.strip()) for i, line in enumerate(lines, 1) if line.strip()]

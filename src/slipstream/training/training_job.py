@@ -157,7 +157,8 @@ class TrainingJob:
         def show(doing: str, tokens: int, passed: float) -> None:
             tokens = min(tokens, settings.num_tokens)
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
-            seconds_left = None if needed is None else max(0.0, min(needed, seconds - passed))
+            is_over = passed > seconds  # the fewest texts are still made then
+            seconds_left = None if needed is None or is_over else min(needed, seconds - passed)
             self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=seconds_left))
 
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)

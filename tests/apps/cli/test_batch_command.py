@@ -138,7 +138,7 @@ def test_an_interrupted_job_says_how_far_it_is(
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
     done = len(by_id(out))
     assert code == 130 and told.startswith(f"interrupted: {done} of 20 answered, {20 - done} left in ")
-    assert "the same command goes on" in told
+    assert "the same command continues" in told
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[0] == 0 and len(by_id(out)) == 20
 
 
@@ -156,3 +156,12 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
         show(JobReport(total=40, answered_before=4, answered=16, seconds=8.0, work=Work(800, 100, 62)))
     seen.append(capsys.readouterr().err)
     assert "20/40" in seen[0] and "8 s, 100 tokens/s, acceptance 62 %, 0:10 left" in seen[0]
+
+
+def test_a_log_gets_a_line_now_and_then(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write(tmp_path / "in.jsonl", requests(3)), tmp_path / "out.jsonl"
+    told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
+    assert len(told.splitlines()) == 1, told  # the control: a short job has its last line alone
+    monkeypatch.setattr(batch_requests, "LINE_SECONDS", 0.0)
+    told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
+    assert len(told.splitlines()) > 1 and all(" of 3 answered" in line for line in told.splitlines()), told

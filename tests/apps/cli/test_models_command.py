@@ -116,7 +116,7 @@ def test_the_list_has_both_caches_and_the_toy_under_a_header(
         ["qwen", "2", "MB", "2", "hours", "ago", "slipstream"],
         ["toy", "-", "-", "built", "in"],
     ]
-    assert "--target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B" in err
+    assert "--model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B" in err
     report = json.loads((caches / "models.json").read_text())
     assert [model["architecture"] for model in report["models"]] == ["", "Qwen2ForCausalLM"]
 

@@ -45,11 +45,11 @@ def test_a_head_that_was_interrupted_is_finished_and_drafts(
     code, _, err = train(capsys, monkeypatch, target, out)
     assert code == 130
     last = err.splitlines()[-1]
-    assert last.startswith("error: interrupted; ") and last.endswith("; the same command goes on")
+    assert last.startswith("error: interrupted; ") and last.endswith("; the same command continues")
     assert "training.pt holds step " in last and "Traceback" not in err
     code, shown, err = train(capsys, monkeypatch, target, out, "--json", str(tmp_path / "result.json"))
     assert code == 0 and "tokens per round on held-out texts after 16 steps; estimated" in shown
-    assert f"use it: slipstream generate --target {target} --draft {out}" in shown
+    assert f"use it: slipstream generate --model {target} --draft {out}" in shown
     assert [line for line in err.splitlines() if line.startswith("step 16: loss ")]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == 16 and result["target"] == target and len(result["accepted"]) == 5
@@ -78,7 +78,8 @@ def test_ctrl_c_among_the_texts_keeps_those_that_ended(
     kept = read_texts(out)
     assert code == 130 and len(kept) == 3 and first == f"loading {target} ..."
     tokens = sum(len(text.ids) for text in kept)
-    assert last == f"error: interrupted; {out / 'texts.jsonl'} holds {tokens} tokens of texts; the same command goes on"
+    kept_in = f"{out / 'texts.jsonl'} holds {tokens} tokens of texts"
+    assert last == f"error: interrupted; {kept_in}; the same command continues"
     assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, [\d:]+ left", before_last)
     assert "inventing prompts: 0 of 2000 tokens" in err.splitlines()
     assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 2000 tokens, .* left", line) for line in err.splitlines())

@@ -103,7 +103,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--draft-dtype", "int5"), "draft_dtype='int5'; allowed"),
     ((*GENERATE, "--quantize", "int44"), "did you mean 'int4'?"),
     ((*GENERATE, "--fast", "yes"), "fast='yes'; allowed: 'auto', True, False"),
-    ((*GENERATE, "--max-batch-size", "0"), "max_batch_size=0; allowed: a whole number, 1 or more"),
+    ((*GENERATE, "--max-batch-size", "0"), "max_batch_size=0; allowed: a whole number from 1 to 4096"),
     ((*GENERATE, "--draft-context", "5"), "draft_context=5; allowed"),
     ((*GENERATE, "--load-options", "{"), "is not JSON"),
     ((*GENERATE, "--config", "absent.json"), "'absent.json' cannot be read: no such file or directory"),
@@ -151,6 +151,18 @@ WRITTEN: list[Case] = [
     (("train", *TOY, "--out", "x", "--prompts", "absent.jsonl"), "'absent.jsonl' cannot be read"),
     (("train", *TOY, "--out", "x"), "--target 'toy' has no hidden states that a head could read; allowed: a model of"),
     (("train", *TOY, "--out", "x", "--drafter", "ngram"), "unknown option '--drafter'"),
+    # empty values, and files that are not what they should be
+    ((*GENERATE, "--json", ""), "--json ''; allowed: --json FILE"),
+    (("serve", *TOY, "--api-key-file="), "--api-key-file ''; allowed: --api-key-file FILE"),
+    (("chat", "--url", ""), "--url ''; allowed: --url URL"),
+    ((*GENERATE, "--json", "loop"), "--json 'loop' cannot be written: "),
+    ((*GENERATE, "--config", "deep.json"), "config file 'deep.json' cannot be read: it is nested too deeply"),
+    ((*GENERATE, "--config", "digits.json"), "config file 'digits.json' cannot be read: exceeds the limit"),
+    (("bench", "--plan", "deep.json"), "plan 'deep.json' cannot be read: it is nested too deeply"),
+    (("generate", *TOY, "--prompt-file", "category.jsonl"), "line 1: category=['x']; allowed: a non-empty text"),
+    (("batch", "in.jsonl", "/dev/full", *TOY), "the output '/dev/full' cannot be written: it is no ordinary file"),
+    (("batch", "in.jsonl", "-", *TOY), "output='-'; allowed: the name of a file"),
+    (("simulate", "--alpha", "1.5"), "--alpha '1.5'; allowed: 1 or less"),
     # serving
     (("serve", "--host", "0.0.0.0"), "0.0.0.0"),
     (("serve", "--port", "70000"), "port=70000; allowed: a whole number from 0 to 65535"),
@@ -207,6 +219,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder that the command lines are typed in; standard input is empty."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.json").write_text('{"drafterr": "none"}')
+    (tmp_path / "deep.json").write_text("[" * 5000)
+    (tmp_path / "digits.json").write_text('{"max_batch_size": ' + "9" * 5000 + "}")
+    (tmp_path / "category.jsonl").write_text('{"prompt": "a", "category": ["x"]}')
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron"}\n')
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from rich.text import Text
 
 from slipstream.certificate.parity import TieJudge, verdict
+from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -261,7 +262,7 @@ def totals(chat: Chat) -> list[str]:
     stats = Stats.of(round for turn in chat.turns for round in turn.rounds)
     prompts, prefilled = sum(len(t.prompt_ids) for t in chat.turns), sum(t.prefilled for t in chat.turns)
     interrupted = sum(turn.finish_reason == "interrupted" for turn in chat.turns)
-    lines = [f"{len(chat.turns)} turns, {interrupted} interrupted"]
+    lines = [f"{counted(len(chat.turns), 'turn')}, {interrupted} interrupted"]
     if chat.turns:
         drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
         lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]

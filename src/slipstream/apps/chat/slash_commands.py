@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat, compare, save, totals
+from slipstream.checks import counted
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -58,7 +59,7 @@ def value_of(name: str, text: str) -> Any:
         return getattr(SamplingParams(), name)
     try:
         value = json.loads({"on": "true", "off": "false"}.get(text, text))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
     if name == "stop" and not isinstance(value, str | list):
         return text
@@ -268,7 +269,7 @@ def _save(chat: Chat, text: str) -> None:
     if not text:
         raise UsageError("/save; allowed: /save FILE")
     save(chat, Path(text))
-    chat.display.show(f"{len(chat.turns)} turns written to {text}")
+    chat.display.show(f"{counted(len(chat.turns), 'turn')} written to {text}")
 
 
 @_command("/system TEXT|none", "what the model is told before the conversation", ("none",))

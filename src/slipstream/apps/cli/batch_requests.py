@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from slipstream.jobs.batch_job import BatchJob, JobReport, Progress
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.line_formats import JobOptions
+
+LINE_SECONDS = 60.0  # between lines about a job where no terminal shows a bar
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
@@ -91,12 +94,13 @@ def batch_command(
         with _progress() as on_progress:
             report = job.run(on_progress)
     except KeyboardInterrupt:
-        err.sentence(f"interrupted: {_summary(job.report)}; the same command goes on")
+        err.sentence(f"interrupted: {_summary(job.report)}; the same command continues")
         raise
     for line in report.errors:
         err.sentence(line)
     if report.failed:
-        err.sentence(f"all {report.failed} failed lines are in {files.errors}")
+        lines = "the failed line is" if report.failed == 1 else f"all {report.failed} failed lines are"
+        err.sentence(f"{lines} in {files.errors}")
     err.sentence(_summary(report))
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)
@@ -137,9 +141,17 @@ def _speed(report: JobReport) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar with speed, acceptance and the time left on terminals; elsewhere nothing until the end."""
+    """A bar with speed, acceptance and the time left on terminals; elsewhere, as in logs, a line a minute."""
     if not err.is_terminal:
-        yield lambda report: None
+        printed = monotonic()
+
+        def print_line(report: JobReport) -> None:
+            nonlocal printed
+            if monotonic() - printed >= LINE_SECONDS:
+                printed = monotonic()
+                err.sentence(_summary(report))
+
+        yield print_line
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

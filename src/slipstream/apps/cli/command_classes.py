@@ -47,6 +47,10 @@ class _Worded:
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; a refusal is a `UsageError` that repeats the value."""
         words = list(args)
+        for option in self.get_params(ctx):  # type: ignore[attr-defined]
+            if option.param_type_name == "option" and _needs_text(option) and "" in _values(words, option.opts):
+                flag = max(option.opts, key=len)
+                raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:
@@ -123,6 +127,14 @@ class Group(_Worded, TyperGroup):
         self.format_commands(ctx, formatter)
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         _write(formatter, {"Options": records})
+
+
+def _needs_text(option: Any) -> bool:
+    """Whether an empty value would be taken for none, or for the folder that one is in."""
+    kind = getattr(option, "type_descriptor", None)  # the parser's own --help has none
+    return kind is not None and (
+        kind.annotation in (Path, Path | None) or (option.default == "" and option.metavar != "TEXT")
+    )
 
 
 def _argument(param: Any) -> str:

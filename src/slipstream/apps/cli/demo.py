@@ -87,8 +87,11 @@ def caption(comparison: Comparison, why: str) -> str:
     drafted = "nothing was drafted"
     if stats.acceptance_rate is not None:
         drafted = f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} drafted tokens accepted"
-    is_same = within_noise(measured) or abs(measured.value - 1) < NOTICEABLE
-    word = "as fast, within noise" if is_same else "faster" if measured.value > 1 else "slower"
+    word = "faster" if measured.value > 1 else "slower"
+    if within_noise(measured):
+        word = "within noise"
+    elif abs(measured.value - 1) < NOTICEABLE:
+        word = "as fast"
     return f"{measured.value:.2f}x ({word}): {drafted}; {why}"
 
 

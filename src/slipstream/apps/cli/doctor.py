@@ -110,7 +110,9 @@ def _package() -> Iterator[Fact]:
 
 def _python() -> Iterator[Fact]:
     yield Fact("python", f"{platform.python_version()}, {sys.executable}")
-    yield Fact("system", platform.platform())
+    libc = " ".join(part for part in platform.libc_ver() if part)
+    parts = (f"{platform.system()} {platform.release()}", platform.machine(), libc)
+    yield Fact("system", ", ".join(part for part in parts if part))
 
 
 def _packages() -> Iterator[Fact]:

@@ -20,7 +20,7 @@ import typer
 from slipstream import drafters
 from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.checks import why_unreadable
+from slipstream.checks import UNREADABLE, why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
@@ -67,8 +67,8 @@ def _switch(text: str) -> bool | str:
 def _json_object(text: str) -> Any:
     try:
         return json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--load-options {text!r} is not JSON: {error}") from error
+    except UNREADABLE as error:
+        raise UsageError(f"--load-options {text!r:.80} is not JSON: {why_unreadable(error)}") from error
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
@@ -87,7 +87,7 @@ def _text_of(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--prediction {path!r} cannot be read: {why_unreadable(error)}; allowed: a file of UTF-8 text"
@@ -138,6 +138,10 @@ WRITTEN = {
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "allowed_host": Written(list[str], tuple, "NAME"),
     "allowed_origin": Written(list[str], tuple, "URL"),
+    "host": Written(str, str, "ADDRESS"),
+    "api_key_file": Written(str, str, "FILE"),
+    "served_model_name": Written(str, str, "NAME"),
+    "batch_folder": Written(str, str, "FOLDER"),
     "ray": Written(str, str, "ADDRESS"),
     "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),
@@ -465,7 +469,7 @@ class Structure:
 
 def _read(flag: str, file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{flag} {str(file)!r} cannot be read: {why_unreadable(error)}; allowed: a readable text file"
@@ -509,8 +513,8 @@ def _key(option: Any) -> str:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
+    except UNREADABLE as error:
         raise UsageError(f"plan {str(file)!r} cannot be read: {why_unreadable(error)}") from error
     if not isinstance(value, dict):
         raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")

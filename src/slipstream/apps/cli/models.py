@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import typer
 
 from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
-from slipstream.apps.cli.command_classes import Command, Group
+from slipstream.apps.cli.command_classes import NARROW, Command, Group
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError, UsageError
@@ -27,6 +28,7 @@ PAIRS = (
     ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
 )
+FINDING_COLUMN = 29  # where the third column of `VocabularyReport.lines` begins
 UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
 Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen/Qwen3-0.6B", metavar="NAME")]
 
@@ -47,7 +49,7 @@ def models(context: typer.Context, json_file: Json = None) -> None:
         out.print(f"{name:{width}}  {num_bytes:>7}  {modified:15}  {place}", soft_wrap=True)
     err.print(f"\nTargets and draft models that fit together{'' if stored else f', beside {EMBEDDED}, the default'}:")
     for target, draft in PAIRS:
-        err.print(f"  --target {target} --draft {draft}", soft_wrap=True)
+        err.print(f"  --model {target} --draft {draft}", soft_wrap=True)
     err.sentence("`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.")
     write_json(json_file, {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]})
 
@@ -103,11 +105,23 @@ def check(
     if report.usable:
         out.sentence(report.verdict)
     for line in report.lines() if verbose else []:
-        out.sentence(line)
+        _print_finding(line)
     if not report.usable:
         raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")
     if not verbose:
         err.print("-v shows what was compared", style="dim")
+
+
+def _print_finding(line: str) -> None:
+    """A line of a report: its third column keeps its place on a wide terminal, and is indented on a narrow one."""
+    if not out.is_terminal:
+        out.print(line, soft_wrap=True)
+        return
+    indent = FINDING_COLUMN if line.startswith("  ") else 0
+    if indent and out.width < NARROW:
+        subject, mark, text = line[2:17].strip(), line[18:28].strip(), line[FINDING_COLUMN:]
+        line, indent = f"  {subject}: {mark}; {text}" if subject else f"      {text}", 6
+    out.print("\n".join(wrap(line, out.width, subsequent_indent=" " * indent, break_long_words=False)), markup=False)
 
 
 def _is_checked_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:

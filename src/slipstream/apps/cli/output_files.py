@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.checks import why_unreadable
@@ -51,6 +52,8 @@ def _why_no_file(path: Path) -> str | None:
     try:
         if path.is_dir():
             return "it is a folder"
+        with suppress(FileNotFoundError):
+            path.stat()  # raises of links that lead nowhere but in a circle
         if path.exists():
             return None if os.access(path, os.W_OK) else "permission denied"
         if not path.parent.exists():

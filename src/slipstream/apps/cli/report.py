@@ -32,7 +32,8 @@ def report_command(
         bool, typer.Option("--markdown", help="print a table in Markdown instead; nothing is written")
     ] = False,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="with --markdown: the arm that speed-ups refer to, e.g. hf")
+        str | None,
+        typer.Option("--reference", metavar="ARM", help="with --markdown: the arm that speed-ups refer to, e.g. hf"),
     ] = None,
 ) -> None:
     """Write an HTML page about a benchmark, or print its table.

@@ -14,7 +14,7 @@ from slipstream.apps.cli.application import command, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
-from slipstream.checks import why_unreadable
+from slipstream.checks import UNREADABLE, why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
@@ -31,7 +31,8 @@ class Measured:
     """A target whose costs are measured."""
 
     target: Annotated[
-        str | None, option(MODELS, "--target", text=f"measure the costs of it: {NAMED}", metavar="MODEL")
+        str | None,
+        option(MODELS, "-m", "--target", "--model", text=f"measure the costs of it: {NAMED}", metavar="MODEL"),
     ] = None
     draft: DraftModel = None
     seconds: Annotated[float, option(MEASURING, "--seconds", text="time for measuring", metavar="SECONDS")] = 20.0
@@ -75,7 +76,7 @@ class Grid:
 
     alpha: Annotated[
         float | None,
-        option(GRID, "--alpha", text="acceptance per token, independent of position", metavar="NUMBER"),
+        option(GRID, "--alpha", text="acceptance per token, independent of position", metavar="NUMBER", min=0, max=1),
     ] = None
     sibling_alpha: Annotated[
         list[float],
@@ -84,6 +85,8 @@ class Grid:
             "--sibling-alpha",
             text="draft trees: beside each draft token another, accepted in its place this often; again for a third",
             metavar="NUMBER",
+            min=0,
+            max=1,
         ),
     ] = ()  # type: ignore[assignment]
     stats: Annotated[
@@ -124,8 +127,8 @@ TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 @command(
     "simulate",
     "slipstream simulate --target-params 8b --draft-params 0.6b --bandwidth 1e12 --flops 1e14",
-    "slipstream simulate --target smollm2 --alpha 0.8",
-    "slipstream simulate --target smollm2 --stats runs/today",
+    "slipstream simulate --model smollm2 --alpha 0.8",
+    "slipstream simulate --model smollm2 --stats runs/today",
 )
 @flags(Measured, OnPaper, Grid, DecoderConfig)
 def simulate_command(
@@ -150,12 +153,9 @@ def simulate_command(
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
     _refuse_two_acceptances(grid)
-    if not paper.given and measured == Measured():
+    is_example = not paper.given and measured == Measured()
+    if is_example:
         paper = EXAMPLE
-        err.sentence(
-            "EXAMPLE, nothing is measured: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; your "
-            "own: --model MODEL, or --target-params and the like"
-        )
     _refuse_two_sources(config, measured, paper)
     recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
     acceptance = _assumed(grid) if recorded is None else recorded.acceptance
@@ -166,6 +166,13 @@ def simulate_command(
     from slipstream.bench.speed_model.formula import simulate
 
     simulation = simulate(costs, acceptance, grid.length or None, grid.batch or None)
+    if is_example:
+        err.sentence(
+            "EXAMPLE, nothing is measured: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; your "
+            "own: --model MODEL, or --target-params and the like"
+        )
+    if grid.alpha is None and recorded is None:
+        err.sentence(f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; measured: --stats RUN")
     result = print_simulation(out, costs, acceptance, simulation)
     if recorded is not None and recorded.arm is not None:
         result["observed"] = _print_observed(costs, recorded)
@@ -235,8 +242,6 @@ def _refuse_two_acceptances(grid: Grid) -> None:
 def _assumed(grid: Grid) -> Acceptance:
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
-    if grid.alpha is None:
-        err.sentence(f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; measured: --stats RUN")
     alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
     return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
 
@@ -249,7 +254,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
         return _arm_of_folder(path, arm)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise UsageError(f"--stats {str(path)!r} cannot be read: {why_unreadable(error)}") from error
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None

@@ -75,16 +75,17 @@ class TrainOptions:
 
 @command(
     "train",
-    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --hours 12",
-    "slipstream train --target Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
-    'slipstream generate --target Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
+    "slipstream train --model Qwen/Qwen3-8B --out qwen3-head --hours 12",
+    "slipstream train --model Qwen/Qwen3-8B --out qwen3-head --prompts mine.txt",
+    'slipstream generate --model Qwen/Qwen3-8B --draft qwen3-head "Why is the sky blue?"',
 )
 @flags(TrainOptions, DecoderConfig, without=CHOSEN)
 def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json = None) -> None:
     """Train a draft head for a model, which then generates faster with --draft FOLDER.
 
     Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
-    answers. Prompts like those that will be served make a better head. The same command goes on after an interruption.
+    answers. Prompts like those that will be served make a better head. The same command continues after an
+    interruption.
     """
     job = _job(options)
     try:
@@ -94,14 +95,14 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
         with _progress() as job.show:
             result = job.run(decoder)
     except KeyboardInterrupt:
-        print_error(f"interrupted; {job.saved}; the same command goes on")
+        print_error(f"interrupted; {job.saved}; the same command continues")
         raise typer.Exit(130) from None
     out.sentence(
         f"{result['tokens_per_round']:.2f} tokens per round on held-out texts after {result['steps']} steps; estimated "
         f"{result['tokens_per_second']:.0f} tokens/s with {result['num_draft_tokens']} draft tokens, "
         f"{result['plain']:.0f} without"
     )
-    out.print(f"use it: slipstream generate --target {options.target} --draft {result['folder']}", soft_wrap=True)
+    out.print(f"use it: slipstream generate --model {options.target} --draft {result['folder']}", soft_wrap=True)
     write_json(json_file, {"target": options.target} | result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -140,12 +141,26 @@ def _body_problem(cause: BaseException | None, request: Request) -> str:
 
 SOURCES = ("body", "query", "path", "header")  # of a field, as the web framework has them
 BRANCHES = ("str", "int", "bool", "float")  # of a field that takes several kinds of values, as pydantic names them
-SHOULD = "Input should be "
+# pydantic's wording of what is allowed, and ours
+WORDING = (
+    (r"(?:Input|String|List) should (?:be|have) ", ""),
+    (r"greater than or equal to (\S+)", r"\1 or more"),
+    (r"less than or equal to (\S+)", r"\1 or less"),
+    (r"greater than (\S+)", r"above \1"),
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid number.*", "a number"),
+    (r"a valid string", "a text"),
+    (r"a valid list", "a list"),
+    (r"a valid boolean.*", "true or false"),
+    (r" after validation, not \d+", ""),
+)
+MAX_SHOWN = 60  # characters of a value
+KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 QUOTED = re.compile(r"'([^']*)'")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints, without the value that was sent.
+    """The first of pydantic's complaints, with the value that was sent unless it may be a user's text.
 
     Of a field that takes several kinds of values pydantic says of each kind why it does not fit. What was meant is the
     kind in which the mistake is the deepest, or that fits but for its size.
@@ -171,8 +186,19 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
             f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
         )
     allowed = [_allowed(error) for error in same if _address(error) == place] if of_kind else [_allowed(first)]
-    near = did_you_mean(str(first["input"]), *QUOTED.findall(first["ctx"]["expected"])) if is_choice else ""
-    return refused(f"{name or 'request body'}: {_any_of(allowed)}{near}", _without_indexes(place))
+    value, near = first["input"], ""
+    if is_choice:
+        near = did_you_mean(str(value), *QUOTED.findall(first["ctx"]["expected"]))
+    shown = "" if type(value) is str and (is_choice or source) else KINDS.get(type(value), "")
+    if shown and value in ("", [], {}):
+        shown = f"an empty {shown.split()[-1]}"
+    what = f"{name or 'request body'}: {shown}" if shown else f"{name}={shortened(json.dumps(value))}"
+    return refused(f"{what}; allowed: {' or '.join(dict.fromkeys(allowed))}{near}", _without_indexes(place))
+
+
+def shortened(text: str) -> str:
+    """The beginning of a value, as far as a line shows it."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def _without_indexes(place: Sequence[str | int]) -> str | None:
@@ -197,17 +223,14 @@ def _is_name(part: str) -> bool:
 def _allowed(error: Any) -> str:
     """What pydantic says is allowed; it calls objects by the names of our classes."""
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{SHOULD}an object"
-    return str(error["msg"])
+        return "an object"
+    text = str(error["msg"])
+    for pattern, plain in WORDING:
+        text = re.sub(pattern, plain, text)
+    return text
 
 
 def misspelt(name: str, fields: Any) -> str:
     """Which of the fields that are there may be meant for the missing one of this name."""
     near = get_close_matches(name, list(fields), 1, 0.7) if isinstance(fields, dict) else []
     return f"; is {near[0]!r} meant for it?" if near else ""
-
-
-def _any_of(allowed: Sequence[str]) -> str:
-    """What is allowed, joined by "or"."""
-    first, *others = dict.fromkeys(allowed)
-    return " or ".join([first, *(text.removeprefix(SHOULD) for text in others)])

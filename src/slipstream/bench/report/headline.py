@@ -100,9 +100,11 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
     if best.arm == base:
         text = f"{where}: do not speculate; {_name(data, best.arm)} is the fastest, {speed}"
     else:
-        text = f"{where}: use {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
         ratio = _ratio(best)
-        if ratio is None or ratio.low is None or ratio.low <= 1:
+        is_clear = ratio is not None and ratio.low is not None and ratio.low > 1
+        verb = "use" if is_clear else "measure more prompts; the fastest so far is"
+        text = f"{where}: {verb} {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
+        if not is_clear:
             text += "; the measurement does not tell it from " + _name(data, base)
     return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.checks import why_unreadable
+from slipstream.checks import UNREADABLE, why_unreadable
 from slipstream.core.kv_slots import Shapes
 from slipstream.errors import UsageError
 
@@ -320,7 +320,7 @@ class Costs:
         """Read what `save` wrote."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise UsageError(f"costs file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         return cls.from_dict(values)
 

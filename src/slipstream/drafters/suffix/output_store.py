@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.checks import why_unreadable
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
 from slipstream.durable_files import replaced
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError
 
 FORMAT = "slipstream suffix store 1"
 FIELDS = ("format", "vocab_size", "tokenizer", "lengths", "tokens")
@@ -111,9 +112,13 @@ class SuffixStore:
                 parts = {name: np.asarray(archive[name]) for name in FIELDS}
         except FileNotFoundError as error:
             raise UsageError(f"store {str(path)!r} does not exist; allowed: a file that save has written") from error
-        except (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-            first = first_line(error)
-            raise UsageError(f"store {str(path)!r} cannot be read, so it is no store or damaged: {first}") from error
+        except OSError as error:
+            raise UsageError(f"store {str(path)!r} cannot be read: {why_unreadable(error)}") from error
+        except (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise UsageError(
+                f"store {str(path)!r} cannot be read, so it is no store or damaged; allowed: a file that save has "
+                "written"
+            ) from error
         self._check(f"store {str(path)!r}", parts)
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
         self.seed([list(islice(tokens, length)) for length in lengths])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
+from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
@@ -190,6 +191,7 @@ class SuffixDrafter:
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
+        check_whole("suffix vocab_size", self.vocab_size, 1)
         if not 1 <= self.shortest <= LIMIT:
             raise UsageError(f"suffix shortest={self.shortest} (tokens of a match); allowed: 1 to {LIMIT}")
         if not 0 <= self.threshold <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.models.weights.model_files import (
     models_at_hand,
 )
 
+HUB_ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([^/\s]+/[^/\s?#]+)")  # of a model's page
 SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling of another
 
 
@@ -50,6 +52,8 @@ def place_of(source: str, subfolder: str = "") -> str:
         from slipstream.models.weights.gguf_conversion import convert_gguf
 
         return str(convert_gguf(Path(source).expanduser()))
+    if address := HUB_ADDRESS.match(source):
+        raise UsageError(f"model {source!r} is an address; did you mean {address[1]!r}?")
     path = Path(source)
     try:
         is_cached = "/" not in source and (cache_folder() / source / "config.json").is_file()
