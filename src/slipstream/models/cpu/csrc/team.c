@@ -167,8 +167,6 @@ static _Thread_local struct crew *own_crew, *standing;
 
 static system_once once = SYSTEM_ONCE;
 
-static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void in_openmp(void *given) {
     const struct call *call = given;
     struct member me = {openmp.number(), openmp.count(), openmp.barrier};
@@ -272,7 +270,7 @@ int uses_openmp(void) {
 static void in_pool(const struct call *call) {
     struct crew *crew = &pool.crew;
     if (!atomic_load(&crew->calls.number)) {
-        int64_t threads = least_of(pool.wanted, MOST);
+        int64_t threads = least(pool.wanted, MOST);
         crew->looks = looks_of(threads, count_processors());
         while (crew->size < threads && start_thread(work, crew->size)) crew->size++;
     }
