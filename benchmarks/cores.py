@@ -1,84 +1,140 @@
-"""How does decoding scale with a processor's cores, beside Hugging Face's `generate` and what the memory allows?
+"""How does decoding scale with a processor's cores, beside its peers and what the memory allows?
 
     python benchmarks/cores.py runs/cores
     python benchmarks/cores.py runs/cores --target TARGET --draft DRAFT --threads 4,8,16 --json cores.json
+    python benchmarks/cores.py runs/7b --shape 7b --gguf --json cores.json    # random weights, written to the folder
+    python benchmarks/cores.py runs/small --small                             # tiny ones, to see that everything runs
 
-For each number of threads a process of its own, bound to cores, runs `slipstream bench`: plain decoding, `auto` and
-Hugging Face's `generate` in turns on the same prompts, each once. The limit is the time to read a plain step's weights
-at the rate of a copy, read and written, by as many threads. At the end one process computes logits at several widths,
-behind more than 1,024 positions where the model has as many, with 1 to 33 threads, and compares them to the bit.
+For each number of threads processes of their own, bound to cores: a copy of memory; single steps behind long contexts;
+and `slipstream bench`: plain decoding, `auto` and the peers in turns on the same prompts, each once. Peers are Hugging
+Face's `generate`, plain and assisted, and for GGUF files llama.cpp (llama-cpp-python), plain and with prompt lookup.
+The limit is the time to read a step's weights, and the keys and values before it, at the rate of a copy, read and
+written, by as many threads. At the end one process computes logits at several widths, behind more than 1,024 positions
+where the model has as many, with 1 to 33 threads, and compares them to the bit.
 
-Started again with the same folder, it goes on after its last measurement. Exit code 1 if a run failed, if a text is
-different from plain decoding's, if a text of ours depends on the threads, or if bits do.
+Started again with the same folder, it goes on after its last measurement; after --minutes it prints what there is and
+ends with exit code 3. Exit code 1 if a run failed, if a text is different from plain decoding's (llama.cpp's left out,
+which rounds otherwise), if a text of ours depends on the threads, or if bits do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
+from time import monotonic, perf_counter
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from terminal import Count, JsonFile, console, numbers, run
 
+from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, OF_LLAMA_CPP
 from slipstream.bench.records import Run, read_records
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.thread_placement import physical_cores
+from slipstream.models.weights.model_files import is_gguf
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts, spread
 
-ARMS = {"plain": "none", "auto": "auto", "hf": "hf"}
-OURS = ("plain", "auto")
+OURS = {"none": "plain", "auto": "auto"}
 BITS_THREADS = (1, 2, 3, 5, 8, 16, 33)
 WIDTHS = (1, 2, 5, 8, 16)
 CONTEXT, CHUNK = 1100, 256  # positions before the compared ones; tokens of them that are read at a time
 COPIED = 1 << 28  # bytes
+TURNS, FILLED = 9, 512  # of steps behind each context; positions that are given the same random numbers
 ENVIRONMENT = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 OVERSUBSCRIBED = {"OMP_WAIT_POLICY": "passive", "OMP_PROC_BIND": "false"}
+STOPPED = 3  # exit code
 
 Line = dict[str, Any]
+
+
+class TimeIsUpError(SlipstreamError):
+    """The minutes are over; what was measured is kept."""
 
 
 def main(
     folder: Path,
     target: str = "smollm2",
     draft: str | None = None,
-    threads: str | None = typer.Option(None, help="numbers of threads  [default: 1, 2, 4, ... up to all cores]"),
+    shape: Annotated[str | None, typer.Option(help="of a pair of random weights, see random_pair.py")] = None,
+    gguf: Annotated[bool, typer.Option("--gguf", help="with --shape: as Q4_K_M")] = False,
+    threads: Annotated[str | None, typer.Option(help="numbers  [default: 1, 2, 4, ... up to all cores]")] = None,
+    contexts: Annotated[str, typer.Option(help="positions before single steps")] = "128,8192,32768",
     prompt_file: Path | None = None,
     num_prompts: Count = 3,
     max_tokens: Count = 48,
+    minutes: Annotated[float | None, typer.Option(min=0, help="stop after them  [default: never]")] = None,
+    small: Annotated[bool, typer.Option("--small", help="shape tiny, short texts, 1 and 2 threads")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Print a line per number of threads and whether bits agree; keep every measurement in a folder."""
+    ends = None if minutes is None else monotonic() + 60 * minutes
+    if small:
+        shape, threads, contexts, num_prompts, max_tokens = "tiny", "1,2", "128,1024", 2, 16
+    if gguf and shape is None:
+        raise UsageError("--gguf without --shape; allowed: with it, or --target FILE.gguf")
+    if shape is not None:
+        target, draft, prompt_file = write_shape(shape, folder / "pair", gguf)
     counts = numbers("--threads", threads) if threads else up_to(all_cores())
-    plan: Line = {"target": target, "arms": [*ARMS.values()], "repeats": 1, "max_tokens": max_tokens}
+    places = numbers("--contexts", contexts)
+    plan: Line = {"target": target, "arms": arms_of(target, draft), "repeats": 1, "max_tokens": max_tokens}
     plan |= {"draft": draft} if draft else {}
     prompts = spread(read_prompts(prompt_file) if prompt_file else builtin_prompts(), num_prompts)
     begin(folder, {**plan, "report": False, "prompt_file": str((folder / "prompts.jsonl").resolve())})
     questions = [json.dumps({"category": prompt.category, "turns": [prompt.prompt]}) + "\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_text("".join(questions), encoding="utf-8")
-    bits = measured(folder / "bits.json", "compare_bits", target, threads=None)
-    lines = list[Line]()
-    for count in counts:
-        speed = measured(folder / f"copy-{count}.json", "copy_speed", threads=count)
-        bench(folder, count)
-        _, runs = read_records(folder / f"threads-{count}")
-        lines.append(summary(count, runs, bits["weight_bytes"] / speed["bytes_per_second"]))
-    compare_texts(lines)
-    console.print(table_of(lines))
-    console.print(bits_line(bits), soft_wrap=True)
+    stage, lines, bits = Stage(folder, ends), list[Line](), None
+    try:
+        for count in counts:
+            speed = stage.measured(f"copy-{count}", "copy_speed", threads=count)["bytes_per_second"]
+            steps = stage.measured(f"steps-{count}", "steps_behind", target, *map(str, places), threads=count)
+            stage.bench(count)
+            _, runs = read_records(folder / f"threads-{count}")
+            lines.append(summary(count, runs, steps["weight_bytes"] / speed))
+            lines[-1]["contexts"] = [{**step, "limit_ms": 1e3 * step["bytes"] / speed} for step in steps["contexts"]]
+        bits = stage.measured("bits", "compare_bits", target, threads=None)
+    except TimeIsUpError:
+        console.print(f"stopped after {minutes:g} minutes; with the same folder it goes on", soft_wrap=True)
+    compare_with_first(lines)
+    print_report(lines, bits)
     if json_file is not None:
         report = {"plan": plan, "prompts": len(prompts), "threads": lines, "bits": bits}
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if bits["different"] or any(line["errors"] or line["different"] or line["depend_on_threads"] for line in lines):
+    faults = ("errors", "different", "depend_on_threads", "bits_depend_on_threads")
+    if (bits is not None and bits["different"]) or any(line[fault] for line in lines for fault in faults):
         raise typer.Exit(1)
+    if bits is None:
+        raise typer.Exit(STOPPED)
+
+
+def write_shape(name: str, folder: Path, gguf: bool) -> tuple[str, str, Path]:
+    """Write a pair of random weights where it is not there yet: its target, its draft model and its prompts."""
+    from random_pair import FILES, SHAPES, write_pair
+
+    if name not in SHAPES:
+        raise UsageError(f"--shape {name!r}; allowed: {', '.join(SHAPES)}")
+    write_pair(name, folder, gguf=gguf)
+    target, draft = (str((folder / (f"{file}.gguf" if gguf else file)).resolve()) for file in FILES)
+    return target, draft, folder / "prompts.jsonl"
+
+
+def arms_of(target: str, draft: str | None) -> list[str]:
+    """Ours, and the peers that compute with the target as it is, if they are installed."""
+    if not is_gguf(target):
+        return [*OURS, HF, ASSISTED if draft else LOOKUP]
+    if find_spec("llama_cpp") is not None:
+        return [*OURS, LLAMA, LLAMA_LOOKUP]
+    console.print("llama.cpp is left out: llama-cpp-python is not installed")
+    return [*OURS]
 
 
 def all_cores() -> int:
@@ -116,30 +172,43 @@ def environment(threads: int | None) -> dict[str, str]:
     return free | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
 
 
-def measured(file: Path, function: str, *arguments: str, threads: int | None) -> Line:
-    """What a function of this file returns in a process of its own; read back if it has been measured before."""
-    if not file.exists():
-        code = f"import json, sys; sys.path.insert(0, sys.argv[1]); from cores import {function}"
-        code += f"; print(json.dumps({function}(*sys.argv[2:])))"
-        command = [sys.executable, "-c", code, str(Path(__file__).parent), *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", env=environment(threads))
-        if done.returncode:
-            raise SlipstreamError(f"{function}: a process ended with exit code {done.returncode}")
-        scratch = file.with_suffix(".part")
-        scratch.write_text(done.stdout, encoding="utf-8")
-        scratch.replace(file)
-    line: Line = json.loads(file.read_text(encoding="utf-8"))
-    return line
+@dataclass(frozen=True)
+class Stage:
+    """Measurements in processes of their own, kept in a folder. ends: when time is up, by `monotonic`; None: never."""
 
+    folder: Path
+    ends: float | None
 
-def bench(folder: Path, threads: int) -> None:
-    """Run `slipstream bench` with so many threads; it goes on where it was stopped, and records runs that fail."""
-    code = "from slipstream.apps.cli import main; main()"
-    out = str(folder / f"threads-{threads}")
-    command = [sys.executable, "-c", code, "bench", "--plan", str(folder / "plan.json"), "--out", out]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment(threads))
-    if done.returncode not in (0, 1):
-        raise SlipstreamError(f"{threads} threads: the benchmark ended with exit code {done.returncode}")
+    def measured(self, name: str, function: str, *arguments: str, threads: int | None) -> Line:
+        """What a function of this file returns with so many threads; read back if it has been measured before."""
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            code = f"import json, sys; sys.path.insert(0, sys.argv[1]); from cores import {function}"
+            code += f"; print(json.dumps({function}(*sys.argv[2:])))"
+            printed = self._run([sys.executable, "-c", code, str(Path(__file__).parent), *arguments], threads, (0,))
+            scratch = file.with_suffix(".part")
+            scratch.write_text(printed, encoding="utf-8")
+            scratch.replace(file)
+        line: Line = json.loads(file.read_text(encoding="utf-8"))
+        return line
+
+    def bench(self, threads: int) -> None:
+        """Run `slipstream bench` with so many threads; it goes on where it was stopped, and records runs that fail."""
+        code = "from slipstream.apps.cli import main; main()"
+        options = ["--plan", str(self.folder / "plan.json"), "--out", str(self.folder / f"threads-{threads}")]
+        self._run([sys.executable, "-c", code, "bench", *options], threads, (0, 1))
+
+    def _run(self, command: list[str], threads: int | None, allowed: tuple[int, ...]) -> str:
+        """What the process prints."""
+        seconds = None if self.ends is None else max(0.0, self.ends - monotonic())
+        pipe = subprocess.PIPE
+        try:
+            done = subprocess.run(command, stdout=pipe, encoding="utf-8", env=environment(threads), timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeIsUpError("time is up") from error
+        if done.returncode not in allowed:
+            raise SlipstreamError(f"{threads or 'several'} threads: a process ended with exit code {done.returncode}")
+        return done.stdout
 
 
 def copy_speed() -> Line:
@@ -154,17 +223,74 @@ def copy_speed() -> Line:
     return {"bytes_per_second": 2 * COPIED / median(seconds[1:])}
 
 
-def compare_bits(target: str) -> Line:
-    """Which numbers of threads give other logits than one, by width; and the bytes of a plain step's weights."""
+def steps_behind(target: str, *contexts: str) -> Line:
+    """Milliseconds of a step of one token behind each of these numbers of positions, taken in turns; medians.
+
+    The positions hold random keys and values. bytes: of weights, keys and values that a step reads; digest: of its
+    logits; contexts beyond the model's are left out.
+    """
     import torch
 
+    backend = quiet_backend(target)
+    lengths = [length for length in sorted(map(int, contexts)) if length < backend.max_length]
+    backend.reserve(1, lengths[-1] + 1)
+
+    def logits(length: int) -> Any:
+        return backend.forward(torch.tensor([[1]]), [length], first_slot=0, logits=True)
+
+    logits(lengths[-1])  # now there is memory for all
+    cached = [keys for layer in backend.cache.layers for keys in (layer.keys, layer.values)]
+    with torch.inference_mode():
+        fill_with_random_numbers(cached)
+    of_position = sum(keys[0, :, 0].nbytes for keys in cached)
+    seconds, weights = {length: list[float]() for length in lengths}, weight_bytes(backend.model)
+    for _ in range(TURNS + 1):
+        for length in lengths:
+            started = perf_counter()
+            logits(length)
+            seconds[length].append(perf_counter() - started)
+    lines = [
+        {
+            "context": length,
+            "step_ms": 1e3 * median(times[1:]),
+            "bytes": weights + of_position * length,
+            "digest": hashlib.sha256(logits(length).float().numpy().tobytes()).hexdigest(),
+        }
+        for length, times in seconds.items()
+    ]
+    return {"weight_bytes": weights, "contexts": lines}
+
+
+def fill_with_random_numbers(cached: Sequence[Any]) -> None:
+    """Overwrite keys or values [slots, heads, positions, size], the same ones every FILLED positions."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for keys in cached:
+        _, heads, positions, size = keys.shape
+        some = torch.randn(heads, FILLED, size, generator=generator).to(keys.dtype)
+        for first in range(0, positions, FILLED):
+            part = keys[0, :, first : first + FILLED]
+            part.copy_(some[:, : part.shape[1]])
+
+
+def quiet_backend(target: str) -> Any:
+    """The backend of plain decoding; attention reads no more positions than it must."""
     from slipstream import SpeculativeDecoder
     from slipstream.models.weights.model_files import quiet
 
     quiet()
     backend = SpeculativeDecoder(target, drafter="none").target.backend
-    length = min(CONTEXT, backend.max_length - max(WIDTHS))
     backend.attended_unit = 1
+    return backend
+
+
+def compare_bits(target: str) -> Line:
+    """Which numbers of threads give other logits than one, by width."""
+    import torch
+
+    backend = quiet_backend(target)
+    length = min(CONTEXT, backend.max_length - max(WIDTHS))
     backend.reserve(1, length + max(WIDTHS))
     size = length + max(WIDTHS), min(1000, backend.vocab_size)
     text = torch.randint(size[1], (1, size[0]), generator=torch.Generator().manual_seed(0))
@@ -177,7 +303,7 @@ def compare_bits(target: str) -> Line:
             logits = backend.forward(text[:, length : length + width], [length], first_slot=0, logits=True)
             if not torch.equal(logits, expected.setdefault(width, logits)):
                 different.append({"threads": threads, "width": width})
-    return {"context": length, "different": different, "weight_bytes": weight_bytes(backend.model)}
+    return {"context": length, "different": different}
 
 
 def weight_bytes(model: Any) -> int:
@@ -199,55 +325,107 @@ def weight_bytes(model: Any) -> int:
 
 
 def summary(threads: int, runs: Sequence[Run], limit_seconds: float) -> Line:
-    """The figures of one number of threads. step_ms: of plain decoding, prompts left out."""
-    line: Line = {"threads": threads, "limit_ms": 1e3 * limit_seconds, "step_ms": None, "texts": {}}
+    """The figures of one number of threads. step_ms: of plain decoding, prompts left out; peers: tokens per second."""
+    line: Line = {"threads": threads, "limit_ms": 1e3 * limit_seconds, "step_ms": None, "texts": {}, "peers": {}}
     line["errors"] = [f"{run.arm}: {run.error}" for run in runs if run.error]
-    for name, arm in ARMS.items():
-        of_arm = [run for run in runs if run.arm == arm and not run.error]
-        seconds = sum(run.seconds for run in of_arm)
-        line[name] = sum(run.num_output_tokens for run in of_arm) / seconds if seconds else None
-        line["texts"][name] = {" ".join(run.prompts): run.texts for run in of_arm}
-    of_plain = [step["seconds"] for run in runs if run.arm == ARMS["plain"] for step in run.rounds or []]
+    line["different"], line["verdicts"] = 0, {}
+    by_arm = {arm: list[Run]() for arm in OURS}
+    for measurement in runs:
+        by_arm.setdefault(measurement.arm, []).extend([] if measurement.error else [measurement])
+    for arm, of_arm in by_arm.items():
+        seconds = sum(timed.seconds for timed in of_arm)
+        speed = sum(timed.num_output_tokens for timed in of_arm) / seconds if seconds else None
+        verdicts = [verdict for timed in of_arm for verdict in timed.verdicts]
+        line["verdicts"][arm] = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
+        if arm not in OF_LLAMA_CPP:
+            line["different"] += verdicts.count("different")
+        if arm in OURS:
+            line[OURS[arm]] = speed
+            line["texts"][arm] = {" ".join(timed.prompts): timed.texts for timed in of_arm}
+        elif speed:
+            line["peers"][arm] = speed
+    of_plain = [step["seconds"] for run in runs if OURS.get(run.arm) == "plain" for step in run.rounds or []]
     steps = [total for _, _, verify, _, total in of_plain if verify]  # a step that read the prompt verified nothing
     if steps:
         line["step_ms"] = 1e3 * median(steps)
-    verdicts = [verdict for run in runs for verdict in run.verdicts]
-    line |= {verdict: verdicts.count(verdict) for verdict in ("identical", "tie", "different")}
     return line
 
 
-def compare_texts(lines: Sequence[Line]) -> None:
-    """Into each line: how many of our texts are not those of the first number of threads."""
+def compare_with_first(lines: Sequence[Line]) -> None:
+    """Into each line: how many of our texts, and of the logits behind contexts, are not those of the first line."""
     for line in lines:
-        pairs = [(line["texts"][name], lines[0]["texts"][name]) for name in OURS]
+        pairs = [(line["texts"][arm], lines[0]["texts"][arm]) for arm in OURS]
         line["depend_on_threads"] = sum(texts.get(key) != text for texts, first in pairs for key, text in first.items())
+        steps = zip(line.get("contexts", []), lines[0].get("contexts", []), strict=True)
+        line["bits_depend_on_threads"] = sum(step["digest"] != first["digest"] for step, first in steps)
+
+
+def print_report(lines: Sequence[Line], bits: Line | None) -> None:
+    """Tables of texts and of single steps, the number of threads with which a plain step is fastest, and the bits."""
+    console.print(table_of(lines))
+    console.print(steps_table(lines))
+    if timed := [line for line in lines if line["step_ms"]]:
+        best = min(timed, key=lambda line: line["step_ms"])
+        gain = f"{timed[-1]['step_ms'] / best['step_ms']:.2f} times as fast as with {timed[-1]['threads']}"
+        console.print(f"plain steps are fastest with {best['threads']} threads: {gain}", soft_wrap=True)
+    if bits is not None:
+        console.print(bits_line(bits), soft_wrap=True)
+
+
+def ratio(number: float | None, divisor: float | None) -> str:
+    """The quotient, or that there is none."""
+    return f"{number / divisor:.2f}" if number and divisor else "-"
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    """A line per number of threads."""
-    speeds = ("hf", "plain", "auto", "auto / hf")
-    table = Table("threads", *speeds, "plain step", "limit", "step / limit", "scaling", "of the limit", "texts")
+    """A line per number of threads: tokens per second, in brackets how many texts are plain decoding's; a plain step.
 
-    def ratio(number: float | None, divisor: float | None) -> str:
-        return f"{number / divisor:.2f}" if number and divisor else "-"
-
-    first = lines[0]
+    auto / peer: beside the fastest peer. scaling: of the plain step and of its limit, over the first line's.
+    """
+    peers = list(dict.fromkeys(arm for line in lines for arm in line["peers"]))
+    table = Table("threads", *peers, "plain", "auto", "auto / peer", "step", "limit", "ratio", "scaling", "faults")
     for line in lines:
-        cells = [f"{line[name]:.1f}" if line[name] else "-" for name in ("hf", "plain", "auto")]
-        step = f"{line['step_ms']:.2f} ms" if line["step_ms"] else "-"
-        texts = [f"{line[name]} {name}" for name in ("identical", "tie", "different") if line[name]]
-        texts += [f"{line['depend_on_threads']} depend on the threads"] if line["depend_on_threads"] else []
+        faults = [f"{line['depend_on_threads']} texts depend on the threads"] if line["depend_on_threads"] else []
+        scaling, possible = (ratio(lines[0][name], line[name]) for name in ("step_ms", "limit_ms"))
         table.add_row(
             str(line["threads"]),
-            *cells,
-            ratio(line["auto"], line["hf"]),
-            step,
+            *(speed_cell(line["peers"].get(arm), line["verdicts"].get(arm)) for arm in peers),
+            *(speed_cell(line[name], line["verdicts"][arm]) for arm, name in OURS.items()),
+            ratio(line["auto"], max(line["peers"].values(), default=None)),
+            f"{line['step_ms']:.2f} ms" if line["step_ms"] else "-",
             f"{line['limit_ms']:.2f} ms",
             ratio(line["step_ms"], line["limit_ms"]),
-            ratio(first["step_ms"], line["step_ms"]),
-            ratio(first["limit_ms"], line["limit_ms"]),
-            ", ".join([*texts, *line["errors"]]),
+            f"{scaling} of {possible}",
+            "; ".join([*faults, *line["errors"]]),
         )
+    return table
+
+
+def speed_cell(speed: float | None, verdicts: Line | None) -> str:
+    """Tokens per second, and how many texts are plain decoding's; those that part at a tie count."""
+    if not speed or not verdicts:
+        return "-"
+    same = sum(verdicts.get(verdict, 0) for verdict in ("identical", "tie"))
+    return f"{speed:.1f}" if "reference" in verdicts else f"{speed:.1f} ({same}/{sum(verdicts.values())})"
+
+
+def steps_table(lines: Sequence[Line]) -> Table:
+    """Single steps behind contexts; what each adds to the first, and how long reading what it adds takes."""
+    table = Table("threads", "context", "step", "limit", "step / limit", "over the first", "reading that", "bits")
+    for line in lines:
+        first = line["contexts"][0]
+        for step in line["contexts"]:
+            added, read = step["step_ms"] - first["step_ms"], step["limit_ms"] - first["limit_ms"]
+            table.add_row(
+                str(line["threads"]),
+                f"{step['context']:,}",
+                f"{step['step_ms']:.2f} ms",
+                f"{step['limit_ms']:.2f} ms",
+                ratio(step["step_ms"], step["limit_ms"]),
+                f"{added:.2f} ms" if read else "",
+                f"{read:.2f} ms" if read else "",
+                step["digest"][:8],
+            )
     return table
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from transformers import AutoConfig
 
 from slipstream import UsageError
 from slipstream.bench.records import Run
@@ -45,9 +47,20 @@ def test_a_line_has_speeds_the_plain_step_and_its_limit(cores: Any) -> None:
     plain = a_run("none", [1, 2, 3, 4], rounds=rounds(9.0, 0.5, 0.25, 1.0))
     failed = Run("hf", ["p"], "f", 1, 0, error="no memory")
     line = cores.summary(4, [plain, a_run("auto", [1, 2, 3, 4], rounds=rounds(9.0)), failed], limit_seconds=0.25)
-    assert (line["plain"], line["auto"], line["hf"]) == (2.0, 2.0, None)
+    assert (line["plain"], line["auto"], line["peers"]) == (2.0, 2.0, {})
     assert (line["step_ms"], line["limit_ms"]) == (500.0, 250.0)
-    assert (line["identical"], line["tie"], line["different"], line["errors"]) == (2, 0, 0, ["hf: no memory"])
+    assert (line["different"], line["errors"]) == (0, ["hf: no memory"])
+    assert line["verdicts"] == {"none": {"identical": 1}, "auto": {"identical": 1}, "hf": {}}
+
+
+@pytest.mark.parametrize(("arm", "counted"), [("auto", 1), ("hf", 1), ("llama", 0)])
+def test_a_text_other_than_plain_decodings_is_a_fault_unless_it_is_llama_cpps(
+    cores: Any, arm: str, counted: int
+) -> None:
+    other = Run(arm, ["p"], "f", 1, 0, 2.0, 4, [[9]], ["different"])
+    line = cores.summary(1, [a_run("none", [1]), other], 1.0)
+    assert line["different"] == counted
+    assert cores.speed_cell(2.0, line["verdicts"][arm]) == "2.0 (0/1)"
 
 
 def test_a_text_that_depends_on_the_threads_is_counted(cores: Any) -> None:
@@ -55,8 +68,11 @@ def test_a_text_that_depends_on_the_threads_is_counted(cores: Any) -> None:
         cores.summary(count, [a_run("none", [1, 2]), a_run("auto", text), a_run("hf", [count])], 1.0)
         for count, text in ((1, [1, 2]), (2, [1, 3]), (4, [1, 2]))
     ]
-    cores.compare_texts(lines)
+    for line, digest in zip(lines, "aab", strict=True):
+        line["contexts"] = [{"digest": digest}]
+    cores.compare_with_first(lines)
     assert [line["depend_on_threads"] for line in lines] == [0, 1, 0]
+    assert [line["bits_depend_on_threads"] for line in lines] == [0, 0, 1]
 
 
 def test_bits_that_depend_on_the_threads_are_named(cores: Any) -> None:
@@ -87,8 +103,20 @@ def test_bits_over_many_threads_are_compared_and_a_difference_is_found(
 
     monkeypatch.setattr(torch, "equal", equal)
     found = cores.compare_bits(str(tiny))
-    assert found["context"] == 1100 and found["weight_bytes"] > 0
+    assert found["context"] == 1100
     assert found["different"] == [{"threads": 5, "width": width}]  # and no others
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+def test_steps_read_the_weights_and_every_position_before_them(cores: Any, tiny: Path) -> None:
+    found = cores.steps_behind(str(tiny), "1024", "128", "9999")
+    assert [step["context"] for step in found["contexts"]] == [128, 1024]  # the model has no 9,999 positions
+    shape, near, far = AutoConfig.from_pretrained(tiny), *found["contexts"]
+    of_position = shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2 * 2
+    assert near["bytes"] == found["weight_bytes"] + 128 * of_position
+    assert far["bytes"] - near["bytes"] == (1024 - 128) * of_position
+    assert near["digest"] != far["digest"]
+    assert cores.steps_behind(str(tiny), "128")["contexts"][0]["digest"] == near["digest"]
 
 
 @pytest.mark.exhaustive
@@ -99,15 +127,21 @@ def test_every_number_of_threads_is_measured_once_and_other_settings_are_refused
     prompts.write_text('{"prompt": "the heron"}\n{"prompt": "a sparrow, a sparrow"}\n')
     monkeypatch.setattr(cores, "COPIED", 1 << 20)
     options: dict[str, Any] = {"target": str(tiny), "prompt_file": prompts, "num_prompts": 2, "json_file": out}
+    options |= {"contexts": "64,128"}
+    with pytest.raises(typer.Exit) as stopped:
+        cores.main(tmp_path / "runs", threads="1", max_tokens=6, minutes=0.0001, **options)
+    assert stopped.value.exit_code == 3 and "stopped after" in capsys.readouterr().out
     cores.main(tmp_path / "runs", threads="1,2", max_tokens=6, **options)
     report = json.loads(out.read_text())
     assert [line["threads"] for line in report["threads"]] == [1, 2] and report["bits"]["different"] == []
     for line in report["threads"]:
-        assert min(line[name] for name in ("hf", "plain", "auto", "step_ms", "limit_ms")) > 0
-        assert line["errors"] == [] and line["depend_on_threads"] == line["different"] == 0
+        assert min(line[name] for name in ("plain", "auto", "step_ms", "limit_ms")) > 0
+        assert min(line["peers"][name] for name in ("hf", "hf-lookup")) > 0 and len(line["contexts"]) == 2
+        assert line["errors"] == []
+        assert line["depend_on_threads"] == line["bits_depend_on_threads"] == line["different"] == 0
     assert "the same bits" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(cores.subprocess, "run", lambda *given, **more: pytest.fail("measured again"))
-    monkeypatch.setattr(cores, "bench", lambda *given: None)  # it resumes by itself, see `slipstream bench`
+    monkeypatch.setattr(cores.Stage, "bench", lambda *given: None)  # it resumes by itself, see `slipstream bench`
     cores.main(tmp_path / "runs", threads="2", max_tokens=6, **options)
     assert [line["threads"] for line in json.loads(out.read_text())["threads"]] == [2]
     with pytest.raises(UsageError, match=r"^max_tokens 7; allowed: 6 as in .*plan.json', or a new folder$"):

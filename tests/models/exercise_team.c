@@ -1,17 +1,19 @@
 /* Teams of the pool: every thread takes part and waits at a barrier, items are shared out once, several callers at a time
- * and a child of a fork get right results, also within `keep_team`. Items that threads take are each one's, whichever thread is slow, and begin
- * with a thread's own. With an argument the same of teams of OpenMP, but no fork. Ends with 0 if all were right. */
+ * and a child of a fork get right results, also within `keep_team`. Who waits long takes little of the processors' time.
+ * Items that threads take are each one's, whichever thread is slow, and begin with a thread's own. With an argument the
+ * same of teams of OpenMP, but no fork. Ends with 0 if all were right. */
 #include "team.h"
 
 #include <pthread.h>
 #include <stdio.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 void set_pool_threads(int64_t threads);
 int uses_openmp(void);
 
-enum { THREADS = 3, ITEMS = 100 };
+enum { THREADS = 3, ITEMS = 100, LATE = 200000 /* microseconds */ };
 
 static _Atomic int wrong;
 
@@ -54,6 +56,23 @@ static void *call_kept(void *times) {
     return call(times);
 }
 
+static void come_late(const struct member *me, void *of) {
+    (void)of;
+    if (me->number == 0) usleep(LATE);
+    wait_for_team(me);
+    if (me->number == 1) usleep(LATE);
+}
+
+/* All but one thread wait at the barrier, then the caller and the barrier's last for the end. */
+static void call_late(void *of) {
+    clock_t before = clock();
+    in_team(come_late, of);
+    double seconds = (double)(clock() - before) / CLOCKS_PER_SEC; /* of all threads */
+    if (seconds < LATE / 20e6) return;
+    wrong++;
+    printf("threads that waited computed for %.3f s\n", seconds);
+}
+
 /* Of `threads`, of which every `slow`th takes nothing until all the others have found nothing left. */
 static void take_all(int64_t threads, int64_t items, int64_t slow) {
     int taken[ITEMS] = {0};
@@ -90,6 +109,7 @@ int main(int count_arguments, char **arguments) {
     most_met = 0;
     keep_team(call_often, times);
     if (most_met != THREADS) wrong++;
+    keep_team(call_late, NULL);
     for (int i = 0; i < THREADS; i++) pthread_create(callers + i, NULL, call_kept, times);
     for (int i = 0; i < THREADS; i++) pthread_join(callers[i], NULL);
     if (uses_openmp()) return wrong;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_products_are_those_of_one_thread_however_their_panels_are_taken() -> No
                 torch.set_num_threads(threads)
                 for _ in range(3):  # who takes which panel differs from time to time
                     assert torch.equal(layer(x[:tokens]), expected), (kind, tokens, threads)
+
+
+@needs_kernels
+def test_callers_at_once_with_changing_numbers_of_threads_get_the_same_products() -> None:
+    kinds = list(products(kernels()))
+    x = [torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(6)).to(of) for _, layer, of in kinds]
+    torch.set_num_threads(1)
+    expected = [layer(inputs) for (_, layer, _), inputs in zip(kinds, x, strict=True)]
+
+    def call(caller: int) -> list[str]:
+        wrong = []
+        for turn in range(20):
+            torch.set_num_threads((1, *THREADS)[(caller + turn) % 5])
+            for (kind, layer, _), inputs, sums in zip(kinds, x, expected, strict=True):
+                wrong += [] if torch.equal(layer(inputs), sums) else [kind]
+        return wrong
+
+    with ThreadPoolExecutor(4) as callers:
+        assert [wrong for wrong in callers.map(call, range(4)) if wrong] == []
 
 
 @pytest.mark.slow

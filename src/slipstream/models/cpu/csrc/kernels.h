@@ -16,16 +16,12 @@ void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t t
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
             void *space);
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* The panels of a product that a thread multiplies, some of `take_item` at a time. */
 struct panels {
     const struct member *me;
     struct shares *shares;
     int64_t count, at_a_time, tried, next, end;
 };
-
-enum { HANDED_OUT = 65536 /* bytes of panels that a thread takes at a time, unless they are few */ };
 
 static inline struct panels panels_of(const struct member *me, struct shares *shares, const struct linear *w) {
     int64_t count = (w->outputs + PANEL - 1) / PANEL, bytes = w->bits == 4 ? w->inputs / GROUP * RECORD : w->inputs / 4 * QUAD;

@@ -1,8 +1,9 @@
 /* Teams by OpenMP's functions, found in the process, or by a pool of threads.
  *
- * A thread of the pool that has nothing to do looks for work for a moment and then sleeps. While one caller uses the
- * pool, others compute alone. OpenMP's threads are called some hundred times a forward: they stand ready meanwhile, since
- * it takes OpenMP half a microsecond to start a team of two, and more for each further thread.
+ * A thread that waits looks for a moment whether it may go on, which costs least where all threads run, and then sleeps:
+ * where other programs want the cores, or threads are more than cores, those who wait would keep away those who work.
+ * While one caller uses the pool, others compute alone. OpenMP's threads are called some hundred times a forward: they
+ * stand ready meanwhile, since it takes OpenMP half a microsecond to start a team of two, and more for each further thread.
  */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* RTLD_DEFAULT */
@@ -12,6 +13,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* Threads, locks and symbols of the operating system. */
 #if defined(__x86_64__) || defined(_M_X64)
@@ -51,7 +53,6 @@ static inline void wait_on(system_condition *condition, system_lock *lock) {
     SleepConditionVariableSRW(condition, lock, INFINITE, 0);
 }
 static inline void wake_all(system_condition *condition) { WakeAllConditionVariable(condition); }
-static inline void yield_to_others(void) { SwitchToThread(); }
 static inline void *symbol_of_process(const char *name) { /* PyTorch's OpenMP is Microsoft's or Intel's here */
     (void)name;
     return NULL;
@@ -82,7 +83,6 @@ static inline int create_thread(struct start *start) {
 #else
 #include <dlfcn.h>
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
 typedef pthread_mutex_t system_lock;
@@ -96,7 +96,6 @@ static inline void take_lock(system_lock *lock) { pthread_mutex_lock(lock); }
 static inline void give_lock(system_lock *lock) { pthread_mutex_unlock(lock); }
 static inline void wait_on(system_condition *condition, system_lock *lock) { pthread_cond_wait(condition, lock); }
 static inline void wake_all(system_condition *condition) { pthread_cond_broadcast(condition); }
-static inline void yield_to_others(void) { sched_yield(); }
 static inline void *symbol_of_process(const char *name) { return dlsym(RTLD_DEFAULT, name); }
 static inline void after_fork(void (*function)(void)) { pthread_atfork(NULL, NULL, function); }
 static inline int64_t count_processors(void) { return (int64_t)sysconf(_SC_NPROCESSORS_ONLN); }
@@ -123,7 +122,7 @@ static inline int start_thread(thread_function *function, int64_t number) {
     return 0;
 }
 
-enum { MOST = 64 /* threads */, LOOKS = 4000 /* for work, before a thread sleeps or lets others run */ };
+enum { MOST = 64 /* threads */, LOOKS = 4000 /* before a thread sleeps; none where threads are more than cores */ };
 
 struct call {
     team_function *function;
@@ -135,34 +134,38 @@ struct call {
 static struct {
     void (*parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
     void (*barrier)(void);
-    int (*number)(void), (*count)(void);
+    int (*number)(void), (*count)(void), (*next_count)(void), (*processors)(void);
 } openmp;
 
-/* Threads that one of them calls. calls: so far; running: of them, those at work; arrived, passed: threads at the barrier,
- * and barriers passed; size: the caller included. Each in a line of its own, as all threads look at one or another. */
-struct crew {
-    struct call call;
-    int64_t size;
-    _Alignas(64) _Atomic int64_t calls;
-    _Alignas(64) _Atomic int64_t running;
-    _Alignas(64) _Atomic int64_t arrived;
-    _Alignas(64) _Atomic int64_t passed;
+/* A number that threads wait for to change, in a line of its own, and how many of them sleep meanwhile. */
+struct watched {
+    _Alignas(64) _Atomic int64_t number, sleeping;
+    system_condition changed;
 };
 
-static struct {
+/* Threads that one of them calls. calls: so far; running: of them, those at work; arrived, passed: threads at the barrier,
+ * and barriers passed; size: the caller included; looks: before one of them sleeps. */
+struct crew {
+    struct call call;
+    int64_t size, looks;
     system_lock lock;
-    system_condition wake;
+    struct watched calls, running, passed;
+    _Alignas(64) _Atomic int64_t arrived;
+};
+
+#define NEW_WATCHED {.changed = SYSTEM_CONDITION}
+#define NEW_CREW {.size = 1, .lock = SYSTEM_LOCK, .calls = NEW_WATCHED, .running = NEW_WATCHED, .passed = NEW_WATCHED}
+
+static struct {
     struct crew crew;
-    _Atomic int busy, sleeping;
+    _Atomic int busy;
     int64_t wanted;
-} pool = {.lock = SYSTEM_LOCK, .wake = SYSTEM_CONDITION, .crew.size = 1};
+} pool = {.crew = NEW_CREW};
 
 /* The crew that a thread is of at the moment, and the one that it may call. */
 static _Thread_local struct crew *own_crew, *standing;
 
 static system_once once = SYSTEM_ONCE;
-
-static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void in_openmp(void *given) {
     const struct call *call = given;
@@ -170,21 +173,39 @@ static void in_openmp(void *given) {
     call->function(&me, call->of);
 }
 
-/* Lets time pass between two looks. */
-static void pause_at(int64_t look) {
-    if (look < LOOKS) relax();
-    else yield_to_others();
+static int64_t looks_of(int64_t threads, int64_t processors) { return threads > processors ? 0 : LOOKS; }
+
+/* Returns when a number is no longer the value or, if `becomes`, when it is. */
+static void wait_for_change(struct crew *crew, struct watched *of, int64_t value, int becomes) {
+    for (int64_t look = 0; look < crew->looks; look++) {
+        if ((atomic_load(&of->number) == value) == becomes) return;
+        relax();
+    }
+    take_lock(&crew->lock);
+    atomic_fetch_add(&of->sleeping, 1);
+    while ((atomic_load(&of->number) == value) != becomes) wait_on(&of->changed, &crew->lock);
+    atomic_fetch_sub(&of->sleeping, 1);
+    give_lock(&crew->lock);
+}
+
+/* Wakes those who sleep until a number changes, which it has. Who is about to sleep sees that, or is counted before. */
+static void tell(struct crew *crew, struct watched *of) {
+    if (!atomic_load(&of->sleeping)) return;
+    take_lock(&crew->lock);
+    wake_all(&of->changed);
+    give_lock(&crew->lock);
 }
 
 static void wait_in_crew(void) {
     struct crew *crew = own_crew;
-    int64_t passed = atomic_load(&crew->passed);
-    if (atomic_fetch_add(&crew->arrived, 1) + 1 == crew->size) {
-        atomic_store(&crew->arrived, 0);
-        atomic_fetch_add(&crew->passed, 1);
+    int64_t passed = atomic_load(&crew->passed.number);
+    if (atomic_fetch_add(&crew->arrived, 1) + 1 < crew->size) {
+        wait_for_change(crew, &crew->passed, passed, 0);
         return;
     }
-    for (int64_t look = 0; atomic_load(&crew->passed) == passed; look++) pause_at(look);
+    atomic_store(&crew->arrived, 0);
+    atomic_fetch_add(&crew->passed.number, 1);
+    tell(crew, &crew->passed);
 }
 
 static void take_part(struct crew *crew, int64_t number) {
@@ -195,44 +216,34 @@ static void take_part(struct crew *crew, int64_t number) {
 
 static void begin_call(struct crew *crew, const struct call *call) {
     crew->call = *call;
-    atomic_store(&crew->running, crew->size - 1);
-    atomic_fetch_add(&crew->calls, 1);
+    atomic_store(&crew->running.number, crew->size - 1);
+    atomic_fetch_add(&crew->calls.number, 1);
+    tell(crew, &crew->calls);
 }
 
 /* Takes part, and returns when all others are done. */
 static void end_call(struct crew *crew) {
     take_part(crew, 0);
-    for (int64_t look = 0; atomic_load(&crew->running); look++) pause_at(look);
+    wait_for_change(crew, &crew->running, 0, 1);
 }
 
-/* Returns when there have been more calls of the pool than `seen`. */
-static void sleep_until_called(int64_t seen) {
-    for (int64_t look = 0; look < LOOKS; look++) {
-        if (atomic_load(&pool.crew.calls) != seen) return;
-        relax();
-    }
-    take_lock(&pool.lock);
-    atomic_fetch_add(&pool.sleeping, 1);
-    while (atomic_load(&pool.crew.calls) == seen) wait_on(&pool.wake, &pool.lock);
-    atomic_fetch_sub(&pool.sleeping, 1);
-    give_lock(&pool.lock);
-}
-
-static void work(int64_t number) {
+/* Takes part in all calls but the first `seen`, until one has no function. */
+static void answer_calls(struct crew *crew, int64_t number) {
     for (int64_t seen = 0;; seen++) {
-        sleep_until_called(seen);
-        take_part(&pool.crew, number);
-        atomic_fetch_sub(&pool.crew.running, 1);
+        wait_for_change(crew, &crew->calls, seen, 0);
+        if (!crew->call.function) return;
+        take_part(crew, number);
+        if (atomic_fetch_sub(&crew->running.number, 1) == 1) tell(crew, &crew->running);
     }
 }
+
+static void work(int64_t number) { answer_calls(&pool.crew, number); }
 
 /* A child of a fork has none of the threads. */
 static void forget_threads(void) {
-    static const system_lock lock = SYSTEM_LOCK;
-    static const system_condition wake = SYSTEM_CONDITION;
-    pool.lock = lock, pool.wake = wake, pool.crew.size = 1;
-    atomic_store(&pool.busy, 0), atomic_store(&pool.sleeping, 0), atomic_store(&pool.crew.calls, 0);
-    atomic_store(&pool.crew.arrived, 0), atomic_store(&pool.crew.passed, 0); /* the fork may come between two arrivals */
+    static const struct crew crew = NEW_CREW;
+    memcpy(&pool.crew, &crew, sizeof crew);
+    atomic_store(&pool.busy, 0);
 }
 
 static void prepare(void) {
@@ -240,7 +251,9 @@ static void prepare(void) {
     *(void **)&openmp.barrier = symbol_of_process("GOMP_barrier");
     *(void **)&openmp.number = symbol_of_process("omp_get_thread_num");
     *(void **)&openmp.count = symbol_of_process("omp_get_num_threads");
-    if (!openmp.barrier || !openmp.number || !openmp.count) openmp.parallel = 0;
+    *(void **)&openmp.next_count = symbol_of_process("omp_get_max_threads");
+    *(void **)&openmp.processors = symbol_of_process("omp_get_num_procs");
+    if (!openmp.barrier || !openmp.number || !openmp.count || !openmp.next_count || !openmp.processors) openmp.parallel = 0;
     if (!pool.wanted) pool.wanted = count_processors();
     after_fork(forget_threads);
 }
@@ -256,14 +269,12 @@ int uses_openmp(void) {
 
 static void in_pool(const struct call *call) {
     struct crew *crew = &pool.crew;
-    if (!atomic_load(&crew->calls))
-        while (crew->size < least_of(pool.wanted, MOST) && start_thread(work, crew->size)) crew->size++;
-    begin_call(crew, call);
-    if (atomic_load(&pool.sleeping)) {
-        take_lock(&pool.lock);
-        wake_all(&pool.wake);
-        give_lock(&pool.lock);
+    if (!atomic_load(&crew->calls.number)) {
+        int64_t threads = least(pool.wanted, MOST);
+        crew->looks = looks_of(threads, count_processors());
+        while (crew->size < threads && start_thread(work, crew->size)) crew->size++;
     }
+    begin_call(crew, call);
     end_call(crew);
 }
 
@@ -297,26 +308,25 @@ struct stand {
 static void stand_ready(const struct member *me, void *given) {
     struct stand *stand = given;
     struct crew *crew = &stand->crew;
-    if (me->number == 0) {
-        crew->size = me->count;
-        standing = crew;
-        stand->function(stand->of);
-        standing = NULL;
-        begin_call(crew, &(struct call){NULL, NULL}); /* the last one */
+    if (me->number > 0) {
+        answer_calls(crew, me->number);
         return;
     }
-    for (int64_t seen = 0;; seen++) {
-        for (int64_t look = 0; atomic_load(&crew->calls) == seen; look++) pause_at(look);
-        if (!crew->call.function) return;
-        take_part(crew, me->number);
-        atomic_fetch_sub(&crew->running, 1);
-    }
+    crew->size = me->count;
+    standing = crew;
+    stand->function(stand->of);
+    standing = NULL;
+    begin_call(crew, &(struct call){NULL, NULL}); /* the last one */
 }
 
 void keep_team(void (*function)(void *of), void *of) {
-    struct stand stand = {.function = function, .of = of};
-    if (uses_openmp() && !standing) in_team(stand_ready, &stand);
-    else function(of);
+    if (!uses_openmp() || standing) {
+        function(of);
+        return;
+    }
+    struct stand stand = {.crew = NEW_CREW, .function = function, .of = of};
+    stand.crew.looks = looks_of(openmp.next_count(), openmp.processors());
+    in_team(stand_ready, &stand);
 }
 
 struct items {

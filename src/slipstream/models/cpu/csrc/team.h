@@ -5,6 +5,8 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* A thread of a team: its number, and how many there are. */
 struct member {
     int64_t number, count;
@@ -38,14 +40,14 @@ static inline int64_t take(_Atomic int64_t *next) { return atomic_fetch_add_expl
 
 /* Items that threads take from their own share first and then from those of others: a slow core, or a thread that is
  * kept from its core, does not set the pace, and the others read the memory that they always read. Zero at first. */
-enum { SHARES = 64 };
+enum { SHARES = 64, HANDED_OUT = 65536 /* bytes of panels that are an item, unless panels are few */ };
 struct shares {
     _Alignas(64) _Atomic int64_t taken[SHARES];
 };
 
 /* One of `count` items that nobody has taken yet, or `count`. tried: shares that are empty, the thread's own first. */
 static inline int64_t take_item(const struct member *me, struct shares *of, int64_t count, int64_t *tried) {
-    int64_t shares = me->count < SHARES ? me->count : SHARES;
+    int64_t shares = least(me->count, SHARES);
     for (; *tried < shares; ++*tried) {
         int64_t share = (me->number + *tried) % shares, first = count * share / shares, size = count * (share + 1) / shares - first;
         _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* few threads: each in a line of its own */

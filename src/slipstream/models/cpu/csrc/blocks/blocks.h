@@ -20,7 +20,6 @@ static const struct shape SHAPES[FORMATS] = {
 };
 
 static inline int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Bytes of a panel: a multiple of 64. */
 int64_t panel_bytes(int64_t format, int64_t inputs);

@@ -1,10 +1,7 @@
 /* Products of a layer's panels with tiles of activations, by a team: threads take chunks of panels one by one. */
 #include "blocks.h"
 
-enum {
-    HANDED_OUT = 65536,  /* bytes of panels that a thread takes at a time */
-    FEW = 4              /* panels that use a tile read from memory, where there are several tiles */
-};
+enum { FEW = 4 /* panels that use a tile read from memory, where there are several tiles */ };
 
 /* A product that a team computes. */
 struct product {
