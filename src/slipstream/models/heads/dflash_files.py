@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from slipstream.errors import UsageError
-from slipstream.models.heads.block_chains import CandidateChain, Chain, Confidence, MarkovChain
-from slipstream.models.heads.dflash import DFlashBackend, DFlashLayer, DFlashNetwork, DFlashWeights, LocalMix
+from slipstream.models.heads.dflash import (
+    CandidateChain,
+    Chain,
+    Confidence,
+    DFlashBackend,
+    DFlashLayer,
+    DFlashNetwork,
+    DFlashWeights,
+    LocalMix,
+    MarkovChain,
+)
 from slipstream.models.heads.head_files import (
     DFLASH2,
     DSPARK,
@@ -26,11 +35,12 @@ from slipstream.models.heads.head_files import (
     check_layer,
     check_size,
     own_embedding,
+    rope_theta,
+    scaled_frequencies,
     token_ids_of,
     windows_of,
 )
 from slipstream.models.heads.network import HeadConfig, Linear
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded
 
 OUTPUT = "lm_head.weight"

@@ -23,10 +23,11 @@ from slipstream.models.heads.head_files import (
     check_layer,
     check_size,
     own_embedding,
+    rope_theta,
+    scaled_frequencies,
     windows_of,
 )
 from slipstream.models.heads.network import Attend, HeadConfig, Linear, rotated, rotations
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded
 
 LAYER = "layers.0."

@@ -26,7 +26,6 @@ from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
@@ -64,6 +63,8 @@ REFUSED = {  # flags of other networks, and the value that every head has which 
     "num_hidden_layers": 1,
 }
 WINDOWED = "sliding_attention"
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
+ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
 # tensors that need not be read: what the target has, too, what follows from others, DSpark's estimates of acceptance
 # where they are switched off, and P-EAGLE's in place of features, which is read elsewhere
 UNREAD = re.compile(
@@ -488,3 +489,41 @@ def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadC
             f"allowed: {[config.vocab_size, config.hidden_size]}"
         )
     return nn.Embedding.from_pretrained(weight)
+
+
+def rope_theta(layer: Mapping[str, Any]) -> float:
+    """The base of the frequencies. layer: settings of a head's decoder layer."""
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    theta: float = given.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    return theta
+
+
+def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | None, float]:
+    """[D / 2] inverse frequencies, None without scaling, and the factor of cosines and sines.
+
+    layer: settings of a head's decoder layer. Raises `UsageError` for kinds of scaling that are not computed, and for
+    settings that are missing.
+    """
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    parameters = {name: value for name, value in given.items() if name != "type"}
+    parameters["rope_type"] = kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        allowed = ", ".join(map(repr, ROPE_KINDS))
+        raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
+    if kind == "default":
+        return None, 1.0
+    from transformers import LlamaConfig  # takes seconds
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from slipstream.models.weights.transformers_reader import quietly
+
+    parameters["rope_theta"] = rope_theta(layer)
+    settings = {name: layer[name] for name in ROPE_SETTINGS if layer.get(name) is not None}
+    try:
+        with quietly():
+            rope = LlamaRotaryEmbedding(LlamaConfig(**settings, rope_parameters=parameters))
+    except Exception as error:  # transformers' checks of settings raise errors of their own
+        raise UsageError(
+            f"draft head {source!r} has rope_type={kind!r} without what it needs: {one_line(error)}"
+        ) from error
+    return rope.inv_freq, rope.attention_scaling
