@@ -26,13 +26,14 @@ from slipstream.models.heads.dflash import (
     MarkovChain,
 )
 from slipstream.models.heads.head_files import (
+    COMPUTED,
     DFLASH2,
     DSPARK,
     FEATURES,
     HeadFiles,
     TensorReader,
     as_product,
-    check_layer,
+    check_settings,
     check_size,
     own_embedding,
     rope_theta,
@@ -44,24 +45,22 @@ from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded
 
 OUTPUT = "lm_head.weight"
-REFUSED: dict[str, Any] = {  # flags of other networks, and the value that every head has which this one computes
-    "projector_type": "dflash",
-    "shift_label": False,
-    "is_causal": False,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
+# as `head_files.COMPUTED`
+COMPUTED_HERE: dict[str, tuple[Any, ...]] = COMPUTED | {
+    "projector_type": ("dflash",),
+    "shift_label": (False,),
+    "causal": (False,),
+    "is_causal": (False,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "final_logit_softcapping": (None,),
 }
 MARKOV_KINDS = "vanilla", "gated", "rnn"
 
 
 def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> DFlashBackend:
     """A head of DFlash, DFlash 2 or DSpark for a target."""
-    check_layer(files, several_layers=True)
-    source, flags = files.source, _flags(files)
-    for name, expected in REFUSED.items():
-        if flags.get(name) not in (expected, None):
-            raise UsageError(f"draft head {source!r} has {name}={flags[name]!r}; allowed: {expected!r}")
+    check_settings(files, COMPUTED_HERE)
     block_size = _whole(files, "block_size", 16, 2, 255)
     mask_token = _whole(files, "mask_token_id", None, 0, target.backend.vocab_size - 1)
     config = _config(files, tensors, target)

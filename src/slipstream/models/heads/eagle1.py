@@ -16,11 +16,12 @@ from torch.nn.functional import rms_norm, silu
 
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import (
+    COMPUTED,
     FEATURES,
     HeadFiles,
     TensorReader,
     as_product,
-    check_layer,
+    check_settings,
     check_size,
     own_embedding,
     rope_theta,
@@ -80,7 +81,7 @@ class Eagle1Network:
 
 def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> Eagle1Network:
     """The network of a head in the official layout of EAGLE and EAGLE-2."""
-    check_layer(files)
+    check_settings(files, COMPUTED | {"num_hidden_layers": (1,)})
     model, layer = target.backend.model, files.layer  # type: ignore[attr-defined]
     text_config, norm = model.config.get_text_config(), getattr(model.get_decoder(), "norm", None)
     lm_head = model.get_output_embeddings()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.checks import is_number, is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
@@ -51,17 +52,37 @@ KINDS = {  # the kind of head, by the architecture that a config.json names
 UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # of folders that name no architecture
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "speculators_config")
+NESTED_FLAGS = ("eagle_config", "dflash_config")
+NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 MASK_FEATURE = "mask_hidden"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
-REFUSED = {  # flags of other networks, and the value that every head has which this one computes
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_hidden_layers": 1,
+# settings that choose between networks, and the values with which a head is the one that is computed here; null is any
+# reader's default. ModelOpt writes those of the second group
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    **{"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "hidden_activation": ("silu",)},
+    **{"attention_mode": ("gqa", "mha"), "partial_rotary_factor": (1,)},
+    **{"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,)},
+    **{"use_mtp_layernorm": (False,), "eh_proj_before_attn": (False,), "parallel_draft_step": (0, 1)},
 }
+# any others that would change what a head computes with the same tensors have such a word in their names
+SWITCH = re.compile(
+    r"(?:^|_)(?:(?:layer)?norm|residual|multiplier|scal(?:e|ing|ar)|(?:soft)?cap(?:ping)?|clip|rotary|rope|window|causal"
+    r"|interleaved?|act(?:ivation)?|attn|attention)(?:_|$)"
+)
+# these do not: trainers' and libraries' settings, and sizes, which the tensors' shapes show
+NO_SWITCH = re.compile(r"dropout|loss|grad|train|init|eps|implementation|backend|kernel|_(?:heads?|dim)$")
+# those that are read elsewhere, and those without effect on a head, or only with tensors that it has or lacks
+KNOWN_SWITCHES = frozenset(
+    {
+        *("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "causal", "is_causal"),
+        *("sliding_window", "use_sliding_window", "sliding_window_non_causal", "max_window_layers", "rope_theta"),
+        *("norm_topk_prob", "qk_norm", "use_qk_norm", "attn_output_gate", "full_attention_interval"),
+        *("routed_scaling_factor", "next_layer_regular"),
+    }
+)
 WINDOWED = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
 ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
@@ -198,7 +219,7 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
 def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
     """The network of a head of the EAGLE-3 type."""
     model = target.backend.model  # type: ignore[attr-defined]
-    check_layer(files, several_layers=True)
+    check_settings(files, COMPUTED)
     config = _config(files, tensors, model.config.get_text_config(), target)
     embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
     return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
@@ -219,28 +240,39 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     return HeadBackend(network, token, feature)
 
 
-def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
-    """Raise `UsageError` for settings of a decoder layer that heads are not computed with.
+def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `UsageError` for sizes that are none, and for settings with which a head is another network.
 
-    several_layers: there may be any number.
+    computed: as `COMPUTED`, for this kind of head.
     """
     layer, source = files.layer, files.source
     for name in SIZES:
         size = layer.get(name)
         if size is None and name in NEEDED:
             raise UsageError(f"draft head {source!r}: config.json has no {name}; allowed: a whole number")
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and not is_whole(size, 1):
             raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 on")
     eps = layer.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or eps <= 0:
+    if not is_number(eps) or eps <= 0:
         raise UsageError(f"draft head {source!r} has rms_norm_eps={eps!r}; allowed: a number above 0")
-    for name, expected in REFUSED.items():
-        if several_layers and name == "num_hidden_layers":
-            continue
-        if layer.get(name, expected) not in (expected, None):
-            raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
-    if layer.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"draft head {source!r} has hidden_act={layer['hidden_act']!r}; allowed: 'silu'")
+    nested = [part for name in NESTED_FLAGS for part in files.settings.get(name, {}).items()]
+    for name, value in [*rope_settings(layer).items(), *files.settings.items(), *layer.items(), *nested]:
+        if name in computed and value is not None and value not in computed[name]:
+            allowed = ", ".join(map(repr, computed[name]))
+            raise UsageError(f"draft head {source!r} has {name}={value!r}; allowed: {allowed}")
+    for name, value in [*files.settings.items(), *layer.items(), *nested]:
+        if name not in computed and _is_unknown_switch(name, value):
+            raise UsageError(
+                f"draft head {source!r} has {name}={value!r}, which is not known here and may change what it "
+                "computes; allowed: heads without it"
+            )
+
+
+def _is_unknown_switch(name: str, value: Any) -> bool:
+    """Whether a setting may change what a head computes. False, 0, a factor of 1, lists and objects do not."""
+    if name in KNOWN_SWITCHES or not SWITCH.search(name) or NO_SWITCH.search(name):
+        return False
+    return value is True or isinstance(value, str) or (is_number(value) and value not in (0, 1))
 
 
 def windows_of(files: HeadFiles) -> list[int | None]:
@@ -491,10 +523,14 @@ def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadC
     return nn.Embedding.from_pretrained(weight)
 
 
+def rope_settings(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a decoder layer's settings say of its rotary positions."""
+    return layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+
+
 def rope_theta(layer: Mapping[str, Any]) -> float:
     """The base of the frequencies. layer: settings of a head's decoder layer."""
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    theta: float = given.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    theta: float = rope_settings(layer).get("rope_theta") or layer.get("rope_theta") or 10000.0
     return theta
 
 
@@ -504,9 +540,9 @@ def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | 
     layer: settings of a head's decoder layer. Raises `UsageError` for kinds of scaling that are not computed, and for
     settings that are missing.
     """
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    parameters = {name: value for name, value in given.items() if name != "type"}
-    parameters["rope_type"] = kind = given.get("rope_type", given.get("type", "default"))
+    rope = rope_settings(layer)
+    parameters = {name: value for name, value in rope.items() if name != "type"}
+    parameters["rope_type"] = kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
         allowed = ", ".join(map(repr, ROPE_KINDS))
         raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
@@ -521,9 +557,9 @@ def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | 
     settings = {name: layer[name] for name in ROPE_SETTINGS if layer.get(name) is not None}
     try:
         with quietly():
-            rope = LlamaRotaryEmbedding(LlamaConfig(**settings, rope_parameters=parameters))
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**settings, rope_parameters=parameters))
     except Exception as error:  # transformers' checks of settings raise errors of their own
         raise UsageError(
             f"draft head {source!r} has rope_type={kind!r} without what it needs: {one_line(error)}"
         ) from error
-    return rope.inv_freq, rope.attention_scaling
+    return rotary.inv_freq, rotary.attention_scaling
