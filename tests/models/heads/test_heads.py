@@ -176,10 +176,10 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "has partial_rotary_factor=0.25; allowed: 1"),
         ({"attention_mode": "mla"}, "has attention_mode='mla'; allowed: 'gqa', 'mha'"),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "has hidden_activation='gelu_pytorch_tanh'; allowed: 'silu'"),
-        ({"eagle_config": {"use_last_layernorm": False}}, "has use_last_layernorm=False; allowed: True"),
-        ({"eagle_config": {"use_mtp_layernorm": True}}, "has use_mtp_layernorm=True; allowed: False"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state=False; allowed: True"),
-        ({"eagle_config": {"parallel_draft_step": 2}}, "has parallel_draft_step=2; allowed: 0, 1"),
+        ({"use_last_layernorm": False}, "has use_last_layernorm=False; allowed: True"),
+        ({"use_mtp_layernorm": True}, "has use_mtp_layernorm=True; allowed: False"),
+        ({"use_aux_hidden_state": False}, "has use_aux_hidden_state=False; allowed: True"),
+        ({"parallel_draft_step": 2}, "has parallel_draft_step=2; allowed: 0, 1"),
         *(
             ({name: value}, f"has {name}={value!r}, which is not known here and may change what it computes; allowed: ")
             for name, value in [

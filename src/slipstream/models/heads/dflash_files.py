@@ -35,9 +35,8 @@ from slipstream.models.heads.head_files import (
     as_product,
     check_settings,
     check_size,
+    layer_settings,
     own_embedding,
-    rope_theta,
-    scaled_frequencies,
     token_ids_of,
     windows_of,
 )
@@ -84,34 +83,22 @@ def _flags(files: HeadFiles) -> dict[str, Any]:
     return {**files.settings, **files.settings.get("dflash_config", {})}
 
 
-def _whole(files: HeadFiles, name: str, default: int | None, least: int, most: int) -> int:
+def _whole(files: HeadFiles, name: str, default: int | None, low: int, high: int) -> int:
     value: Any = _flags(files).get(name, default)
-    if not isinstance(value, int) or not least <= value <= most:
-        raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {least} to {most}")
+    if not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {low} to {high}")
     return value
 
 
 def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadConfig:
     layer, target_config = files.layer, target.backend.model.config.get_text_config()  # type: ignore[attr-defined]
-    size, heads = layer["hidden_size"], layer["num_attention_heads"]
-    check_size(files, target, "hidden_size", size, target_config.hidden_size)
+    check_size(files, target, "hidden_size", layer["hidden_size"], target_config.hidden_size)
     check_size(files, target, "vocab_size", layer["vocab_size"], target.backend.vocab_size)
-    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
     return HeadConfig(
         layers=_layers(files, target_config.num_hidden_layers, target.name),
-        hidden_size=size,
-        target_hidden_size=size,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_key_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or size // heads,
-        vocab_size=target.backend.vocab_size,
-        eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(layer),
-        max_length=target.backend.max_length,
+        target_hidden_size=layer["hidden_size"],
         token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
+        **layer_settings(files, target),
     )
 
 
@@ -245,8 +232,8 @@ def _layer(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfi
 
 def _windows_are_causal(files: HeadFiles) -> bool:
     """Whether in a layer with a window a block's rows see those before them alone: so only for `speculators`."""
-    whole = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
-    return "speculators_model_type" in files.settings and not whole
+    sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
+    return "speculators_model_type" in files.settings and not sees_all
 
 
 def _in_type(output: nn.Module, dtype: torch.dtype) -> Linear:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -140,21 +140,21 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     if KINDS.get(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
         return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source)
-    found = _described(source, options)
-    if found is None:
+    files = _described(source, options)
+    if files is None:
         return None
-    kind = _kind(found.settings, found.folder, options)
-    shown = EMBEDDED_NAME if Path(found.folder) == embedded_head() else found.source
-    return None if kind is None else replace(found, source=shown, kind=kind)
+    kind = _kind(files.settings, files.folder, options)
+    shown = EMBEDDED_NAME if Path(files.folder) == embedded_head() else files.source
+    return None if kind is None else replace(files, source=shown, kind=kind)
 
 
 def trained_kind(draft: str) -> str | None:
     """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
     options = LoadOptions()
-    found = _described(draft, options)
-    if found is None:
+    files = _described(draft, options)
+    if files is None:
         return None
-    return _kind(found.settings, found.folder, options) or (PARD if "pard_token" in found.settings else None)
+    return _kind(files.settings, files.folder, options) or (PARD if "pard_token" in files.settings else None)
 
 
 def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
@@ -318,8 +318,6 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
             f"draft head {source!r} reads layers {list(layers)} of its target; {target.name!r} has {count}, "
             f"allowed: 0 to {count - 1}"
         )
-    heads = layer["num_attention_heads"]
-    inverse_frequencies, rotation_scale = scaled_frequencies(source, layer)
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
     if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
@@ -329,24 +327,33 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         )
     return HeadConfig(
         layers=layers,
-        hidden_size=layer["hidden_size"],
         target_hidden_size=target_size,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_key_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
-        vocab_size=target.backend.vocab_size,
-        eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(layer),
-        max_length=target.backend.max_length,
         token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
         windows=tuple(windows_of(files)),
         unclear=_unclear(files),
+        **layer_settings(files, target),
     )
+
+
+def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
+    """The fields of a `HeadConfig` that the files of all kinds of head say alike."""
+    layer, heads = files.layer, files.layer["num_attention_heads"]
+    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
+    return {
+        "hidden_size": layer["hidden_size"],
+        "intermediate_size": layer["intermediate_size"],
+        "num_heads": heads,
+        "num_key_heads": layer.get("num_key_value_heads") or heads,
+        "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
+        "vocab_size": target.backend.vocab_size,
+        "eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope_theta(layer),
+        "max_length": target.backend.max_length,
+        "inverse_frequencies": inverse_frequencies,
+        "rotation_scale": rotation_scale,
+    }
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
@@ -481,8 +488,8 @@ class TensorReader:
         """The tensor of this name. Raises `SlipstreamError` if it is missing or of another shape."""
         tensor = self.tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape:
-            found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
-            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {found}; allowed: {list(shape)}")
+            problem = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}")
         self.names.add(name)
         return tensor.to(self.device)
 
@@ -497,17 +504,20 @@ class TensorReader:
 
 
 def as_product(weight: Tensor, num_weights: int) -> Linear:
-    """The product with a weight [outputs, inputs]; on a processor in 4 bits, if the head is large and that is faster.
-
-    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
-    """
+    """The product with a weight [outputs, inputs] of a head with this many weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return linear
-    if num_weights >= SMALLEST and is_faster(weight.dtype):
-        return rounded(linear, "int4")
-    return compressed_or_packed(linear)
+    return converter(num_weights, weight.dtype)(linear)
+
+
+def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
+    """What makes the fastest form of a head's products on a processor: 4 bits, if it is large and they are faster.
+
+    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
+    """
+    return partial(rounded, bits="int4") if num_weights >= SMALLEST and is_faster(dtype) else compressed_or_packed
 
 
 def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:

@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_experts import pack_experts
-from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
+from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, RaggedCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_files import HeadFiles
+from slipstream.models.heads.head_files import HeadFiles, converter
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
@@ -100,7 +98,7 @@ class MtpLayer:
 
 
 class MtpBackend(FeatureReader):
-    """See `Backend`. Row s of layer k, counted from 0, has a hidden state from s = k + 1 on; earlier rows are not read.
+    """Drafts with all layers. Of layer k, counted from 0, rows before k + 1 have no hidden state and are not read.
 
     The depth of a row is 0 where the target's feature is known, and grows by one with each drafted token after it. In a
     row of depth d layer d predicts, or the last one; the layers before it are not needed any more.
@@ -116,10 +114,10 @@ class MtpBackend(FeatureReader):
     def reserve(self, rows: int, length: int) -> None:
         for layer in self.layers:
             layer.cache.reserve(rows, length)
-        self.num_right += [0] * (rows - len(self.num_right))
+        self.grow(rows)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        self.num_right[destination] = min(self.num_right[source], length)
+        super().copy(source, destination, length)
         for layer in self.layers:
             layer.cache.copy(source, destination, length)
 
@@ -149,23 +147,23 @@ class MtpBackend(FeatureReader):
     def _entering(self, number: int, slots: range, positions: Tensor, depth: Tensor, like: Tensor) -> Tensor:
         """[B, W, H] the hidden states that a layer is given in the rows at these positions."""
         where = torch.tensor(slots, device=self.device)[:, None]
-        own = self.layers[number].returned(where, positions - 1)
+        returned = self.layers[number].returned(where, positions - 1)
         if number == 0:
             entering = self._features(slots, positions, like)
         else:
             before = self.layers[number - 1].returned(where, positions - 1)
             entering = torch.zeros_like(like) if before is None else before
-        return entering if own is None else torch.where((depth > number)[..., None], own, entering)
+        return entering if returned is None else torch.where((depth > number)[..., None], returned, entering)
 
     def _features(self, slots: range, positions: Tensor, like: Tensor) -> Tensor:
         """[B, W, H] the target's last hidden states at the positions before these, as far as it has read."""
         entering = torch.zeros_like(like)
         for i, slot in enumerate(slots):
             start = int(positions[i, 0])
-            known = self.num_known(slot, start, positions.shape[1])
-            features = self.features(slot, start, known)
+            num_known = self.num_known(slot, start, positions.shape[1])
+            features = self.features(slot, start, num_known)
             if features is not None:
-                entering[i, known - len(features) : known] = self.parts.norm(features.to(like.dtype))
+                entering[i, num_known - len(features) : num_known] = self.parts.norm(features.to(like.dtype))
         return entering
 
 
@@ -192,8 +190,8 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
             "allowed: with models that run on Slipstream's own KV cache"
         )
     files = _files(target, options) if head is None else _files_in(head.source, head.folder, options)
-    found = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
-    if files is None or not found:
+    layer_tensors = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
+    if files is None or not layer_tensors:
         named = target.name if head is None else head.source
         if files is not None and (tensor := of_another_form(files.shapes, backend.num_layers)) is not None:
             raise UsageError(
@@ -221,7 +219,7 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
     reader = _Reader(
         files, decoder, model.dtype, shared.device, may_pack=options.fast is not False, token_first=head is not None
     )
-    layers = [reader.layer(number, names) for number, names in enumerate(found)]
+    layers = [reader.layer(number, names) for number, names in enumerate(layer_tensors)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
     if head is None:
@@ -275,7 +273,8 @@ class _Reader:
         )
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST) and not self.token_first
         if self.may_pack and unsupported(decoder) is None:
-            convert = partial(rounded, bits="int4") if _is_large(decoder) else compressed_or_packed
+            products = (weight for weight in decoder.parameters() if weight.dim() > 1)
+            convert = converter(sum(weight.numel() for weight in products), decoder.dtype)
             pack_experts(decoder, convert)
             pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
             return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)
@@ -310,12 +309,6 @@ class _Reader:
                 f"{len(wrong)} tensors do not fit, first {wrong[0]!r}; allowed: another draft model"
             )
         return decoder.to(self.device).eval()
-
-
-def _is_large(decoder: Any) -> bool:
-    """Whether 4 bits make it faster: between two drafts the target's weights displace a layer's from the caches."""
-    count = sum(weight.numel() for weight in decoder.parameters() if weight.dim() > 1)
-    return count >= SMALLEST and is_faster(decoder.dtype)
 
 
 def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:
