@@ -27,7 +27,7 @@ from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
 from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, sample, sampled_texts
-from slipstream.bench.result_tables import Row, Table, cell
+from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
 from slipstream.config import DecoderConfig
@@ -191,22 +191,16 @@ def _chart_rows(charts: Sequence[Chart]) -> list[list[tuple[str, str]]]:
 
 
 def _time(data: Data) -> Table:
-    parts = (*PARTS, "overhead")
     title = (
         "shares of the measured seconds, overhead being all that no other part names; in the last column what a round "
         "takes besides drafting, verifying and accepting, as a share of the round"
     )
     rows: list[Row] = [
-        [
-            data.label(arm.arm),
-            str(arm.batch),
-            *(f"{arm.time_split[part]:.1%}" for part in parts),
-            "-" if arm.round_overhead is None else f"{arm.round_overhead:.1%}",
-        ]
+        [data.label(arm.arm), str(arm.batch), *shares]
         for arm in data.summaries
-        if arm.time_split is not None
+        if (shares := time_shares(arm)) is not None
     ]
-    return Table(title, ["arm", "batch", *parts, "overhead of a round"], rows)
+    return Table(title, ["arm", "batch", *PARTS, "overhead", "overhead of a round"], rows)
 
 
 def _samples(data: Data, tokenizer: Tokenizer | None) -> dict[str, list[Sample]]:
