@@ -120,6 +120,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         ({"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']; allowed: 'sliding_attention' or"),
         ({"is_causal": True}, "is_causal=True; allowed: False"),
         ({"causal": True}, "causal=True; allowed: False"),
+        ({"norm_before_fc": True}, "norm_before_fc=True; allowed: False"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5; allowed: 1"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0, which is not known here and may change"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0; allowed: None"),

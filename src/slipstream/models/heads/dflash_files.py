@@ -30,6 +30,7 @@ from slipstream.models.heads.head_files import (
     DFLASH2,
     DSPARK,
     FEATURES,
+    NOT_EAGLE3,
     HeadFiles,
     TensorReader,
     as_product,
@@ -45,7 +46,9 @@ from slipstream.models.loaded import Loaded
 
 OUTPUT = "lm_head.weight"
 # as `head_files.COMPUTED`
-COMPUTED_HERE: dict[str, tuple[Any, ...]] = COMPUTED | {
+COMPUTED_HERE: dict[str, tuple[Any, ...]] = {
+    **COMPUTED,
+    **NOT_EAGLE3,
     "projector_type": ("dflash",),
     "shift_label": (False,),
     "causal": (False,),

@@ -17,6 +17,7 @@ from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import (
     COMPUTED,
     FEATURES,
+    NOT_EAGLE3,
     HeadFiles,
     TensorReader,
     as_product,
@@ -65,7 +66,7 @@ class Eagle1Network(HeadLayers):
 
 def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> Eagle1Network:
     """The network of a head in the official layout of EAGLE and EAGLE-2."""
-    check_settings(files, COMPUTED | {"num_hidden_layers": (1,)})
+    check_settings(files, COMPUTED | NOT_EAGLE3 | {"num_hidden_layers": (1,)})
     model, layer = target.backend.model, files.layer  # type: ignore[attr-defined]
     text_config, norm = model.config.get_text_config(), getattr(model.get_decoder(), "norm", None)
     lm_head = model.get_output_embeddings()

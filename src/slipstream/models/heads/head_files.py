@@ -67,6 +67,8 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     **{"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,)},
     **{"use_mtp_layernorm": (False,), "eh_proj_before_attn": (False,), "parallel_draft_step": (0, 1)},
 }
+# flags of EAGLE-3, which the other kinds do not have
+NOT_EAGLE3 = dict.fromkeys(("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"), (False,))
 # any others that would change what a head computes with the same tensors have such a word in their names
 SWITCH = re.compile(
     r"(?:^|_)(?:(?:layer)?norm|residual|multiplier|scal(?:e|ing|ar)|(?:soft)?cap(?:ping)?|clip|rotary|rope|window|causal"
@@ -77,7 +79,8 @@ NO_SWITCH = re.compile(r"dropout|loss|grad|train|init|eps|implementation|backend
 # those that are read elsewhere, and those without effect on a head, or only with tensors that it has or lacks
 KNOWN_SWITCHES = frozenset(
     {
-        *("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "causal", "is_causal"),
+        *NOT_EAGLE3,
+        *("causal", "is_causal"),
         *("sliding_window", "use_sliding_window", "sliding_window_non_causal", "max_window_layers", "rope_theta"),
         *("norm_topk_prob", "qk_norm", "use_qk_norm", "attn_output_gate", "full_attention_interval"),
         *("routed_scaling_factor", "next_layer_regular"),
