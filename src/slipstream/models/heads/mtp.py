@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
-from slipstream.models.cpu.packed_experts import pack_experts
-from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.packed_linear import pack, pack_experts, unsupported
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, RaggedCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
