@@ -20,7 +20,7 @@ from slipstream.bench.arms import label, local_time
 from slipstream.bench.records import Header, read_records
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
-from slipstream.bench.report.html import render
+from slipstream.bench.report.html import BASELINES, describe, render, settings_table
 from slipstream.bench.report.plots import Chart, Line, Point, charts, selected
 from slipstream.bench.report.report_data import (
     Data,
@@ -32,7 +32,6 @@ from slipstream.bench.report.report_data import (
     sampled_texts,
     total_ratio,
 )
-from slipstream.bench.report.settings_table import BASELINES, describe, settings_table
 from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer

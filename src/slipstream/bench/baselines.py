@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -133,12 +133,12 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
         assistant.generation_config = before
 
 
-def check_params(arm: Arm, params: SamplingParams) -> None:
-    """Refuse options that the arm does not pass on to transformers: the arms would not do the same work."""
+def check_params(arm: str, params: SamplingParams, supported: Collection[str] = SUPPORTED) -> None:
+    """Refuse options that an arm does not apply: the arms would not do the same work. arm: as messages name it."""
     for f in fields(SamplingParams):
-        if f.name not in SUPPORTED and getattr(params, f.name) != getattr(SamplingParams(), f.name):
-            allowed = ", ".join(sorted(SUPPORTED))
-            raise UsageError(f"arm {arm.name!r} with {f.name}={getattr(params, f.name)!r}; allowed: {allowed}")
+        if f.name not in supported and getattr(params, f.name) != getattr(SamplingParams(), f.name):
+            allowed = ", ".join(sorted(supported))
+            raise UsageError(f"arm {arm} with {f.name}={getattr(params, f.name)!r}; allowed: {allowed}")
 
 
 def no_hf_model(arm: Arm, target: str) -> UsageError:

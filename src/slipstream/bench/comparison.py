@@ -106,9 +106,9 @@ def compare(
 
     The arms are "plain", "speculative" and "hf generate": `Comparison.runs` has a `Run` of each by its name.
     Prompt number i is sampled with seed + i, 0 where none is given. Each run starts with an empty KV cache. With
-    `repeats` > 1 an arm's time is the median of its runs. with_hf: also run transformers' own `generate`; options that
-    it would not apply as we do are refused. on_run: told before each run what it is, warm-ups included: `num_runs` of
-    them in all.
+    `repeats` > 1 an arm's time is the geometric mean of its runs. with_hf: also run transformers' own
+    `generate`; options that it would not apply as we do are refused. on_run: told before each run what it is, warm-ups
+    included: `num_runs` of them in all.
     """
     if isinstance(prompts, str):
         raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")

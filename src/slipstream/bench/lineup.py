@@ -168,11 +168,12 @@ class Lineup:
         return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
 
     def _llama_baseline(self, arm: Arm) -> LlamaBaseline:
-        llama_cpp.check_params(arm, replace(self.params, temperature=self.temperature(arm.name), prediction=None))
+        params = replace(self.params, temperature=self.temperature(arm.name), prediction=None)
+        check_params(f"{arm.name!r}, which is greedy,", params, llama_cpp.SUPPORTED)
         return LlamaBaseline(arm, self._llama_model, self.decoder.target.end_ids)
 
     def _baseline(self, arm: Arm) -> Baseline:
-        check_params(arm, replace(self.params, prediction=None))
+        check_params(repr(arm.name), replace(self.params, prediction=None))
         loaded = self.decoder.target
         if loaded.model is None:
             raise no_hf_model(arm, loaded.name)

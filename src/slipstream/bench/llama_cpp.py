@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -219,15 +219,6 @@ def require_llama(arms: Sequence[Arm], target: str) -> None:
         if arm.baseline in OF_LLAMA_CPP:
             gguf_file(target, f"arm {arm.name!r}")
             bindings(f"arm {arm.name!r}")
-
-
-def check_params(arm: Arm, params: SamplingParams) -> None:
-    """Refuse options that the arm does not apply: the arms would not do the same work."""
-    for f in fields(SamplingParams):
-        if f.name not in SUPPORTED and getattr(params, f.name) != getattr(SamplingParams(), f.name):
-            allowed = ", ".join(sorted(SUPPORTED))
-            value = getattr(params, f.name)
-            raise UsageError(f"arm {arm.name!r}, which is greedy, with {f.name}={value!r}; allowed: {allowed}")
 
 
 def _drafts_of(arm: Arm) -> Drafts:

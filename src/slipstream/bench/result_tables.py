@@ -244,16 +244,16 @@ def _family(arm: ArmSummary, name: str) -> Cell:
 
 def _time(summaries: Sequence[ArmSummary]) -> Table:
     columns = ["arm", *PARTS, "overhead", "overhead\nof a round"]
-    rows: list[Row] = [
-        [
-            _name(arm),
-            *(f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")),
-            NONE if arm.round_overhead is None else f"{arm.round_overhead:.1%}",
-        ]
-        for arm in summaries
-        if arm.time_split is not None
-    ]
+    rows: list[Row] = [[_name(arm), *shares] for arm in summaries if (shares := time_shares(arm)) is not None]
     return Table("where the time went", columns, rows, optional=["overhead\nof a round", "accept"])
+
+
+def time_shares(arm: ArmSummary) -> list[str] | None:
+    """What each of `PARTS` and the overhead took of the time, and the overhead of a round; None where it is unknown."""
+    if arm.time_split is None:
+        return None
+    shares = [f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")]
+    return [*shares, NONE if arm.round_overhead is None else f"{arm.round_overhead:.1%}"]
 
 
 def _failures(summaries: Sequence[ArmSummary]) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -92,7 +92,7 @@ def _parts(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]
 
 def check_pyarrow(*paths: str | Path) -> None:
     """Refuse Parquet files where pyarrow is missing."""
-    if any(map(is_parquet, chain(paths))):
+    if any(map(is_parquet, paths)):
         _pyarrow()
 
 

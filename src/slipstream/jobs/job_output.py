@@ -164,9 +164,5 @@ def _check(path: Path) -> None:
     """Refuse to delete a file that no job has written."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                item = json.loads(line)
-            except ValueError:
-                item = None
-            if line.endswith(b"\n") and not (isinstance(item, dict) and "line" in item):
+            if line.endswith(b"\n") and "line" not in _parsed(path, number, line):
                 raise no_output(path, number)

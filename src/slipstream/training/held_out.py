@@ -7,8 +7,7 @@ own, so what is accepted is what agrees with it. Speeds come from measured costs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,9 +19,10 @@ from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of a head, with drafts of the length that is fastest. accepted[i]: share of rounds that accept more than i.
+    """How fast a head is, with drafts of the length that is fastest.
 
-    tokens_per_round: of drafts of STEPS tokens. tokens_per_second: estimated; plain: the same without drafts.
+    accepted[i]: share of rounds that accept more than i. tokens_per_round: of drafts of STEPS tokens.
+    tokens_per_second: estimated; plain: the same without drafts.
     """
 
     tokens_per_round: float
@@ -30,10 +30,6 @@ class Judgement:
     num_draft_tokens: int
     tokens_per_second: float
     plain: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def judged(head: TrainableHead, batches: Sequence[Batch], costs: Costs) -> Judgement:

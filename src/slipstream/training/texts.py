@@ -190,7 +190,7 @@ class TextMaker:
         return tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
 
     def _temperature(self, number: int) -> float:
-        """Of an answer; a prompt that comes again has the next one."""
+        """The temperature of an answer; a prompt that comes again has the next one."""
         turn = sum(divmod(number, len(self._sources))) if self._sources else number
         return TEMPERATURES[turn % len(TEMPERATURES)]
 

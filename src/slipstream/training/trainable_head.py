@@ -36,7 +36,7 @@ class Batch:
 
     @classmethod
     def of(cls, texts: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
-        """Of token ids and the index of the first token that counts, each."""
+        """A batch of texts, each its token ids and the index of the first token that counts."""
         width = max(len(ids) for ids, _ in texts) + STEPS
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
         learned = torch.zeros(len(texts), width, dtype=torch.bool)

@@ -101,7 +101,7 @@ Show = Callable[[TrainingProgress], None]
 
 @dataclass
 class TrainingJob:
-    """One folder's training."""
+    """Trains a head in a folder, or goes on with what another run left there."""
 
     settings: TrainingSettings
     show: Show = lambda progress: None
@@ -208,7 +208,7 @@ class TrainingJob:
         draw(folder, run.state)
 
     def _costs(self, decoder: SpeculativeDecoder) -> Costs:
-        """Of rounds that draft with a head of these sizes, measured once for the folder."""
+        """The costs of rounds that draft with a head of these sizes, measured once for the folder."""
         path = self.settings.folder / COSTS
         if not path.exists():
             drafting = decoder.with_draft(str(self.settings.folder)).using("model")
@@ -253,23 +253,23 @@ class TrainingJob:
 
     def _settle(self, more: dict[str, Any]) -> None:
         """Write what other runs of the folder must share, or compare it."""
-        path, own = self.settings.folder / SETTINGS, self.settings.shared() | more
+        path, shared = self.settings.folder / SETTINGS, self.settings.shared() | more
         if path.exists():
-            self._compare(path, own)
+            self._compare(path, shared)
             return
         with replaced(path) as partial:
-            partial.write_text(json.dumps(own, indent=1), encoding="utf-8")
+            partial.write_text(json.dumps(shared, indent=1), encoding="utf-8")
 
-    def _compare(self, path: Path, own: dict[str, Any]) -> None:
+    def _compare(self, path: Path, shared: dict[str, Any]) -> None:
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
-            different = next((name for name in own if there[name] != own[name]), None)
+            different = next((name for name in shared if there[name] != shared[name]), None)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
         if different is not None:
             raise UsageError(
                 f"--out {str(path.parent)!r} holds a training with {different}={there[different]!r}, this one has "
-                f"{own[different]!r}; allowed: the same, or another folder"
+                f"{shared[different]!r}; allowed: the same, or another folder"
             )
 
     @contextmanager
@@ -313,10 +313,10 @@ def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], voca
     for text in learned:
         counts += torch.bincount(torch.tensor(text.ids[text.start :]), minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)
-    known = torch.tensor([token for text in held for token in text.ids[text.start :]])
+    held_ids = torch.tensor([token for text in held for token in text.ids[text.start :]])
 
     def covered(size: int) -> float:
-        return float(torch.isin(known, order[:size]).float().mean())
+        return float(torch.isin(held_ids, order[:size]).float().mean())
 
     sizes, needed = [min(size, vocab_size) for size in SIZES], COVERED * covered(int((counts > 0).sum()))
     size = next((size for size in sizes if covered(size) >= needed), sizes[-1])

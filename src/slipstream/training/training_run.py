@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -106,7 +106,7 @@ class TrainingRun:
 
     @property
     def seconds(self) -> float:
-        """Of all runs so far."""
+        """The seconds of all runs so far."""
         return self._seconds_before + monotonic() - self._begun
 
     def steps(self, judge: Judge) -> Iterator[State]:
@@ -141,7 +141,7 @@ class TrainingRun:
         self._judging = monotonic() - begun
         loss = sum(state.losses) / len(state.losses) if state.losses else None
         state.judgements.append(
-            {"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | judgement.to_dict()
+            {"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | asdict(judgement)
         )
         state.losses = []
         self.save()

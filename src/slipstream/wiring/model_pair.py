@@ -334,7 +334,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
         return None
     if not isinstance(target.backend, HiddenStates):
         return None
-    from slipstream.models.heads.mtp_files import brings_mtp, load_mtp  # transformers takes seconds to import
+    from slipstream.models.heads.mtp import brings_mtp, load_mtp  # transformers takes seconds to import
 
     options = load_options_of(config)
     if not brings_mtp(target, options):
@@ -397,7 +397,7 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target:
         if target is None:
             raise UsageError(f"draft={MTP!r} without a target; allowed: a draft model of its own")
         _refuse_settings_of_models(config, "the target's MTP layers")
-        from slipstream.models.heads.mtp_files import load_mtp
+        from slipstream.models.heads.mtp import load_mtp
 
         return load_mtp(target, load_options_of(config))
     options = draft_options_of(config, None if target is None else target.backend.device)

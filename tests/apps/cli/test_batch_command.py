@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.apps.cli import batch_requests, serve
+from slipstream.apps.cli import batch_requests, consoles, serve
 from slipstream.apps.cli.consoles import err
 from slipstream.config import SERVED, DecoderConfig
 from tests.support.command_line import run
@@ -146,7 +146,8 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Console(stderr=True, force_terminal=True, width=100, record=True)
-    monkeypatch.setattr(batch_requests, "err", terminal)
+    for module in (batch_requests, consoles):
+        monkeypatch.setattr(module, "err", terminal)
     seen: list[str] = []
     progress = batch_requests._progress()
     with progress as show:

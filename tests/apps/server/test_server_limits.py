@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,8 +15,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.apps.server import launch
-from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
+from slipstream.apps.server import connections, launch
 from slipstream.apps.server.engine_thread import FairQueue
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import MAX_UNREAD_EVENTS, Ended, Event, Job, LiveRequest, Started
@@ -529,9 +527,7 @@ def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
 def test_a_socket_whose_request_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(
-        ConnectionLimits, "protocol", lambda self: partial(BoundedConnection, replace(self, arrival=0.3))
-    )
+    monkeypatch.setattr(connections, "REQUEST_ARRIVAL_SECONDS", 0.3)
     with running_server() as server, connected(server) as one:
         one.sendall(data)
         assert closed(one, dribbled=b"x: y\r\n" if data == HEAD else b"")

@@ -173,6 +173,26 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "has rms_norm_eps=0; allowed: a number above 0"),
         ({"rms_norm_eps": "1e-6"}, "has rms_norm_eps='1e-6'; allowed: a number above 0"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
+        ({"partial_rotary_factor": 0.25}, "has partial_rotary_factor=0.25; allowed: 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "has partial_rotary_factor=0.25; allowed: 1"),
+        ({"attention_mode": "mla"}, "has attention_mode='mla'; allowed: 'gqa', 'mha'"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "has hidden_activation='gelu_pytorch_tanh'; allowed: 'silu'"),
+        ({"use_last_layernorm": False}, "has use_last_layernorm=False; allowed: True"),
+        ({"use_mtp_layernorm": True}, "has use_mtp_layernorm=True; allowed: False"),
+        ({"use_aux_hidden_state": False}, "has use_aux_hidden_state=False; allowed: True"),
+        ({"parallel_draft_step": 2}, "has parallel_draft_step=2; allowed: 0, 1"),
+        *(
+            ({name: value}, f"has {name}={value!r}, which is not known here and may change what it computes; allowed: ")
+            for name, value in [
+                ("logit_scale", 0.25),
+                ("embedding_multiplier", 12.0),
+                ("query_pre_attn_scalar", 256),
+                ("rope_interleave", True),
+                ("use_parallel_residual", True),
+                ("norm_after_fc", True),
+                ("attn_logit_softcapping", 50.0),
+            ]
+        ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -184,6 +204,41 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change:
     with pytest.raises(SlipstreamError) as raised:
         decoder_of(head)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "official"])
+def test_what_trainers_and_libraries_note_does_not_matter(tmp_path: Path, layout: str) -> None:
+    noted = {
+        **{"bos_token_id": 1, "pad_token_id": None, "tie_word_embeddings": False, "initializer_range": 0.02},
+        **{
+            "attention_dropout": 0.0,
+            "attention_mode": "gqa",
+            "auto_map": {"AutoModel": "eagle3.Head"},
+            "dtype": "float32",
+        },
+        **{"pretraining_tp": 1, "max_window_layers": 28, "use_cache": True, "transformers_version": "4.57.1"},
+        **{"_attn_implementation_autoset": True, "attn_implementation": "flash_attention_2", "rope_interleaved": False},
+        **{"residual_multiplier": 1.0, "logit_scale": None, "clip_qkv": None, "partial_rotary_factor": 1.0},
+        **{
+            "max_grad_norm": 0.5,
+            "loss_scale": 2.0,
+            "rope_scaling": None,
+            "qk_rope_head_dim": 64,
+            "layer_norm_eps": 1e-5,
+        },
+    }
+    flags = {
+        **{"use_aux_hidden_state": True, "use_last_layernorm": True, "use_input_layernorm_in_first_layer": True},
+        **{"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "has_lm_head": True},
+        **{"embed_requires_grad": False, "num_eagle_features": 3, "trained": {"steps": 100, "norm": "x"}},
+    }
+    plain = write_head(tmp_path / "plain", target(), layout=layout)
+    other = write_head(tmp_path / "noted", target(), layout=layout, layer=noted, **flags)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    drafts = [
+        [round.draft for round in decoder_of(head).generate(prompts([9])[0], params).rounds] for head in (plain, other)
+    ]
+    assert drafts[0] == drafts[1] and any(drafts[0])
 
 
 def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:

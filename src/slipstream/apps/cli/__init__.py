@@ -27,7 +27,7 @@ from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E
 from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
 
-for _name in (*(name for names in COMMANDS.values() for name in names), "help_pages"):
+for _name in (name for names in COMMANDS.values() for name in names):
     import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself
 
 

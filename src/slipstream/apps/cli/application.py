@@ -1,4 +1,4 @@
-"""The application: its consoles, how its commands and their help look, and how models and prompts are found."""
+"""The application, its command `help`, and how models and prompts of all commands are found."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream import drafters
-from slipstream.apps.cli.command_classes import WIDTH, Command, Group
+from slipstream.apps.cli.command_classes import WIDTH, Command, Group, unknown_command
 from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import STANDARD, write_text
@@ -51,6 +51,26 @@ app = typer.Typer(
 def command(name: str, *examples: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the command `name`. examples: command lines that end its help."""
     return app.command(name, cls=Command, context_settings=SETTINGS, epilog="\n".join(examples) or None, **more)
+
+
+@command("help", hidden=True)
+def help_command(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMMAND]...", help="as in `slipstream help chat`")
+    ] = None,
+) -> None:
+    """Explain a command; without one, list all."""
+    shown = context.find_root()
+    for word in words or ():
+        group = shown.command
+        if not isinstance(group, Group):
+            raise UsageError(f"unexpected argument {word!r}; allowed: slipstream help [COMMAND]")
+        subcommand = group.get_command(shown, word)
+        if subcommand is None:
+            raise unknown_command(group, shown, word)
+        shown = subcommand.make_context(word, [], parent=shown, resilient_parsing=True)
+    typer.echo(shown.get_help())
 
 
 def quiet_libraries() -> None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder, write_json
-from slipstream.apps.cli.consoles import err
+from slipstream.apps.cli.consoles import clock_time, err, progress_bar
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_options import RayOptions
@@ -153,14 +153,13 @@ def _progress() -> Iterator[Progress]:
 
         yield print_line
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=err, transient=True) as bar:
+    with progress_bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")) as bar:
         task = bar.add_task("reading", total=None)
 
         def show(report: JobReport) -> None:
-            time_left = "" if report.seconds_left is None else f", {_time(report.seconds_left)} left"
+            time_left = "" if report.seconds_left is None else f", {clock_time(report.seconds_left)} left"
             completed = report.answered_before + report.answered + report.failed
             bar.update(
                 task,
@@ -170,9 +169,3 @@ def _progress() -> Iterator[Progress]:
             )
 
         yield show
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

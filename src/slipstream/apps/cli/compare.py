@@ -97,7 +97,7 @@ def _check_hf(models: Models, params: SamplingParams) -> None:
     from slipstream.bench.comparison import ARMS, HF
     from slipstream.models.loaded import is_toy
 
-    check_params(ARMS[HF], replace(params, prediction=None))
+    check_params(repr(HF), replace(params, prediction=None))
     if is_toy(models.target):
         raise no_hf_model(ARMS[HF], models.target)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.text import Text
 
@@ -138,20 +138,16 @@ class TextWriter:
 
     def write(self, text: str) -> None:
         """Write the next piece."""
-        self._emit(text if self._wrap is None else self._wrap.push(harmless(text)))
+        write_raw(text if self._wrap is None else self._wrap.push(harmless(text)))
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
-        self._emit(("" if self._wrap is None else self._wrap.flush()) + "\n")
-
-    def _emit(self, text: str) -> None:
-        out.file.write(text)  # rich would expand tabs and drop others
-        out.file.flush()
+        write_raw(("" if self._wrap is None else self._wrap.flush()) + "\n")
 
 
 def write_raw(text: str) -> None:
-    """Write a piece of a text into a file or a pipe, as the model wrote it."""
-    out.file.write(text)
+    """Write a piece of a text as it is."""
+    out.file.write(text)  # rich would expand tabs and drop others
     out.file.flush()
 
 
@@ -162,9 +158,21 @@ def print_text(text: str) -> None:
     writer.end()
 
 
+def clock_time(seconds: float) -> str:
+    """Hours, minutes and seconds as clocks show them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def print_error(message: str) -> None:
     """Print an error: one line, which terminals break at words."""
     err.sentence(Text.assemble(("error:", "red"), " ", message))
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar with these columns on standard error, which is shown on terminals only and vanishes at its end."""
+    return Progress(*columns, console=err, disable=not err.is_terminal, transient=True)
 
 
 class RunBar:

@@ -391,7 +391,7 @@ class PromptSource:
 
 
 def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
-    """The numbers of --batch-sizes. most: the decoder's max_batch_size."""
+    """The numbers of --batch-sizes. max_batch_size: the decoder's."""
     sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
     if not sizes or len(set(sizes)) < len(sizes):
         raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")

@@ -18,7 +18,7 @@ from slipstream.apps.cli.application import (
     params_for,
     write_json,
 )
-from slipstream.apps.cli.consoles import TextWriter, err, out, print_text
+from slipstream.apps.cli.consoles import TextWriter, err, out, print_text, progress_bar
 from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structure, System, flags
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
@@ -174,10 +174,11 @@ def _seeds(row: Row, n: int) -> list[int]:
 
 def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
     """Decode, with a progress bar over the texts; Ctrl-C ends the run."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+    with progress_bar(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    ) as progress:
         task = progress.add_task("texts", total=len(rows))
         try:
             for round in decoder.run(rows):

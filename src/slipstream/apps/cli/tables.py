@@ -74,16 +74,16 @@ def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> Re
     """Plain text left, speculative text right, in the colours of its tokens' origins; below each other where narrow."""
     plain, fast = comparison.runs[PLAIN], comparison.runs[SPECULATIVE]
     assert plain.result is not None and fast.result is not None
-    left = f"plain, {plain.tokens_per_second:.1f} tok/s"
-    right = f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}"
+    plain_title = f"plain, {plain.tokens_per_second:.1f} tok/s"
+    fast_title = f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}"
     texts = coloured(plain.result, tokenizer), coloured(fast.result, tokenizer)
     if width < SIDE_BY_SIDE:
         if plain.result.token_ids == fast.result.token_ids:
-            return Group(Text(f"{left}; {right}", "bold"), texts[1])
-        return Group(Text(left, "bold"), texts[0], Text(right, "bold"), texts[1])
+            return Group(Text(f"{plain_title}; {fast_title}", "bold"), texts[1])
+        return Group(Text(plain_title, "bold"), texts[0], Text(fast_title, "bold"), texts[1])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    table.add_column(left, ratio=1)
-    table.add_column(right, ratio=1)
+    table.add_column(plain_title, ratio=1)
+    table.add_column(fast_title, ratio=1)
     table.add_row(*texts)
     return table
 

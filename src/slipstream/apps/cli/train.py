@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.apps.cli.application import announce_loading, command, load_decoder, quiet_libraries, write_json
-from slipstream.apps.cli.consoles import err, out, print_error
+from slipstream.apps.cli.consoles import clock_time, err, out, print_error, progress_bar
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import SERVED, DecoderConfig
@@ -146,7 +146,7 @@ def _progress() -> Iterator[Show]:
 
     Elsewhere lines: at first, after every minute, and for each judgement.
     """
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
     columns: tuple[Any, ...] = (
         TextColumn("{task.fields[doing]}"),
@@ -154,14 +154,14 @@ def _progress() -> Iterator[Show]:
         TaskProgressColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+    with progress_bar(*columns) as bar:
         task, last_news, last_line = bar.add_task("", total=None, doing="preparing"), "", float("-inf")
 
         def show(progress: TrainingProgress) -> None:
             nonlocal last_news, last_line
             judgement = "" if progress.latest is None else _judgement(progress.latest)
             how_far = f"{progress.completed} of {progress.total} {progress.unit}"
-            time_left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
+            time_left = "" if progress.seconds_left is None else f"{clock_time(progress.seconds_left)} left"
             if err.is_terminal:
                 description = ", ".join(filter(None, (how_far, time_left, judgement)))
                 completed, total = progress.completed, progress.total
@@ -178,9 +178,3 @@ def _judgement(latest: dict[str, Any]) -> str:
     loss = "" if latest["loss"] is None else f"loss {latest['loss']:.2f}, "
     speed = f"estimated {latest['tokens_per_second']:.0f} tokens/s, {latest['plain']:.0f} without"
     return f"step {latest['step']}: {loss}{latest['tokens_per_round']:.2f} tokens per round, {speed}"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
 from slipstream.apps.cli.application import command, config_from, load_decoder, prompt_set, write_json
-from slipstream.apps.cli.consoles import err, out, print_error
+from slipstream.apps.cli.consoles import err, out, print_error, progress_bar
 from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
@@ -202,7 +202,7 @@ class _Left(ProgressColumn):
 def _watched(budget: float) -> Iterator[ShowProgress]:
     """A function that shows what is being done: a bar over the budget; elsewhere a line when a stage begins."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Left())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+    with progress_bar(*columns) as progress:
         task, begun = progress.add_task("starting", total=budget), perf_counter()
         stages: set[str] = set()
 

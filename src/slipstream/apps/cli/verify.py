@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from slipstream.apps.cli.application import command, config_from, demo_data, load_decoder, prompt_set, write_json
-from slipstream.apps.cli.consoles import err, out
+from slipstream.apps.cli.consoles import out, progress_bar
 from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
@@ -88,13 +88,12 @@ def _prompts(choice: PromptChoice) -> list[NamedPrompt]:
 
 def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent) -> list[Check]:
     """The checks, with a progress bar on a terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
     from slipstream.certificate.checks import Verifier
 
     checks = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+    with progress_bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         verifier = Verifier(decoder, prompts, extent.max_tokens, extent.budget)
         task = progress.add_task("verifying", total=verifier.num_checks)
         for check in verifier.run():

@@ -22,7 +22,6 @@ class ConnectionLimits:
 
     max_connections: int
     stalled: float
-    arrival: float = REQUEST_ARRIVAL_SECONDS
 
     def protocol(self) -> Any:
         """The factory of connections that uvicorn calls."""
@@ -94,7 +93,7 @@ class BoundedConnection(H11Protocol):
     def _await_request(self) -> None:
         self.waiting_since = self.loop.time()
         _end(self._arrival)
-        self._arrival = self.loop.call_later(self._limits.arrival, self.give_up)
+        self._arrival = self.loop.call_later(REQUEST_ARRIVAL_SECONDS, self.give_up)
 
 
 def _end(timer: asyncio.TimerHandle | None) -> None:

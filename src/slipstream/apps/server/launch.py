@@ -32,9 +32,8 @@ class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
     on_ready: called with the server once the models are loaded. cores: those that its own thread is let run on; see
-    `free_thread`. last_resort: called when the
-    server is to end with the seconds after which the process must have ended.
-    failure: what ended the engine, if that is why it ended.
+    `free_thread`. last_resort: called when the server is to end with the seconds after which the process must have
+    ended. failure: what ended the engine, if that is why it ended.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from slipstream.apps.server.schemas import (
     answers,
 )
 from slipstream.apps.server.service import Service
-from slipstream.apps.server.streaming import AnswerStream
+from slipstream.apps.server.streaming import AnswerStream, until_disconnected
 from slipstream.tokenization.tokenizer import Tokenizer, check_text
 from slipstream.version import __version__
 
@@ -95,7 +95,7 @@ def log_answer(live: LiveRequest, status: int) -> None:
 async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of some work, which is given up if the client leaves."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(http))
+    gone = asyncio.ensure_future(until_disconnected(http.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -104,11 +104,6 @@ async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for future in (task, gone):
             future.cancel()
-
-
-async def _gone(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 router = APIRouter()

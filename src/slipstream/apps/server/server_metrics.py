@@ -153,7 +153,7 @@ class EngineStatus:
         self._trim(monotonic())
         tokens = sum(count for _, count in self._recent)
         stats = totals.stats
-        seconds = {part: getattr(stats, f"{part}_seconds") for part in ("prefill", "draft", "verify", "accept")}
+        seconds = {part: getattr(stats, f"{part}_seconds") for part in PARTS}
         seconds["overhead"] = stats.overhead_seconds
         total = sum(seconds.values())
         return {

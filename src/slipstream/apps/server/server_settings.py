@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from slipstream.checks import check_whole, is_number
 from slipstream.errors import UsageError, setting
 
 SEVERAL = "may be given several times"
@@ -51,12 +52,10 @@ class ServerSettings:
             ("max_body_bytes", 1024, 1 << 30),
             ("max_file_bytes", 1024, 1 << 40),
         ):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise UsageError(f"{name}={value!r}; allowed: a whole number from {low} to {high}")
+            check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= 1e6:
+            if not is_number(value, 0, 1e6) or not value:
                 raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
         for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):

@@ -69,7 +69,7 @@ class AnswerStream(Response):
         loop = asyncio.get_running_loop()
         self._loop, self._over = loop, loop.create_future()
         self._send: Send = send
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(until_disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._last_event = loop.time()
@@ -173,6 +173,7 @@ class AnswerStream(Response):
         self._timer = self._loop.call_later(remaining, self._end_silence)
 
 
-async def _gone(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
+    """Return once the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

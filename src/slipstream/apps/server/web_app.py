@@ -1,19 +1,24 @@
-"""The web application: its routes, its protection and its errors."""
+"""The web application: its routes, its protection and its errors, and the page at `/` with its files.
+
+An installation without the page's files (some packagers leave out what is not Python) says so, and lists the endpoints.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import resources
 from pathlib import Path
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
-from slipstream.apps.server import batch_routes, engine_routes, openai_routes, page_routes
+from slipstream.apps.server import batch_routes, engine_routes, openai_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
 from slipstream.apps.server.batch_runner import BatchRunner
 from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.error_objects import add_handlers
+from slipstream.apps.server.error_objects import ApiError, add_handlers
 from slipstream.apps.server.openai_routes import answer, service_of
 from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
 from slipstream.apps.server.server_settings import ServerSettings
@@ -21,8 +26,83 @@ from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.version import __version__
 
+router = APIRouter()
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # no text becomes markup or code, whatever the page's own script does
+        "trusted-types 'none'",
+    )
+)
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+LIST = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Slipstream</title>
+<h1>Slipstream</h1>
+<p>The files of the page are missing from this installation. The server answers OpenAI's API; its endpoints:</p>
+<ul>
+%s
+</ul>
+</html>
+"""
+
+
+@router.get("/", include_in_schema=False)
+async def index(http: Request) -> Response:
+    """The page, or the list of endpoints."""
+    page = _page_file("index.html")
+    if page is None:
+        paths = sorted({path for path in http.app.openapi()["paths"]})
+        page = (LIST % "\n".join(f"<li><code>{path}</code></li>" for path in paths)).encode()
+    return _page_answer(http, page, "html")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def page_file(http: Request, name: str) -> Response:
+    """A file of the page."""
+    content = _page_file(name)
+    if content is None:
+        raise ApiError(404, f"/page/{name!r:.80}: there is no such file")
+    return _page_answer(http, content, name.rpartition(".")[2])
+
+
+def _page_file(name: str) -> bytes | None:
+    """A file of the package's page folder; None if the folder has none of this name."""
+    folder = resources.files("slipstream.apps.server") / "page"
+    if not folder.is_dir():
+        return None
+    is_served = name.rpartition(".")[2] in KINDS
+    return next((file.read_bytes() for file in folder.iterdir() if file.name == name and is_served), None)
+
+
+def _page_answer(http: Request, content: bytes, kind: str) -> Response:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {
+        "etag": tag,
+        "cache-control": "no-cache",
+        "content-security-policy": POLICY,
+        "referrer-policy": "no-referrer",
+    }
+    if tag in http.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=KINDS[kind], headers=headers)
+
+
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-ROUTES = (openai_routes, engine_routes, page_routes, batch_routes)
+ROUTERS = (openai_routes.router, engine_routes.router, router, batch_routes.router)
 Load = Callable[[], SpeculativeDecoder]
 
 
@@ -64,9 +144,9 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         """Continue texts, whole or as a stream."""
         return await answer(service_of(http), http, fields)
 
-    for routes in ROUTES:  # after those above, which are called most: addresses are tried in turn
-        app.include_router(routes.router)
-    app.state.addresses = [*app.routes, *(route for routes in ROUTES for route in routes.router.routes)]
+    for routes in ROUTERS:  # after those above, which are called most: addresses are tried in turn
+        app.include_router(routes)
+    app.state.addresses = [*app.routes, *(route for routes in ROUTERS for route in routes.routes)]
     if settings.allowed_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origin), allow_methods=["*"], allow_headers=["*"]

@@ -363,11 +363,11 @@ def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.points)
 
 
-def _parts(items: Sequence[T], limit: int = MOST) -> list[Sequence[T]]:
-    return [items[start : start + limit] for start in range(0, len(items), limit)]
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[start : start + MOST] for start in range(0, len(items), MOST)]
 
 
-def _numbered(name: str, title: str, number: int, count: int, limit: int = MOST) -> tuple[str, str]:
+def _numbered(name: str, title: str, number: int, count: int) -> tuple[str, str]:
     """File name and title of a picture; those of several pictures of one kind are numbered."""
-    pictures = -(-count // limit)
+    pictures = -(-count // MOST)
     return (name, title) if pictures == 1 else (f"{name}_{number}", f"{title} ({number} of {pictures})")

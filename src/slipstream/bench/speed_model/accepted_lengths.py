@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 from math import isfinite
 from typing import Any
 
+from slipstream.checks import is_number, is_whole
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rounds import chain_end, depths
 from slipstream.errors import UsageError
@@ -37,7 +38,7 @@ class Acceptance:
             raise UsageError(f"acceptance: {counts}; allowed: the same number")
         for name in ("accepted", "proposed"):
             values = getattr(self, name)
-            if not all(map(_is_probability, values)) or any(b > a for a, b in pairwise(values)):
+            if not all(is_number(p, 0, 1) for p in values) or any(b > a for a, b in pairwise(values)):
                 raise UsageError(f"acceptance: {name}={values!r}; allowed: probabilities from 0 to 1 that never rise")
         if any(a > p for a, p in zip(self.accepted, self.proposed, strict=True)):
             raise UsageError(f"acceptance: accepted={self.accepted!r}; allowed: at most proposed={self.proposed!r}")
@@ -72,7 +73,7 @@ class Acceptance:
         sizes = tuple(proposed) if proposed is not None else (1.0,) * len(alphas)
         of_siblings = list(siblings) or [()] * len(alphas)
         probabilities = (*alphas, *(alpha for alphas_beside in of_siblings for alpha in alphas_beside))
-        if wrong := [alpha for alpha in probabilities if not _is_probability(alpha)]:
+        if wrong := [alpha for alpha in probabilities if not is_number(alpha, 0, 1)]:
             raise UsageError(f"acceptance {wrong[0]!r}; allowed: from 0 to 1")
         for name, count in (("proposed", len(sizes)), ("siblings", len(of_siblings))):
             if count != len(alphas):
@@ -140,7 +141,7 @@ class Acceptance:
 def stat(stats: Mapping[str, Any], name: str) -> Any:
     """A total of `Stats.to_dict()`."""
     value = _field(stats, name)
-    if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
+    if not is_number(value, 0):
         raise UsageError(f"stats: {name}={value!r:.60}; allowed: a number >= 0")
     return value
 
@@ -148,7 +149,7 @@ def stat(stats: Mapping[str, Any], name: str) -> Any:
 def counts_of(stats: Mapping[str, Any], name: str) -> Sequence[int]:
     """The totals by position of `Stats.to_dict()`."""
     value = _field(stats, name)
-    if not isinstance(value, list | tuple) or not all(map(_is_count, value)):
+    if not isinstance(value, list | tuple) or not all(map(is_whole, value)):
         raise UsageError(f"stats: {name}={value!r:.60}; allowed: a list of whole numbers >= 0")
     return value
 
@@ -157,14 +158,6 @@ def _field(stats: Mapping[str, Any], name: str) -> Any:
     if name not in stats:
         raise UsageError(f"stats: {name} is missing; allowed: what Stats.to_dict() gives")
     return stats[name]
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_probability(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and 0 <= value <= 1
 
 
 @dataclass

@@ -20,6 +20,7 @@ import numpy as np
 
 from slipstream.bench.speed_model.accepted_lengths import Acceptance, stat
 from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.checks import is_whole
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
@@ -187,7 +188,7 @@ def _power(row: Any, batch: int) -> Any:
 
 
 def _checked(acceptance: Acceptance | float, num_draft_tokens: int) -> Acceptance:
-    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+    if not is_whole(num_draft_tokens):
         raise UsageError(f"num_draft_tokens={num_draft_tokens!r}; allowed: a whole number >= 0")
     if not isinstance(acceptance, Acceptance):
         acceptance = Acceptance.constant(acceptance)

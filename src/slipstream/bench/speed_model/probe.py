@@ -127,11 +127,11 @@ def even_lengths(total: int, rows: int) -> tuple[int, ...]:
     return tuple(total // rows + (row < total % rows) for row in range(rows))
 
 
-def thinned(values: Sequence[int], limit: int = POINTS) -> list[int]:
-    """At most `limit` of ascending values, the first and the last among them."""
-    if len(values) <= limit:
+def thinned(values: Sequence[int]) -> list[int]:
+    """At most `POINTS` of ascending values, the first and the last among them."""
+    if len(values) <= POINTS:
         return list(values)
-    return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+    return [values[round(i * (len(values) - 1) / (POINTS - 1))] for i in range(POINTS)]
 
 
 Shape = tuple[int, int]  # rows, and tokens of each (padded) or of all of them

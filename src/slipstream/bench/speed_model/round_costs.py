@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.checks import UNREADABLE, why_unreadable
+from slipstream.checks import UNREADABLE, is_number, is_whole, why_unreadable
 from slipstream.core.kv_slots import Shapes
 from slipstream.errors import UsageError
 
@@ -113,23 +113,13 @@ def check_grid(name: str, grid: object) -> None:
 
 def check_points(name: str, batch: object, points: object) -> None:
     """Refuse what is no table of milliseconds."""
-    if not is_count(batch):
+    if not is_whole(batch, 1):
         raise UsageError(f"costs: {name} is for a batch of {batch!r}; allowed: whole numbers >= 1")
     if not isinstance(points, Mapping) or not points:
         raise UsageError(f"costs: {name}={points!r}; allowed: a table of milliseconds with at least one entry")
     for x, ms in points.items():
-        if not is_count(x) or not is_number(ms) or ms < 0:
+        if not is_whole(x, 1) or not is_number(ms, 0):
             raise UsageError(f"costs: {name} has {x!r}: {ms!r}; allowed: whole numbers >= 1 with milliseconds >= 0")
-
-
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def points_of(name: str, table: object) -> dict[int, Any]:
@@ -187,9 +177,9 @@ class Costs:
             raise UsageError("costs: target holds a 0; allowed: milliseconds > 0")
         for name in WIDTHS:
             values = getattr(self, name)
-            if not all(map(is_count, values)) or list(values) != sorted(set(values)):
+            if not all(is_whole(value, 1) for value in values) or list(values) != sorted(set(values)):
                 raise UsageError(f"costs: {name}={values!r}; allowed: rising whole numbers >= 1")
-        if not is_number(self.move) or self.move < 0:
+        if not is_number(self.move, 0):
             raise UsageError(f"costs: move={self.move!r}; allowed: milliseconds >= 0")
 
     @property
@@ -342,7 +332,7 @@ class Machine:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, least = getattr(self, f.name), "> 0" if f.name[-3:] != "_ms" else ">= 0"
-            if not is_number(value) or value < 0 or (value == 0 and least == "> 0"):
+            if not is_number(value, 0) or (value == 0 and least == "> 0"):
                 raise UsageError(f"{f.name}={value!r}; allowed: a finite number {least}")
 
     def forward_ms(self, params: float, tokens: int) -> float:
@@ -370,7 +360,7 @@ def paper_costs(
     its tokens cost.
     """
     for name, value, least in (("target_params", target_params, 1), ("draft_params", draft_params, 0)):
-        if not is_number(value) or value < least:
+        if not is_number(value, least):
             raise UsageError(f"{name}={value!r}; allowed: a finite number >= {least}")
     batches, widths = list(batches), list(widths)
     step = {b: machine.forward_ms(draft_params, b) if draft_params else 0.0 for b in batches}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from slipstream.checks import check_whole, is_whole
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.integrations.reference.generate_functions import decoder_of, seed_from_torch
@@ -26,9 +27,7 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, target_model: Module, draft_model: Module, draft_tokens: int = 4) -> None:
-        is_whole = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool)
-        if not is_whole or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"draft_tokens={draft_tokens!r}; allowed: a whole number from 0 to {MAX_DRAFT_TOKENS}")
+        check_whole("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         if draft_model is None:
             raise UsageError("draft_model=None; allowed: a loaded Hugging Face causal language model")
         self.target, self.draft, self.draft_tokens = target_model, draft_model, draft_tokens
@@ -46,8 +45,7 @@ class SpeculativeDecoder:
         room = decoder.target.backend.max_length - len(prompt)
         if room < 1:
             raise UsageError(f"input_ids has {len(prompt)} tokens; allowed: at most {len(prompt) + room - 1}")
-        is_whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
-        if not is_whole or not 1 <= max_new_tokens <= room:
+        if not is_whole(max_new_tokens, 1, room):
             raise UsageError(
                 f"max_new_tokens={max_new_tokens!r}; allowed: a whole number from 1 to {room}, the room that the "
                 f"model's context leaves after {len(prompt)} tokens"

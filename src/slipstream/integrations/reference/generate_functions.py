@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from slipstream.checks import check_whole, is_whole
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
@@ -79,11 +80,9 @@ class Options:
         check_processor(self.logits_processor)
         if self.tokenizer is not None and not isinstance(self.tokenizer, TokenNames):
             raise UsageError(f"tokenizer={self.tokenizer!r}; allowed: None or a Hugging Face tokenizer")
-        if not _is_id(self.gamma) or self.gamma > MAX_DRAFT_TOKENS:
-            raise UsageError(f"gamma={self.gamma!r}; allowed: a whole number from 0 to {MAX_DRAFT_TOKENS}")
-        if not _is_id(self.max_gen_len) or self.max_gen_len < 1:
-            raise UsageError(f"max_gen_len={self.max_gen_len!r}; allowed: a whole number, 1 or more")
-        if self.pad_token_id is not None and not _is_id(self.pad_token_id):
+        check_whole("gamma", self.gamma, 0, MAX_DRAFT_TOKENS)
+        check_whole("max_gen_len", self.max_gen_len, 1)
+        if self.pad_token_id is not None and not is_whole(self.pad_token_id):
             raise UsageError(f"pad_token_id={self.pad_token_id!r}; allowed: a token id >= 0 or None")
         for name in ("use_cache", "debug", "first_target", "skip_sample_adjustment"):
             if not isinstance(getattr(self, name), bool):
@@ -93,15 +92,11 @@ class Options:
         """The ids that end the text; UsageError for one the model does not have."""
         ends = self.eos_tokens_id
         ids = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-        if not all(_is_id(token) and token < vocab_size for token in ids):
+        if not all(is_whole(token, 0, vocab_size - 1) for token in ids):
             raise UsageError(
                 f"eos_tokens_id={ends!r}; allowed: a token id from 0 to {vocab_size - 1}, a list of them, or None"
             )
         return ids
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def round_line(round: Round, number: int, tokenizer: TokenNames | None) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from slipstream.checks import check_whole, is_number
 from slipstream.core.acceptance import Distributions, Rule, rejection
 from slipstream.core.types import Draft
 from slipstream.errors import UsageError
@@ -28,7 +29,7 @@ class LogitsProcessor(ABC):
     """
 
     def __init__(self, temperature: float) -> None:
-        if not _is_number(temperature) or not 0 < temperature < float("inf"):
+        if not is_number(temperature) or temperature <= 0:
             raise UsageError(f"temperature={temperature!r}; allowed: a finite number > 0 (GreedyProcessor is greedy)")
         self.temperature = temperature
 
@@ -114,18 +115,13 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(removed.scatter(-1, order, removed), NEVER)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _count(top_k: int) -> int:
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-        raise UsageError(f"top_k={top_k!r}; allowed: a whole number, 1 or more")
+    check_whole("top_k", top_k, 1)
     return top_k
 
 
 def _share(top_p: float) -> float:
-    if not _is_number(top_p) or not 0 <= top_p <= 1:
+    if not is_number(top_p, 0, 1):
         raise UsageError(f"top_p={top_p!r}; allowed: a number from 0 to 1")
     return top_p
 

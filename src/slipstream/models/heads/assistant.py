@@ -9,7 +9,6 @@ computed at the position of the newest token, and none of them leaves a key, so 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError, one_line
-from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.quantised_linear import num_weights
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_files import HeadFiles, check_size
+from slipstream.models.heads.head_files import HeadFiles, check_size, converter
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
@@ -28,7 +27,10 @@ SLIDING = "sliding_attention"
 
 
 class AssistantBackend(FeatureReader):
-    """See `Backend`. Of a slot it keeps only what was returned for its newest tokens, by position."""
+    """Drafts from the target's keys and values.
+
+    Of a slot it keeps only what was returned for its newest tokens, by position.
+    """
 
     attended_unit = 1
 
@@ -46,10 +48,7 @@ class AssistantBackend(FeatureReader):
     def reserve(self, rows: int, length: int) -> None:
         if (missing := rows - len(self._returned)) > 0:
             self._returned = torch.cat([self._returned, self._returned.new_zeros(missing, *self._returned.shape[1:])])
-            self.num_right += [0] * missing
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        self.num_right[destination] = min(self.num_right[source], length)
+        self.grow(rows)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -171,8 +170,7 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     sources = _sources(reader.config, files, target)
     model = reader.model(dtype).to(device)
     if options.fast is not False and unsupported(model) is None:
-        is_large = num_weights(model) >= SMALLEST and is_faster(model.dtype)
-        convert = partial(rounded, bits="int4") if is_large else compressed_or_packed
+        convert = converter(num_weights(model), model.dtype)
         pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # some rows of it are read
     return AssistantBackend(model, target, sources)
 
@@ -181,17 +179,17 @@ def _sources(config: Any, files: HeadFiles, target: Loaded) -> dict[str, int]:
     """The target's layer whose keys and values an assistant's layers of each kind read. Raises `UsageError` if an
     assistant with this configuration is another target's."""
     backend: Any = target.backend
-    own, theirs = config.get_text_config(), backend.model.config.get_text_config()
-    check_size(files, target, "backbone_hidden_size", config.backbone_hidden_size, theirs.hidden_size)
-    check_size(files, target, "vocab_size", own.vocab_size, backend.vocab_size)
-    modes = zip(theirs.layer_types, theirs.kv_sharing_modes, strict=True)
+    text_config, target_config = config.get_text_config(), backend.model.config.get_text_config()
+    check_size(files, target, "backbone_hidden_size", config.backbone_hidden_size, target_config.hidden_size)
+    check_size(files, target, "vocab_size", text_config.vocab_size, backend.vocab_size)
+    modes = zip(target_config.layer_types, target_config.kv_sharing_modes, strict=True)
     stored = {kind: layer for layer, (kind, mode) in enumerate(modes) if mode == "store"}
     sources = dict[str, int]()
-    for number, kind in enumerate(own.layer_types):
+    for number, kind in enumerate(text_config.layer_types):
         if kind not in stored:
             raise UsageError(f"draft {files.source!r} has layers of kind {kind!r}; allowed: {sorted(stored)}")
         sources[kind] = stored[kind]
-        each, read = own.per_layer_config[number], theirs.per_layer_config[stored[kind]]
+        each, read = text_config.per_layer_config[number], target_config.per_layer_config[stored[kind]]
         for name in ("head_dim", "num_key_value_heads"):
             check_size(files, target, f"{name} of {kind}", getattr(each, name), getattr(read, name))
     return sources

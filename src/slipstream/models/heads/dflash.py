@@ -10,15 +10,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, rms_norm, silu
+from torch.nn.functional import embedding, linear, pad, silu
 
-from slipstream.models.heads.block_chains import Chain, Confidence
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import UNIT, enlarged
-from slipstream.models.heads.network import HeadConfig, Linear, grouped_attention, rotated, rotations
+from slipstream.models.heads.network import HeadConfig, HeadLayers, Linear, all_scores, grouped_attention
+
+
+class Chain(Protocol):
+    """Scores of a place once the tokens before it are known."""
+
+    def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
+        """[B, V] from the block's own scores [B, V] of the last of K places.
+
+        outputs: [B, K, H] of the block's places; before: [B, K] the token before each of them.
+        """
+
+
+@dataclass(frozen=True)
+class MarkovChain:
+    """DSpark (arXiv 2607.05147): a product of rank R adds to the scores what the token before speaks for.
+
+    tokens: [V, R]. gate, joint: with biases; of the kinds "gated" and "rnn", else None. token_ids: of `add`'s scores in
+    the vocabulary, None for all.
+    """
+
+    tokens: Tensor
+    add: Linear
+    gate: Linear | None = None
+    joint: Linear | None = None
+    token_ids: Tensor | None = None
+
+    def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
+        added = self.add(self._state(outputs, before)).to(scores.dtype)
+        if self.token_ids is None:
+            return scores + added[:, : scores.shape[1]]
+        return scores.index_add(1, self.token_ids, added)
+
+    def _state(self, outputs: Tensor, before: Tensor) -> Tensor:
+        if self.joint is not None:
+            return self._recurrent_state(self.joint, outputs, before)
+        token = embedding(before[:, -1], self.tokens)
+        if self.gate is None:
+            return token
+        return torch.sigmoid(self.gate(torch.cat([outputs[:, -1], token], -1))) * token
+
+    def _recurrent_state(self, joint: Linear, outputs: Tensor, before: Tensor) -> Tensor:
+        """What the recurrence says of the last place, from the first place on: a block is short."""
+        tokens = embedding(before, self.tokens)
+        state = output = torch.zeros_like(tokens[:, 0])
+        for place in range(before.shape[1]):
+            joined = joint(torch.cat([state, tokens[:, place], outputs[:, place]], -1))
+            gate, candidate, output = joined.chunk(3, -1)
+            gate = gate.sigmoid()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return output.tanh()
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """DSpark's estimate of how likely the token that it drafts in a place is to be accepted, if those before it are.
+
+    weight: [1, H + R] with tokens [V, R], a `MarkovChain`'s; [1, H] without. bias: [1].
+    """
+
+    weight: Tensor
+    bias: Tensor
+    tokens: Tensor | None
+
+    def __call__(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """[B] probabilities. outputs: [B, H] of the place; before: [B] the token before it."""
+        parts = [outputs] if self.tokens is None else [outputs, embedding(before, self.tokens).to(outputs.dtype)]
+        return linear(torch.cat(parts, -1), self.weight, self.bias)[:, 0].float().sigmoid()
+
+
+@dataclass(frozen=True)
+class CandidateChain:
+    """DFlash 2: only the likeliest `count` tokens of a place can follow, each by how well it fits to the one before.
+
+    before, after: [V, R] of tokens; project: from outputs to R.
+    """
+
+    before: Tensor
+    after: Tensor
+    project: Linear
+    count: int
+
+    def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
+        best, candidates = scores.topk(self.count)
+        expected = embedding(before[:, -1], self.before) * self.project(outputs[:, -1])
+        fit = (expected[:, None] * embedding(candidates, self.after)).sum(-1)
+        return torch.full_like(scores, float("-inf")).scatter(1, candidates, best + fit.to(scores.dtype))
 
 
 @dataclass(frozen=True)
@@ -84,13 +170,12 @@ class DFlashWeights:
     confidence: Confidence | None = None
 
 
-class DFlashNetwork:
+class DFlashNetwork(HeadLayers):
     """A head's forward. B rows, W tokens of a block, H hidden size, K key heads of all layers, D their size."""
 
     def __init__(self, config: HeadConfig, weights: DFlashWeights) -> None:
-        self.config, self.weights = config, weights
-        self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
-        self._cosines, self._sines = rotations(config, self.dtype, self.device)
+        super().__init__(config, weights.final_norm)
+        self.weights = weights
 
     def context(self, features: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """[K, N, D] keys and values of positions from `start` on, of features [N, layers * target's hidden size]."""
@@ -135,10 +220,7 @@ class DFlashNetwork:
 
     def _turned(self, x: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
         places = positions.clamp(max=self.config.max_length - 1)  # a block may reach beyond the context's end
-        return rotated(self._norm(x, norm), self._cosines[places][:, None], self._sines[places][:, None])
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, (x.shape[-1],), weight, self.config.eps)
+        return self._rotate(self._norm(x, norm), places)
 
 
 def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> Tensor:
@@ -150,7 +232,7 @@ def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> 
 
 
 class DFlashBackend(FeatureReader):
-    """See `Backend`. Positions that the target has read are its features; those from there on are the block.
+    """Drafts a block per forward. What the target has read is there as its features; the block follows.
 
     The cache holds nothing of blocks, so what is not yet right of a slot begins where the target has not been.
     mask_token, block_size, first_place: see `ParallelDrafts`.
@@ -176,10 +258,10 @@ class DFlashBackend(FeatureReader):
             slots, positions = max(rows, slots), -(-max(length, positions) // UNIT) * UNIT
             self._keys, self._values = (enlarged(part, slots, positions) for part in (self._keys, self._values))
             self._outputs = enlarged(self._outputs, slots, self.block_size)
-        self.num_right += [0] * (slots - len(self.num_right))
+        self.grow(slots)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        self.num_right[destination] = min(self.num_right[source], length)
+        super().copy(source, destination, length)
         for part in (self._keys, self._values):
             part[destination, :, :length] = part[source, :, :length]
 
@@ -204,7 +286,7 @@ class DFlashBackend(FeatureReader):
         weights = self.network.weights
         if weights.chain is not None or weights.confidence is not None:
             self._outputs[slots, 0, : outputs.shape[1]] = outputs
-        scores = self._logits(outputs)
+        scores = all_scores(weights.lm_head(outputs), self._token_ids, self.vocab_size)
         out = scores.new_zeros(len(starts), width, self.vocab_size)
         return out.scatter(1, columns[..., None].expand_as(scores), scores)
 
@@ -239,12 +321,3 @@ class DFlashBackend(FeatureReader):
             self._keys[slot, :, start:stop], self._values[slot, :, start:stop] = self.network.context(features, start)
         if start <= self.num_right[slot]:
             self.num_right[slot] = start if features is None else stop
-
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """[B, W, V]; tokens that the head cannot propose are impossible."""
-        drafted = self.network.weights.lm_head(outputs)
-        if self._token_ids is None:
-            return drafted[..., : self.vocab_size]
-        logits = drafted.new_full((*drafted.shape[:-1], self.vocab_size), float("-inf"))
-        logits[..., self._token_ids] = drafted
-        return logits

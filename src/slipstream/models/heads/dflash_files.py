@@ -14,44 +14,55 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from slipstream.errors import UsageError
-from slipstream.models.heads.block_chains import CandidateChain, Chain, Confidence, MarkovChain
-from slipstream.models.heads.dflash import DFlashBackend, DFlashLayer, DFlashNetwork, DFlashWeights, LocalMix
+from slipstream.models.heads.dflash import (
+    CandidateChain,
+    Chain,
+    Confidence,
+    DFlashBackend,
+    DFlashLayer,
+    DFlashNetwork,
+    DFlashWeights,
+    LocalMix,
+    MarkovChain,
+)
 from slipstream.models.heads.head_files import (
+    COMPUTED,
     DFLASH2,
     DSPARK,
     FEATURES,
+    NOT_EAGLE3,
     HeadFiles,
     TensorReader,
     as_product,
-    check_layer,
+    check_settings,
     check_size,
+    layer_settings,
     own_embedding,
     token_ids_of,
     windows_of,
 )
 from slipstream.models.heads.network import HeadConfig, Linear
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded
 
 OUTPUT = "lm_head.weight"
-REFUSED: dict[str, Any] = {  # flags of other networks, and the value that every head has which this one computes
-    "projector_type": "dflash",
-    "shift_label": False,
-    "is_causal": False,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
+# as `head_files.COMPUTED`
+COMPUTED_HERE: dict[str, tuple[Any, ...]] = {
+    **COMPUTED,
+    **NOT_EAGLE3,
+    "projector_type": ("dflash",),
+    "shift_label": (False,),
+    "causal": (False,),
+    "is_causal": (False,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "final_logit_softcapping": (None,),
 }
 MARKOV_KINDS = "vanilla", "gated", "rnn"
 
 
 def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> DFlashBackend:
     """A head of DFlash, DFlash 2 or DSpark for a target."""
-    check_layer(files, several_layers=True)
-    source, flags = files.source, _flags(files)
-    for name, expected in REFUSED.items():
-        if flags.get(name) not in (expected, None):
-            raise UsageError(f"draft head {source!r} has {name}={flags[name]!r}; allowed: {expected!r}")
+    check_settings(files, COMPUTED_HERE)
     block_size = _whole(files, "block_size", 16, 2, 255)
     mask_token = _whole(files, "mask_token_id", None, 0, target.backend.vocab_size - 1)
     config = _config(files, tensors, target)
@@ -75,34 +86,22 @@ def _flags(files: HeadFiles) -> dict[str, Any]:
     return {**files.settings, **files.settings.get("dflash_config", {})}
 
 
-def _whole(files: HeadFiles, name: str, default: int | None, least: int, most: int) -> int:
+def _whole(files: HeadFiles, name: str, default: int | None, low: int, high: int) -> int:
     value: Any = _flags(files).get(name, default)
-    if not isinstance(value, int) or not least <= value <= most:
-        raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {least} to {most}")
+    if not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {low} to {high}")
     return value
 
 
 def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadConfig:
     layer, target_config = files.layer, target.backend.model.config.get_text_config()  # type: ignore[attr-defined]
-    size, heads = layer["hidden_size"], layer["num_attention_heads"]
-    check_size(files, target, "hidden_size", size, target_config.hidden_size)
+    check_size(files, target, "hidden_size", layer["hidden_size"], target_config.hidden_size)
     check_size(files, target, "vocab_size", layer["vocab_size"], target.backend.vocab_size)
-    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
     return HeadConfig(
         layers=_layers(files, target_config.num_hidden_layers, target.name),
-        hidden_size=size,
-        target_hidden_size=size,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_key_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or size // heads,
-        vocab_size=target.backend.vocab_size,
-        eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(layer),
-        max_length=target.backend.max_length,
+        target_hidden_size=layer["hidden_size"],
         token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
+        **layer_settings(files, target),
     )
 
 
@@ -236,8 +235,8 @@ def _layer(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfi
 
 def _windows_are_causal(files: HeadFiles) -> bool:
     """Whether in a layer with a window a block's rows see those before them alone: so only for `speculators`."""
-    whole = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
-    return "speculators_model_type" in files.settings and not whole
+    sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
+    return "speculators_model_type" in files.settings and not sees_all
 
 
 def _in_type(output: nn.Module, dtype: torch.dtype) -> Linear:

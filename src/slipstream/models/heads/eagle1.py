@@ -12,63 +12,50 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
 
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import (
+    COMPUTED,
     FEATURES,
+    NOT_EAGLE3,
     HeadFiles,
     TensorReader,
     as_product,
-    check_layer,
+    check_settings,
     check_size,
+    layer_settings,
     own_embedding,
     windows_of,
 )
-from slipstream.models.heads.network import Attend, HeadConfig, Linear, rotated, rotations
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
+from slipstream.models.heads.network import Attend, HeadConfig, HeadLayers, LayerWeights, Linear
 from slipstream.models.loaded import Loaded
 
 LAYER = "layers.0."
 
 
-@dataclass(frozen=True)
-class Eagle1Weights:
-    """A head's products and its norm; qkv and gate_up are joint. final_norm, lm_head, embed: the target's."""
+@dataclass(kw_only=True)
+class Eagle1Weights(LayerWeights):
+    """A head's products and its norm. final_norm, lm_head, and perhaps embed: the target's."""
 
     fc: Linear
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    middle_norm: Tensor
     final_norm: Callable[[Tensor], Tensor]
     lm_head: Linear
     embed: Callable[[Tensor], Tensor]
 
 
-class Eagle1Network:
-    """See `Network`."""
+class Eagle1Network(HeadLayers):
+    """The network of EAGLE and EAGLE-2."""
 
     def __init__(self, config: HeadConfig, weights: Eagle1Weights) -> None:
-        self.config, self.weights = config, weights
-        self.dtype, self.device = weights.middle_norm.dtype, weights.middle_norm.device
-        self._cosines, self._sines = rotations(config, self.dtype, self.device)
+        super().__init__(config, weights.middle_norm)
+        self.weights = weights
 
     def enter(self, features: Tensor) -> Tensor:
         return self.weights.final_norm(features).to(self.dtype)
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        config, weights = self.config, self.weights
-        residual = weights.fc(torch.cat([weights.embed(tokens).to(self.dtype), entered], -1))
-        qkv = weights.qkv(residual).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        both = config.num_heads + config.num_key_heads
-        turned = rotated(qkv[:, :both], self._cosines[positions][:, None], self._sines[positions][:, None])
-        attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
-        hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
-        normed = rms_norm(hidden, (hidden.shape[-1],), weights.middle_norm, config.eps)
-        gate, up = weights.gate_up(normed).chunk(2, -1)
-        return hidden + weights.down(silu(gate) * up)
+        residual = self.weights.fc(torch.cat([self.weights.embed(tokens).to(self.dtype), entered], -1))
+        return self._finish(self.weights, residual, self.weights.qkv(residual), positions, attend)
 
     def returned(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -79,7 +66,7 @@ class Eagle1Network:
 
 def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> Eagle1Network:
     """The network of a head in the official layout of EAGLE and EAGLE-2."""
-    check_layer(files)
+    check_settings(files, COMPUTED | NOT_EAGLE3 | {"num_hidden_layers": (1,)})
     model, layer = target.backend.model, files.layer  # type: ignore[attr-defined]
     text_config, norm = model.config.get_text_config(), getattr(model.get_decoder(), "norm", None)
     lm_head = model.get_output_embeddings()
@@ -90,25 +77,11 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         )
     check_size(files, target, "hidden_size", layer["hidden_size"], text_config.hidden_size)
     check_size(files, target, "vocab_size", layer["vocab_size"], target.backend.vocab_size)
-    heads, (inverse_frequencies, rotation_scale) = (
-        layer["num_attention_heads"],
-        scaled_frequencies(files.source, layer),
-    )
     config = HeadConfig(
         layers=(text_config.num_hidden_layers,),
-        hidden_size=layer["hidden_size"],
         target_hidden_size=layer["hidden_size"],
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_key_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer["hidden_size"] // heads,
-        vocab_size=target.backend.vocab_size,
-        eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(layer),
-        max_length=target.backend.max_length,
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
         windows=tuple(windows_of(files)),
+        **(layer_settings(files, target) | {"head_dim": layer["hidden_size"] // layer["num_attention_heads"]}),
     )
     read = TensorReader(files.source, tensors, target.backend.device)
     size, middle, key_size = config.hidden_size, config.intermediate_size, config.num_key_heads * config.head_dim

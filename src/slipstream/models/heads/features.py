@@ -33,6 +33,14 @@ class FeatureReader:
         target.keep_hidden_states(self.feature_layers)
         self.target, self.target_slots = target, slots
 
+    def grow(self, rows: int) -> None:
+        """Have room for this many slots."""
+        self.num_right += [0] * (rows - len(self.num_right))
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Put the first positions of a slot into another; heads copy what they have cached of them, too."""
+        self.num_right[destination] = min(self.num_right[source], length)
+
     def num_read(self, slot: int) -> int:
         """How many of a slot's positions the target has read."""
         return self.target_slots[slot].base if slot < len(self.target_slots) else 0
@@ -46,9 +54,9 @@ class FeatureReader:
         if start <= self.num_right[slot]:
             self.num_right[slot] = start + self.num_known(slot, start, width)
 
-    def features(self, slot: int, start: int, known: int) -> Tensor | None:
-        """The features of the rows from `start` on that have one, [known, H], or one less if `start` is 0; or None."""
-        first, end = max(0, start - 1), start - 1 + known
+    def features(self, slot: int, start: int, num_known: int) -> Tensor | None:
+        """The features of the rows from `start` on, [num_known, H], or one less if `start` is 0; None without any."""
+        first, end = max(0, start - 1), start - 1 + num_known
         if end <= first or self.target is None:
             return None
         return self.target.hidden_states(self.feature_layers, slot, first, end)

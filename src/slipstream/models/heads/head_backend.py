@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.network import HeadNetwork, Network, grouped_attention
+from slipstream.models.heads.network import HeadNetwork, Network, all_scores, grouped_attention
 
 if TYPE_CHECKING:
     from slipstream.models.heads.compiled_layer import CompiledLayer
@@ -26,7 +26,7 @@ UNIT = 256  # positions by which a slot's memory grows
 
 
 class HeadBackend(FeatureReader):
-    """See `Backend`. A head's row 0 has no feature; no other row attends to it."""
+    """Drafts one token per forward. A head's row 0 has no feature; no other row attends to it."""
 
     attended_unit = 1
 
@@ -55,11 +55,10 @@ class HeadBackend(FeatureReader):
             self._keys, self._values, self._outputs = (
                 enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
             )
-
-        self.num_right += [0] * (slots - len(self.num_right))
+        self.grow(slots)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        self.num_right[destination] = min(self.num_right[source], length)
+        super().copy(source, destination, length)
         for part in (self._keys, self._values, self._outputs):
             part[destination, :, :length] = part[source, :, :length]
 
@@ -80,7 +79,9 @@ class HeadBackend(FeatureReader):
             if start == 0:
                 outputs[row, 0] = 0  # position 0 has no feature: to it all tokens are equally likely
         place.write(self._outputs, self.network.returned(outputs)[:, None])
-        return self._logits(outputs) if logits else outputs.new_empty(0)
+        if not logits:
+            return outputs.new_empty(0)
+        return all_scores(self.network.draft_logits(outputs), self._token_ids, self.vocab_size)
 
     def _layer_compiled(self, compiled: CompiledLayer, place: _Place, tokens: Tensor, entered: Tensor) -> Tensor:
         residual, heads = compiled.network.project(tokens, entered)
@@ -109,33 +110,24 @@ class HeadBackend(FeatureReader):
         keys, values = all_keys[place.slots, :, first:end], all_values[place.slots, :, first:end]
         if place.width == 1 and place.starts_alike:
             return grouped_attention(query, keys, values, None)
-        places, own = torch.arange(first, end, device=query.device), positions[..., None].clamp(min=first)
-        seen = places <= own if window is None else (places <= own) & (places > own - window)
+        places, last = torch.arange(first, end, device=query.device), positions[..., None].clamp(min=first)
+        seen = places <= last if window is None else (places <= last) & (places > last - window)
         return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
         """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
-        known, before = self.num_known(slot, start, width), start - 1
+        num_known, before = self.num_known(slot, start, width), start - 1
         self.note_right(slot, start, width)
-        features = self.features(slot, start, known)
+        features = self.features(slot, start, num_known)
         if features is None:
-            known = int(start == 0)
+            num_known = int(start == 0)
         entered = [] if features is None else [self.network.enter(features)]
         if start == 0:
             entered.insert(0, self._outputs.new_zeros(1, self._outputs.shape[3]))
-        if known < width:
-            own = self._outputs[slot, 0, before + known : before + width]
-            entered.append(own if self._mask_entered is None else self._mask_entered.expand_as(own))
+        if num_known < width:
+            returned = self._outputs[slot, 0, before + num_known : before + width]
+            entered.append(returned if self._mask_entered is None else self._mask_entered.expand_as(returned))
         return entered[0] if len(entered) == 1 else torch.cat(entered)
-
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """[B, W, V]; tokens that the head cannot propose are impossible."""
-        drafted = self.network.draft_logits(outputs)
-        if self._token_ids is None:
-            return drafted
-        logits = drafted.new_full((*drafted.shape[:-1], self.vocab_size), float("-inf"))
-        logits[..., self._token_ids] = drafted
-        return logits
 
     def _empty(self, heads: int, size: int) -> Tensor:
         return torch.zeros(0, heads, 0, size, dtype=self.network.dtype, device=self.device)
@@ -151,7 +143,7 @@ class _Place:
         self.end = max(starts) + width
 
     def positions(self, device: torch.device) -> Tensor:
-        """[B, W]"""
+        """[B, W] of each row's tokens."""
         return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.width, device=device)
 
     def write(self, cached: Tensor, states: Tensor) -> None:

@@ -152,7 +152,7 @@ def _share(guessed: Tensor) -> float:
     return float(guessed.float().mean())
 
 
-def _is_clearly_better(one: Tensor, other: Tensor) -> bool:
-    """Whether `one` is right where `other` is wrong, more often than the reverse and than chance explains."""
-    gained, lost = int((one & ~other).sum()), int((other & ~one).sum())
+def _is_clearly_better(guessed: Tensor, other: Tensor) -> bool:
+    """Whether `guessed` is right where `other` is wrong, more often than the reverse and than chance explains."""
+    gained, lost = int((guessed & ~other).sum()), int((other & ~guessed).sum())
     return gained - lost > CLEAR * max(1, gained + lost) ** 0.5

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.checks import is_number, is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
-from slipstream.models.heads.rotations import rope_theta, scaled_frequencies
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
@@ -53,18 +53,43 @@ KINDS = {  # the kind of head, by the architecture that a config.json names
 UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # of folders that name no architecture
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-NESTED = ("transformer_layer_config", "eagle_config", "dflash_config", "speculators_config")
+NESTED_FLAGS = ("eagle_config", "dflash_config")
+NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 MASK_FEATURE = "mask_hidden"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
-REFUSED = {  # flags of other networks, and the value that every head has which this one computes
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_hidden_layers": 1,
+# settings that choose between networks, and the values with which a head is the one that is computed here; null is any
+# reader's default. ModelOpt writes those of the second group
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    **{"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "hidden_activation": ("silu",)},
+    **{"attention_mode": ("gqa", "mha"), "partial_rotary_factor": (1,)},
+    **{"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,)},
+    **{"use_mtp_layernorm": (False,), "eh_proj_before_attn": (False,), "parallel_draft_step": (0, 1)},
 }
+# flags of EAGLE-3, which the other kinds do not have
+NOT_EAGLE3 = dict.fromkeys(("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"), (False,))
+# any others that would change what a head computes with the same tensors have such a word in their names
+SWITCH = re.compile(
+    r"(?:^|_)(?:(?:layer)?norm|residual|multiplier|scal(?:e|ing|ar)|(?:soft)?cap(?:ping)?|clip|rotary|rope|window|causal"
+    r"|interleaved?|act(?:ivation)?|attn|attention)(?:_|$)"
+)
+# these do not: trainers' and libraries' settings, and sizes, which the tensors' shapes show
+NO_SWITCH = re.compile(r"dropout|loss|grad|train|init|eps|implementation|backend|kernel|_(?:heads?|dim)$")
+# those that are read elsewhere, and those without effect on a head, or only with tensors that it has or lacks
+KNOWN_SWITCHES = frozenset(
+    {
+        *NOT_EAGLE3,
+        *("causal", "is_causal"),
+        *("sliding_window", "use_sliding_window", "sliding_window_non_causal", "max_window_layers", "rope_theta"),
+        *("norm_topk_prob", "qk_norm", "use_qk_norm", "attn_output_gate", "full_attention_interval"),
+        *("routed_scaling_factor", "next_layer_regular"),
+    }
+)
 WINDOWED = "sliding_attention"
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
+ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
 # tensors that need not be read: what the target has, too, what follows from others, DSpark's estimates of acceptance
 # where they are switched off, and P-EAGLE's in place of features, which is read elsewhere
 UNREAD = re.compile(
@@ -119,21 +144,21 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     if KINDS.get(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
         return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source)
-    found = _described(source, options)
-    if found is None:
+    files = _described(source, options)
+    if files is None:
         return None
-    kind = _kind(found.settings, found.folder, options)
-    shown = EMBEDDED_NAME if Path(found.folder) == embedded_head() else found.source
-    return None if kind is None else replace(found, source=shown, kind=kind)
+    kind = _kind(files.settings, files.folder, options)
+    shown = EMBEDDED_NAME if Path(files.folder) == embedded_head() else files.source
+    return None if kind is None else replace(files, source=shown, kind=kind)
 
 
 def trained_kind(draft: str) -> str | None:
     """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
     options = LoadOptions()
-    found = _described(draft, options)
-    if found is None:
+    files = _described(draft, options)
+    if files is None:
         return None
-    return _kind(found.settings, found.folder, options) or (PARD if "pard_token" in found.settings else None)
+    return _kind(files.settings, files.folder, options) or (PARD if "pard_token" in files.settings else None)
 
 
 def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
@@ -198,7 +223,7 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
 def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
     """The network of a head of the EAGLE-3 type."""
     model = target.backend.model  # type: ignore[attr-defined]
-    check_layer(files, several_layers=True)
+    check_settings(files, COMPUTED)
     config = _config(files, tensors, model.config.get_text_config(), target)
     embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
     return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
@@ -219,28 +244,39 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     return HeadBackend(network, token, feature)
 
 
-def check_layer(files: HeadFiles, *, several_layers: bool = False) -> None:
-    """Raise `UsageError` for settings of a decoder layer that heads are not computed with.
+def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `UsageError` for sizes that are none, and for settings with which a head is another network.
 
-    several_layers: there may be any number.
+    computed: as `COMPUTED`, for this kind of head.
     """
     layer, source = files.layer, files.source
     for name in SIZES:
         size = layer.get(name)
         if size is None and name in NEEDED:
             raise UsageError(f"draft head {source!r}: config.json has no {name}; allowed: a whole number")
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and not is_whole(size, 1):
             raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 on")
     eps = layer.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or eps <= 0:
+    if not is_number(eps) or eps <= 0:
         raise UsageError(f"draft head {source!r} has rms_norm_eps={eps!r}; allowed: a number above 0")
-    for name, expected in REFUSED.items():
-        if several_layers and name == "num_hidden_layers":
-            continue
-        if layer.get(name, expected) not in (expected, None):
-            raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: {expected!r}")
-    if layer.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"draft head {source!r} has hidden_act={layer['hidden_act']!r}; allowed: 'silu'")
+    nested = [part for name in NESTED_FLAGS for part in files.settings.get(name, {}).items()]
+    for name, value in [*rope_settings(layer).items(), *files.settings.items(), *layer.items(), *nested]:
+        if name in computed and value is not None and value not in computed[name]:
+            allowed = ", ".join(map(repr, computed[name]))
+            raise UsageError(f"draft head {source!r} has {name}={value!r}; allowed: {allowed}")
+    for name, value in [*files.settings.items(), *layer.items(), *nested]:
+        if name not in computed and _is_unknown_switch(name, value):
+            raise UsageError(
+                f"draft head {source!r} has {name}={value!r}, which is not known here and may change what it "
+                "computes; allowed: heads without it"
+            )
+
+
+def _is_unknown_switch(name: str, value: Any) -> bool:
+    """Whether a setting may change what a head computes. False, 0, a factor of 1, lists and objects do not."""
+    if name in KNOWN_SWITCHES or not SWITCH.search(name) or NO_SWITCH.search(name):
+        return False
+    return value is True or isinstance(value, str) or (is_number(value) and value not in (0, 1))
 
 
 def windows_of(files: HeadFiles) -> list[int | None]:
@@ -286,8 +322,6 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
             f"draft head {source!r} reads layers {list(layers)} of its target; {target.name!r} has {count}, "
             f"allowed: 0 to {count - 1}"
         )
-    heads = layer["num_attention_heads"]
-    inverse_frequencies, rotation_scale = scaled_frequencies(source, layer)
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
     if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
@@ -297,24 +331,33 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         )
     return HeadConfig(
         layers=layers,
-        hidden_size=layer["hidden_size"],
         target_hidden_size=target_size,
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_key_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
-        vocab_size=target.backend.vocab_size,
-        eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(layer),
-        max_length=target.backend.max_length,
         token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
         norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
-        inverse_frequencies=inverse_frequencies,
-        rotation_scale=rotation_scale,
         windows=tuple(windows_of(files)),
         unclear=_unclear(files),
+        **layer_settings(files, target),
     )
+
+
+def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
+    """The fields of a `HeadConfig` that the files of all kinds of head say alike."""
+    layer, heads = files.layer, files.layer["num_attention_heads"]
+    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
+    return {
+        "hidden_size": layer["hidden_size"],
+        "intermediate_size": layer["intermediate_size"],
+        "num_heads": heads,
+        "num_key_heads": layer.get("num_key_value_heads") or heads,
+        "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
+        "vocab_size": target.backend.vocab_size,
+        "eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope_theta(layer),
+        "max_length": target.backend.max_length,
+        "inverse_frequencies": inverse_frequencies,
+        "rotation_scale": rotation_scale,
+    }
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
@@ -449,8 +492,8 @@ class TensorReader:
         """The tensor of this name. Raises `SlipstreamError` if it is missing or of another shape."""
         tensor = self.tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape:
-            found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
-            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {found}; allowed: {list(shape)}")
+            problem = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}")
         self.names.add(name)
         return tensor.to(self.device)
 
@@ -465,17 +508,20 @@ class TensorReader:
 
 
 def as_product(weight: Tensor, num_weights: int) -> Linear:
-    """The product with a weight [outputs, inputs]; on a processor in 4 bits, if the head is large and that is faster.
-
-    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
-    """
+    """The product with a weight [outputs, inputs] of a head with this many weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return linear
-    if num_weights >= SMALLEST and is_faster(weight.dtype):
-        return rounded(linear, "int4")
-    return compressed_or_packed(linear)
+    return converter(num_weights, weight.dtype)(linear)
+
+
+def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
+    """What makes the fastest form of a head's products on a processor: 4 bits, if it is large and they are faster.
+
+    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
+    """
+    return partial(rounded, bits="int4") if num_weights >= SMALLEST and is_faster(dtype) else compressed_or_packed
 
 
 def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
@@ -489,3 +535,45 @@ def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadC
             f"allowed: {[config.vocab_size, config.hidden_size]}"
         )
     return nn.Embedding.from_pretrained(weight)
+
+
+def rope_settings(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a decoder layer's settings say of its rotary positions."""
+    return layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+
+
+def rope_theta(layer: Mapping[str, Any]) -> float:
+    """The base of the frequencies. layer: settings of a head's decoder layer."""
+    theta: float = rope_settings(layer).get("rope_theta") or layer.get("rope_theta") or 10000.0
+    return theta
+
+
+def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | None, float]:
+    """[D / 2] inverse frequencies, None without scaling, and the factor of cosines and sines.
+
+    layer: settings of a head's decoder layer. Raises `UsageError` for kinds of scaling that are not computed, and for
+    settings that are missing.
+    """
+    rope = rope_settings(layer)
+    parameters = {name: value for name, value in rope.items() if name != "type"}
+    parameters["rope_type"] = kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        allowed = ", ".join(map(repr, ROPE_KINDS))
+        raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
+    if kind == "default":
+        return None, 1.0
+    from transformers import LlamaConfig  # takes seconds
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from slipstream.models.weights.transformers_reader import quietly
+
+    parameters["rope_theta"] = rope_theta(layer)
+    settings = {name: layer[name] for name in ROPE_SETTINGS if layer.get(name) is not None}
+    try:
+        with quietly():
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**settings, rope_parameters=parameters))
+    except Exception as error:  # transformers' checks of settings raise errors of their own
+        raise UsageError(
+            f"draft head {source!r} has rope_type={kind!r} without what it needs: {one_line(error)}"
+        ) from error
+    return rotary.inv_freq, rotary.attention_scaling

@@ -26,7 +26,7 @@ from slipstream.models.heads.head_files import (
     read_peagle,
     read_tensors,
 )
-from slipstream.models.heads.mtp_files import load_mtp
+from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 
 READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]] = {

@@ -114,14 +114,46 @@ class Network(Protocol):
         """[..., draft vocabulary] of outputs [..., H]."""
 
 
-class HeadNetwork:
+class HeadLayers:
+    """What heads compute alike: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
+
+    def __init__(self, config: HeadConfig, norm: Tensor) -> None:
+        """norm: any of the head's, for its type and its device."""
+        self.config, self.dtype, self.device = config, norm.dtype, norm.device
+        self._cosines, self._sines = rotations(config, norm.dtype, norm.device)
+
+    def _finish(
+        self, weights: LayerWeights, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """A layer's outputs [B, W, H]. residual: [B, W, H] to add to attention's; heads: [B, W, all heads * D]."""
+        config = self.config
+        qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        both = config.num_heads + config.num_key_heads
+        unturned = qkv[:, :both]
+        if weights.head_norms is not None:
+            unturned = self._norm(unturned, None) * weights.head_norms
+        turned = self._rotate(unturned, positions)
+        attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
+        hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
+        gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)
+        return hidden + weights.down(silu(gate) * up)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.config.eps)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [B, heads, W, D] at positions [B, W]."""
+        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
+        return x * cosines + x.roll(x.shape[-1] // 2, -1) * sines
+
+
+class HeadNetwork(HeadLayers):
     """The network of EAGLE-3."""
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, embed: Callable[[Tensor], Tensor]) -> None:
         """embed: the target's embedding, or the head's own."""
-        self.config, self.weights, self.embed = config, weights, embed
-        self.dtype, self.device = weights.final_norm.dtype, weights.final_norm.device
-        self._cosines, self._sines = rotations(config, self.dtype, self.device)
+        super().__init__(config, weights.final_norm)
+        self.weights, self.embed = weights, embed
 
     @property
     def rope(self) -> Tensor:
@@ -155,37 +187,11 @@ class HeadNetwork:
         """The rest of the first layer."""
         return self._finish(self.weights, residual, heads, positions, attend)
 
-    def _finish(
-        self, weights: LayerWeights, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        config = self.config
-        qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
-        both = config.num_heads + config.num_key_heads
-        unturned = qkv[:, :both]
-        if weights.head_norms is not None:
-            unturned = self._norm(unturned, None) * weights.head_norms
-        turned = self._rotate(unturned, positions)
-        attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
-        hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
-        gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)
-        return hidden + weights.down(silu(gate) * up)
-
     def returned(self, outputs: Tensor) -> Tensor:
         return self._norm(outputs, self.weights.final_norm) if self.config.norm_output else outputs
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
         return self.weights.lm_head(self._norm(outputs, self.weights.final_norm))
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return rms_norm(x, x.shape[-1:], weight, self.config.eps)
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotated(x, self._cosines[positions][:, None], self._sines[positions][:, None])
-
-
-def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x: [B, heads, W, D] turned by cosines and signed sines [B, 1, W, D]."""
-    return x * cosines + x.roll(x.shape[-1] // 2, -1) * sines
 
 
 def rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -210,3 +216,15 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     rows = query.reshape(batch, key.shape[1], shared * width, size)
     seen = None if mask is None else mask.repeat(1, shared, 1)[:, None]
     return scaled_dot_product_attention(rows, key, value, attn_mask=seen).reshape(batch, heads, width, size)
+
+
+def all_scores(drafted: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """[..., V] of the scores of a draft vocabulary: tokens that a head cannot propose are impossible.
+
+    token_ids: as `HeadConfig.token_ids`.
+    """
+    if token_ids is None:
+        return drafted[..., :vocab_size]
+    scores = drafted.new_full((*drafted.shape[:-1], vocab_size), float("-inf"))
+    scores[..., token_ids] = drafted
+    return scores
