@@ -126,7 +126,7 @@ def line_bytes(line: Mapping[str, Any]) -> bytes:
 def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         item = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         item = None
     if not isinstance(item, dict):
         raise no_output(path, number)
@@ -166,7 +166,7 @@ def _check(path: Path) -> None:
         for number, line in enumerate(file, 1):
             try:
                 item = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 item = None
             if line.endswith(b"\n") and not (isinstance(item, dict) and "line" in item):
                 raise no_output(path, number)

@@ -31,6 +31,8 @@ from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
 
+NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
+
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -175,7 +177,7 @@ def assemble(
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
     if not has_kernel:
-        engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
+        engine.constrain = partial(_of_user, name_of(drafter), engine.constrain, target.backend.vocab_size)
     if traits.has_own_cache:
         engine.drafts_for = partial(drafts_for, policy)
     if not why_no_predictions(models, config):
@@ -214,11 +216,35 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
     return cache(lambda token: "\n" in tokenizer.decode([token]))
 
 
-def _in_vocabulary(
-    constrain: Callable[[Sequence[Row], Propose], Draft], vocab_size: int, rows: Sequence[Row], propose: Propose
+def _of_user(
+    name: str,
+    constrain: Callable[[Sequence[Row], Propose], Draft],
+    vocab_size: int,
+    rows: Sequence[Row],
+    propose: Propose,
 ) -> Draft:
-    """Clamp the ids of a user's drafter to the target's vocabulary; -1 for "none" becomes 0, which is a draft too."""
-    draft = constrain(rows, propose)
+    """The draft of a user's drafter: refused if it wrote into a text, or if its probabilities are none.
+
+    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
+    """
+    texts = [row.tokens[:] for row in rows]
+    try:
+        draft = constrain(rows, propose)
+    finally:
+        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
+        for row, text in changed:
+            row.tokens[:] = text
+    if changed:
+        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
+    if draft.probs is not None:
+        columns = torch.arange(draft.width, device=draft.tokens.device)
+        probs = draft.probs[columns < draft.lengths_on_device].float()
+        sums = probs.sum(-1)
+        wrong = (sums - 1).abs() > NEAR_ONE
+        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
+        if wrong.any():
+            sum = float(sums[wrong][0])
+            raise UsageError(f"drafter {name} returned probs with the sum {sum:g}; allowed: 0 or more, with the sum 1")
     return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 

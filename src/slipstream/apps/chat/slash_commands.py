@@ -58,7 +58,7 @@ def value_of(name: str, text: str) -> Any:
         return getattr(SamplingParams(), name)
     try:
         value = json.loads({"on": "true", "off": "false"}.get(text, text))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
     if name == "stop" and not isinstance(value, str | list):
         return text

@@ -67,8 +67,8 @@ def _switch(text: str) -> bool | str:
 def _json_object(text: str) -> Any:
     try:
         return json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--load-options {text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--load-options {text!r:.80} is not JSON: {error}") from error
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
@@ -510,7 +510,7 @@ def _key(option: Any) -> str:
 def _object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"plan {str(file)!r} cannot be read: {why_unreadable(error)}") from error
     if not isinstance(value, dict):
         raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")

@@ -249,7 +249,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
         return _arm_of_folder(path, arm)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--stats {str(path)!r} cannot be read: {why_unreadable(error)}") from error
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None

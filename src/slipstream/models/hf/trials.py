@@ -260,7 +260,7 @@ def _read(identity: str) -> set[str]:
         return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
     except FileNotFoundError:
         return set()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.info("%s is damaged, so the model is tried again: %s", _file(identity), error)
         return set()
 
