@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, key
+from slipstream.core.rng import Race, key, words
 from slipstream.models.cpu.compiled_race import CompiledRace, race
 from slipstream.models.cpu.kernel_libraries import kernels
 
@@ -74,3 +74,19 @@ def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(race(257, CPU)) is Race  # for which nothing is compiled
     monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     assert type(race(VOCAB, CPU)) is Race
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 20.0])
+def test_leaders_and_their_shares_are_nearly_those_of_the_race(scale: float) -> None:
+    probs, race_in_c, plain = distributions(scale), compiled(), Race(VOCAB, CPU)
+    for bits in (None, race_in_c.bits(words(keys())), race_in_c.bits(words(keys(1)))):
+        tokens, shares = race_in_c.leaders(probs, bits, 2)
+        expected_tokens, expected_shares = plain.leaders(probs, bits, 2)
+        assert torch.equal(tokens, expected_tokens)
+        torch.testing.assert_close(shares, expected_shares, rtol=0.01, atol=1e-6)
+
+
+def test_leaders_of_a_race_that_nobody_can_win_have_no_share() -> None:
+    for race_of_nobody in (compiled(), Race(VOCAB, CPU)):
+        _, shares = race_of_nobody.leaders(torch.zeros(1, VOCAB), race_of_nobody.bits(words([5])), 2)
+        assert shares.tolist() == [[0.0, 0.0]]

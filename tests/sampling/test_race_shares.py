@@ -34,28 +34,32 @@ def log_loss(certainty: Tensor, happened: Tensor) -> float:
     return float(-torch.where(happened, rate, 1 - rate).log().mean())
 
 
-def test_the_fastest_token_is_the_one_that_is_sampled() -> None:
+def test_the_leader_is_the_token_that_is_sampled() -> None:
     target, _ = pair_of_distributions()
     sampler = batch(0.8)
-    assert torch.equal(sampler.speeds(target, 3).argmax(-1), sampler.draw(target[:, None], 3)[:, 0])
-    assert not torch.equal(sampler.speeds(target, 3).argmax(-1), sampler.draw(target[:, None], 4)[:, 0])
+    leaders, _ = sampler.leaders(target, 3, 1)
+    assert torch.equal(leaders, sampler.draw(target[:, None], 3))
+    assert not torch.equal(leaders, sampler.draw(target[:, None], 4))
 
 
 def test_the_share_of_a_race_tells_more_than_the_probability() -> None:
     target, draft = pair_of_distributions()
     sampler = batch(0.8)
-    speeds = sampler.speeds(draft, 0)
-    proposed = speeds.argmax(-1, keepdim=True)
-    accepted = proposed[:, 0] == sampler.draw(target[:, None])[:, 0]
-    share = (speeds.gather(1, proposed) / speeds.sum(-1, keepdim=True))[:, 0]
-    probability = draft.gather(1, proposed)[:, 0]
-    assert log_loss(share, accepted) < 0.95 * log_loss(probability, accepted)
+    leaders, shares = sampler.leaders(draft, 0, 1)
+    accepted = leaders[:, 0] == sampler.draw(target[:, None])[:, 0]
+    probability = draft.gather(1, leaders)[:, 0]
+    assert log_loss(shares[:, 0], accepted) < 0.95 * log_loss(probability, accepted)
 
 
 def test_greedy_rows_run_without_noise() -> None:
     _, draft = pair_of_distributions()
-    assert torch.equal(batch(0.0).speeds(draft, 0), draft)
-    params = [SamplingParams(temperature=t) for t in (0.0, 0.8)]
+    probs, likeliest = draft.sort(descending=True, stable=True)
+    leaders, shares = batch(0.0).leaders(draft, 0, 2)
+    assert torch.equal(leaders, likeliest[:, :2])
+    torch.testing.assert_close(shares, probs[:, :2])
+    params = [SamplingParams(temperature=temperature) for temperature in (0.0, 50.0)]
     mixed = Sampler([Row(i, [1], one, seed=i) for i, one in enumerate(params)], Race(VOCAB, CPU), VOCAB, CPU)
-    speeds = mixed.speeds(draft[:2], 0)
-    assert torch.equal(speeds[0], draft[0]) and not torch.equal(speeds[1], draft[1])
+    leaders, shares = mixed.leaders(torch.full((2, VOCAB), 1 / VOCAB), 0, 2)
+    assert leaders[0].tolist() == [0, 1] and leaders[1].tolist() != [0, 1]
+    torch.testing.assert_close(shares[0], torch.full((2,), 1 / VOCAB))
+    assert float(shares[1].sum()) > 3 / VOCAB

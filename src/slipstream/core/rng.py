@@ -113,6 +113,19 @@ class Race:
                 return flat.view_as(probs)
         return probs / _exponential(self._steps + bits[:, None])
 
+    def leaders(self, probs: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` fastest tokens of each row, the fastest first, and each one's share of the sum of all speeds.
+
+        probs: [N, V]. bits: [N] keys; None for races without noise, which the likeliest tokens win. Both [N, count].
+        """
+        speeds = remaining = probs if bits is None else self.speeds(probs, bits)
+        tokens = [argmax(speeds)]
+        for _ in range(1, count):
+            remaining = remaining.scatter(1, tokens[-1][:, None], 0.0)
+            tokens.append(argmax(remaining))
+        leaders = torch.stack(tokens, 1)
+        return leaders, speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+
     def bits(self, keys: Words) -> Tensor:
         """Keys as an int64 tensor on the race's device, sent without waiting for the device."""
         return torch.from_numpy(keys.view(np.int64)).to(self._steps.device, non_blocking=True)

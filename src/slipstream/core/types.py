@@ -253,7 +253,6 @@ class Traits:
     preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
     needs_draft_model, needs_cost_model: what `auto` must have before it takes the drafter. With costs the drafter asks
     the planner itself.
-    reads_hidden_states: it reads the target's `HiddenStates`, which are then kept whenever it drafts.
     branches: it proposes tokens beside those of its chains, where trees are verified.
     other_vocabulary: it is for draft models of another vocabulary, for which those of the same one build it.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
@@ -266,7 +265,6 @@ class Traits:
     preference: int = 0
     needs_draft_model: bool = False
     needs_cost_model: bool = False
-    reads_hidden_states: bool = False
     branches: bool = False
     other_vocabulary: bool = False
     in_other_engines: bool = False

@@ -87,8 +87,7 @@ class HiddenStates(Protocol):
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         """[stop - start, layers * hidden size] of layers that are kept, side by side; None before the first forward.
 
-        Positions that were written before `keep_hidden_states` or in turns of decoders whose drafters read none, and
-        those beyond what is cached, hold anything.
+        Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
         """
 
 

@@ -191,16 +191,22 @@ class Sampler:
         keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
-    def speeds(self, probs: Tensor, first: int) -> Tensor:
-        """What each token has of its position's race, [B, V]: `probs` [B, V] over the noise that the target will use.
+    def leaders(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """The tokens of probs [B, V] that lead in the race of position `first` and their shares of it, [B, count] both.
 
-        The greatest is the target's own token if its distribution is this one. Greedy rows have no noise.
+        The first is the target's own token if its distribution is this one. Greedy rows have no noise: their likeliest
+        tokens lead, and the shares are probabilities.
         """
-        if self.all_greedy:
-            return probs
-        speeds = self.race.speeds(probs, self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0]))
-        greedy = torch.tensor([not params_of(row).temperature for row in self.rows], device=probs.device)
-        return torch.where(greedy[:, None], probs, speeds) if bool(greedy.any()) else speeds
+        likeliest = [not params_of(row).temperature for row in self.rows]
+        if all(likeliest):
+            return self.race.leaders(probs, None, count)
+        bits = self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0])
+        raced = self.race.leaders(probs, bits, count)
+        if not any(likeliest):
+            return raced
+        greedy = torch.tensor(likeliest, device=probs.device)[:, None]
+        tokens, shares = self.race.leaders(probs, None, count)
+        return torch.where(greedy, tokens, raced[0]), torch.where(greedy, shares, raced[1])
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
         """One token per row from distributions [B, V] -> [B], `offsets[i]` positions after row i's committed tokens.

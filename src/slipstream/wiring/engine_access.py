@@ -249,8 +249,6 @@ class EngineAccess:
         with self._use:
             if self._use.changes_to(self._parts.turn):  # another decoder may have set its own since
                 self._models.set_attended_lengths()
-                traits = self._parts.chosen.traits
-                self._models.keep_hidden_states(enabled=traits.needs_draft_model or traits.reads_hidden_states)
             yield
 
     def _in_turns(self, items: Iterator[T]) -> Iterator[T]:

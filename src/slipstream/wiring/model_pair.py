@@ -184,12 +184,6 @@ class ModelPair:
         """Make the target attend to lengths as its shapes say; a decoder of other shapes may have changed that."""
         set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
 
-    def keep_hidden_states(self, *, enabled: bool) -> None:
-        """Have the target keep what a draft head reads, or not; captured graphs do so always."""
-        backend = self.target.backend
-        if self.draft is not None and isinstance(self.draft.backend, FeatureReader) and backend.device.type == "cpu":
-            backend.cache.keeps_hidden = enabled  # type: ignore[attr-defined]
-
     def draft_scorer(self) -> DraftScorer | None:
         """What a draft model of the target's vocabulary drafts with: its session, perhaps within others that score a
         part of the vocabulary, or a whole draft at once.
@@ -376,6 +370,7 @@ def _attach(draft: Loaded | None, target: Session) -> None:
     if draft is not None and isinstance(draft.backend, FeatureReader):
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
+        target.forget()  # of texts that are cached no hidden states were kept
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:

@@ -18,7 +18,7 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, Usag
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.interfaces import Sampler
 from slipstream.core.session import Session
-from slipstream.core.types import Draft, Row, Traits
+from slipstream.core.types import Draft, Row
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.heads.head_files import embedded_head
 from tests.support.embedded_model import loaded
@@ -266,18 +266,33 @@ def test_a_comparison_beside_transformers_runs_with_the_embedded_head() -> None:
     assert set(told.runs) == {"plain", "speculative", "hf generate"}
 
 
-def test_hidden_states_are_kept_in_turns_of_engines_that_read_them(tmp_path: Path) -> None:
-    decoder = decoder_of(write_head(tmp_path, target()))
-    plain, cache = decoder.using("none"), decoder.target.backend.cache  # type: ignore[attr-defined]
-    for user, kept in ((decoder, True), (plain, False), (decoder, True)):
-        user.generate(prompts([9])[0], SamplingParams(max_tokens=4))
-        assert cache.keeps_hidden is kept
+@pytest.mark.smollm2
+def test_a_head_drafts_as_well_for_texts_that_a_plain_decoder_has_read() -> None:
+    decoder = loaded().using("model", num_draft_tokens=3)
+    prompt, params = (
+        "Tell me in a few sentences how a sailing boat moves against the wind.",
+        SamplingParams(max_tokens=24),
+    )
+    decoder.forget()
+    decoder.using("none").generate(prompt, params)
+    after_plain = decoder.generate(prompt, params)
+    decoder.forget()
+    assert after_plain.stats.accepted_per_position == decoder.generate(prompt, params).stats.accepted_per_position
+
+
+@pytest.mark.smollm2
+def test_what_was_cached_before_a_head_came_is_read_again_for_it() -> None:
+    prompt, params = "List the planets from the sun outwards, with one fact about each.", SamplingParams(max_tokens=24)
+    bare = SpeculativeDecoder(loaded().target.name, drafter="none")
+    bare.generate(prompt, params)
+    decoder = bare.with_draft(str(embedded_head())).using("model", num_draft_tokens=3)
+    with_cache = decoder.generate(prompt, params)
+    decoder.forget()
+    assert with_cache.stats.accepted_per_position == decoder.generate(prompt, params).stats.accepted_per_position
 
 
 class ReadsHiddenStates:
     """Drafts nothing, and notes the target's hidden states that it can read in each round."""
-
-    traits = Traits(reads_hidden_states=True)
 
     def __init__(self, session: Session) -> None:
         self.session, self.read = session, list[Tensor]()
@@ -292,7 +307,7 @@ class ReadsHiddenStates:
 
 def test_a_drafter_of_the_users_reads_hidden_states_beside_a_loaded_head(tmp_path: Path) -> None:
     decoder = decoder_of(write_head(tmp_path, target()))
-    decoder.using("none").generate(prompts([9])[0][::-1], SamplingParams(max_tokens=2))  # in whose turn none are kept
+    decoder.using("none").generate(prompts([9])[0][::-1], SamplingParams(max_tokens=2))
     drafter = ReadsHiddenStates(decoder._target_session)
     result = decoder.using(drafter, num_draft_tokens=1).generate(prompts([9])[0], SamplingParams(max_tokens=5))
     tokens = torch.tensor([prompts([9])[0] + result.token_ids])

@@ -230,31 +230,21 @@ class ModelDrafter:
         None for the probabilities where nothing needs them. scores: [B, V]. distributions: of all the draft's tokens;
         none if `sampler.plain`.
         """
-        needs_chances = self.stop is not None or count > 1
-        first = self._first(scores, distributions, sampler, needs_chances)
-        if first is not None and not needs_chances:
-            return first[:, None], None
-        speeds = self._draft_probs(scores, distributions, sampler)
-        if not sampler.plain and self.coupled:
-            speeds = sampler.speeds(speeds, len(distributions) - 1)
-        tokens = [argmax(speeds) if first is None else first]
-        remaining = speeds
-        for _ in range(1, count):
-            remaining = remaining.scatter(1, tokens[-1][:, None], 0.0)
-            tokens.append(argmax(remaining))
-        leaders = torch.stack(tokens, 1)
-        return leaders, speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+        place = max(0, len(distributions) - 1)
+        if self.stop is None and count == 1:
+            return self._first(scores, distributions, sampler)[:, None], None
+        probs = self._draft_probs(scores, distributions, sampler)
+        if not (sampler.all_greedy or self.coupled):
+            first = sampler.draw(distributions[-1], place, Stream.DRAFT)
+            return first, probs.gather(1, first)
+        return sampler.leaders(probs, place, count)
 
-    def _first(
-        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, needs_race: bool
-    ) -> Tensor | None:
-        """The draft's next token [B]; None where it is the first of the race that is run anyway."""
+    def _first(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
+        """The draft's next token [B]."""
         if sampler.plain:
             return argmax(scores)
-        races = sampler.all_greedy or self.coupled
-        if races and needs_race:
-            return None
-        return sampler.draw(distributions[-1], len(distributions) - 1, Stream.TOKEN if races else Stream.DRAFT)[:, 0]
+        stream = Stream.TOKEN if sampler.all_greedy or self.coupled else Stream.DRAFT
+        return sampler.draw(distributions[-1], len(distributions) - 1, stream)[:, 0]
 
     def _draft_probs(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
         """The draft model's probabilities [B, V]; a greedy row's are those of its scores [B, V]."""

@@ -15,7 +15,6 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -354,11 +353,11 @@ class LayerStack:
         which = [kinds.index(kind) if len(self._rotations) > 1 else 0 for kind in of_layers]
         self._structs = (StackedLayerStruct * len(layers))(
             *(
-                StackedLayerStruct(layer_ops.address, None, None, 0, spec.window or 0, kind, spec.scaling)
+                StackedLayerStruct(layer_ops.address, None, None, None, 0, spec.window or 0, kind, spec.scaling)
                 for layer_ops, spec, kind in zip(ops, self._specs, which, strict=True)
             )
         )
-        self._cached: list[ReferenceType[Tensor]] = []  # the keys whose addresses the structs have
+        self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
         self._scratch = dict[int, int]()  # by tokens
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, keep: int | Tensor) -> Tensor | None:
@@ -381,11 +380,12 @@ class LayerStack:
         return logits
 
     def _update_addresses(self, cache: RaggedCache, hidden: Tensor) -> bool:
-        """Give the structs the addresses of the cache's keys and values; whether these are of the right type."""
-        cached_keys = [cache.layers[spec.index].keys for spec in self._specs]
-        if self._cached and all(
-            keys is not None and keys is pointed_to()
-            for keys, pointed_to in zip(cached_keys, self._cached, strict=True)
+        """Give the structs the addresses of what the cache stores; whether keys and values are of the right type."""
+        kept = [index for index in cache.hidden if index < len(self._ops)]
+        stored = [cache.layers[spec.index].keys for spec in self._specs] + [cache.hidden[i].keys for i in kept]
+        if len(stored) == len(self._cached) and all(
+            tensor is not None and tensor is pointed_to()
+            for tensor, pointed_to in zip(stored, self._cached, strict=True)
         ):
             return True
         self._cached = []
@@ -397,10 +397,14 @@ class LayerStack:
                 return False
             struct.keys, struct.values, struct.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
             self._cached.append(ref(keys))
+        for index in kept:
+            entering = cache.hidden_store(index, hidden)
+            self._structs[index].entering = entering.data_ptr()
+            self._cached.append(ref(entering))
         return True
 
     def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: RaggedCache) -> None:
-        """Put hidden states [B, W, H] through all layers, in place: in one call, or up to each layer with `hidden`."""
+        """Put hidden states [B, W, H] through all layers, in place."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = [
             rotation(rope, hidden, rope[0].shape[-1])
@@ -411,18 +415,14 @@ class LayerStack:
             both = zip(self._ops, self._structs, strict=True)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in both)
         scratch = ready.space(self._scratch[tokens])
-        kept = cache.hidden if cache.keeps_hidden else {}
-        for first, end in pairwise(sorted({0, *kept, len(self._ops)})):
-            if first in kept:
-                cache.keep_hidden(first, hidden)
-            self._functions.all_layers(
-                ctypes.addressof(self._structs) + first * ctypes.sizeof(StackedLayerStruct),
-                end - first,
-                ctypes.addressof(ready.struct),
-                hidden.data_ptr(),
-                tokens,
-                ctypes.addressof(pointers),
-                scratch.data_ptr(),
-            )
-        if len(self._ops) in kept:
+        self._functions.all_layers(
+            ctypes.addressof(self._structs),
+            len(self._ops),
+            ctypes.addressof(ready.struct),
+            hidden.data_ptr(),
+            tokens,
+            ctypes.addressof(pointers),
+            scratch.data_ptr(),
+        )
+        if len(self._ops) in cache.hidden:
             cache.keep_hidden(len(self._ops), hidden)

@@ -1,4 +1,4 @@
-"""`Race.draw` by `csrc/race.c`, which finds the few tokens that can win: only their noise is computed."""
+"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ FEWEST = 4096  # tokens from which on the kernel is worth loading
 
 
 class CompiledRace(Race):
-    """A race on the CPU; its winners are those of `Race` to the bit."""
+    """A race on the CPU. The winners of `draw` are those of `Race` to the bit; `leaders` rounds otherwise."""
 
     def __init__(self, vocab_size: int, library: Any) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
         self._find = library.race_contenders
         self._find.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
         self._find.restype = ctypes.c_int64
+        self._lead = library.race_leaders
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._lead.argtypes, self._lead.restype = [pointer, number, number, number, pointer, pointer], None
         self._found = torch.empty(vocab_size, dtype=torch.int64)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
@@ -31,6 +34,15 @@ class CompiledRace(Race):
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
+
+    def leaders(self, probs: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        if count > 2:
+            return super().leaders(probs, bits, count)
+        rows = probs.float().contiguous()
+        tokens, speeds = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 3)
+        for i, key in enumerate([0] * len(rows) if bits is None else bits.tolist()):
+            self._lead(address(rows[i]), rows.shape[1], bits is not None, key, address(tokens[i]), address(speeds[i]))
+        return tokens[:, :count], speeds[:, :count] / speeds[:, 2:].clamp(min=1e-30)
 
     def _winner(self, probs: Tensor, bits: int) -> int:
         contenders = self._found[: self._find(address(probs), len(probs), bits, address(self._found))]

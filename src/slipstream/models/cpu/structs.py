@@ -61,7 +61,7 @@ class StackedLayerStruct(ctypes.Structure):
     """`struct stacked_layer`: one of several layers computed in one call, with its part of the cache."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("layer", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("layer", "keys", "values", "entering")),
         *((name, ctypes.c_int64) for name in ("length", "window", "rotation")),
         ("scaling", ctypes.c_float),
     ]

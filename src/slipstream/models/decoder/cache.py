@@ -144,7 +144,6 @@ class SlotCache(Cache):
 
     states: RecurrentStates | None = None
     spare_positions = 0
-    keeps_hidden = True  # in this engine's turn
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
@@ -242,12 +241,15 @@ class SlotCache(Cache):
 
     def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
         """Write the hidden states [rows, width, size] that enter a layer in this forward."""
-        if not self.keeps_hidden:
-            return
-        layer, states = self.hidden[layer_idx], entering.unsqueeze(1)
+        self._put(self.hidden_store(layer_idx, entering), entering.unsqueeze(1))
+
+    def hidden_store(self, layer_idx: int, like: Tensor) -> Tensor:
+        """[slots, 1, positions, size]: where hidden states like these, which enter a layer, are kept."""
+        layer = self.hidden[layer_idx]
         if layer.keys is None:
+            states = like.unsqueeze(1)
             layer.keys, layer.values = self._allocate(states), self._allocate(states[..., :0])
-        self._put(layer.keys, states)
+        return layer.keys
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         """[stop - start, layers * size]: what entered these layers at positions of a slot; None before any forward."""

@@ -91,7 +91,7 @@ class HFBackend:
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
         keep: int | Tensor = 0 if logits else 1
-        if keep and self._shares_keys and self.cache.hidden and self.cache.keeps_hidden:
+        if keep and self._shares_keys and self.cache.hidden:
             keep = torch.tensor([tokens.shape[1] - 1], device=self.device)  # for 1 it leaves the other tokens out
         out = self._forward_rows(tokens, starts, first_slot, keep)
         return out.to(self.device) if logits else out.new_empty(0)

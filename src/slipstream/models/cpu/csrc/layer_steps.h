@@ -138,6 +138,14 @@ struct stack {
     number *space;
 };
 
+/* Keep the hidden states that enter a layer, [tokens][width], where the cache has the tokens. */
+static void keep_entering(number *entering, const cache_type *memory, const number *hidden, int64_t tokens, int64_t width) {
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t to = memory->slots[t] * memory->length + memory->places[t];
+        memcpy(entering + to * width, hidden + t * width, width * sizeof *hidden);
+    }
+}
+
 static void compute_layers(void *given) {
     const struct stack *stack = given;
     for (const struct stacked_layer *of = stack->layers; of < stack->layers + stack->count; of++) {
@@ -145,6 +153,8 @@ static void compute_layers(void *given) {
         memory.keys = of->keys, memory.values = of->values;
         memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
         const number *const *own = stack->rotations + 2 * of->rotation;
+        int64_t width = ((const layer_type *)of->layer)->hidden;
+        if (of->entering) keep_entering(of->entering, &memory, stack->hidden, stack->tokens, width);
         whole_layer(of->layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
     }
 }

@@ -30,8 +30,8 @@ const struct entry layout[] = {
     OFFSET(kv_cache, places), OFFSET(kv_cache, forks), OFFSET(kv_cache, begins), OFFSET(kv_cache, paths),
 
     SIZE_OF(stacked_layer), OFFSET(stacked_layer, layer), OFFSET(stacked_layer, keys), OFFSET(stacked_layer, values),
-    OFFSET(stacked_layer, length), OFFSET(stacked_layer, window), OFFSET(stacked_layer, rotation),
-    OFFSET(stacked_layer, scaling),
+    OFFSET(stacked_layer, entering), OFFSET(stacked_layer, length), OFFSET(stacked_layer, window),
+    OFFSET(stacked_layer, rotation), OFFSET(stacked_layer, scaling),
 
     SIZE_OF(recurrence), OFFSET(recurrence, weight), OFFSET(recurrence, bias), OFFSET(recurrence, rate),
     OFFSET(recurrence, shift), OFFSET(recurrence, skip), OFFSET(recurrence, channels), OFFSET(recurrence, taps),

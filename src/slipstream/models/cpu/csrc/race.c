@@ -1,6 +1,8 @@
-/* Which tokens can win an exponential race (core/rng.py), so that the others' noise need not be computed. */
+/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed, and which are
+ * ahead, with noise that is nearly right. */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { AT_ONCE = 64, BITS = 24 }; /* tokens looked at together; bits of a random number that mostly decide */
 #define ROUNDING 1e-5             /* at most, of a speed */
@@ -46,4 +48,49 @@ int64_t race_contenders(const float *probs, int64_t tokens, uint64_t key, int64_
     for (int64_t i = 0; i < found; i++)
         if (speed(probs, contenders[i], key) >= best * (1 - ROUNDING)) contenders[kept++] = contenders[i];
     return kept;
+}
+
+/* -log(1 - u) of u between 2^-24 and 1 - 2^-24, within 1e-6 of it. */
+static inline float exponential(float u) {
+    float rest = 1 - u, mantissa;
+    int32_t bits;
+    memcpy(&bits, &rest, sizeof bits);
+    int32_t halvings = (bits - 0x3F3504F3) >> 23; /* rest = mantissa * 2^halvings, mantissa from 0.71 to 1.41 */
+    bits -= halvings * (1 << 23);
+    memcpy(&mantissa, &bits, sizeof mantissa);
+    float t = mantissa - 1 + (1 - rest - u); /* what rounding took from a small u */
+    float s = t / (2 + t), square = s * s; /* log(1 + t) = 2 atanh(s) */
+    float series = 1 + square * (1.0f / 3 + square * (0.2f + square * (1.0f / 7 + square * (1.0f / 9))));
+    return -(2 * s * series + (float)halvings * 0.69314718f);
+}
+
+/* Writes the two tokens with the greatest probs[v] / E_v, or the greatest probs[v] without noise, and to `speeds` what
+ * each has and the sum of all. The noise is that of `speed` but for its last bits. */
+void race_leaders(const float *probs, int64_t tokens, int64_t has_noise, uint64_t key, int64_t *leaders, float *speeds) {
+    float sums[AT_ONCE] = {0}, first = 0, second = 0;
+    leaders[0] = leaders[1] = 0;
+    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
+        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
+        const float *given = probs + start;
+        float raced[AT_ONCE];
+        int32_t any = 0;
+        for (int64_t i = 0; has_noise && i < count; i++) {
+            float u = ((float)(int32_t)(word(start + i, key) >> 41) + 0.5f) * 0x1p-23f;
+            raced[i] = probs[start + i] / exponential(u);
+        }
+        if (has_noise) given = raced;
+        for (int64_t i = 0; i < count; i++) any |= given[i] > second;
+        for (int64_t i = 0; i < count; i++) sums[i] += given[i];
+        for (int64_t i = 0; any && i < count; i++) {
+            if (given[i] > first) {
+                second = first, leaders[1] = leaders[0];
+                first = given[i], leaders[0] = start + i;
+            } else if (given[i] > second) {
+                second = given[i], leaders[1] = start + i;
+            }
+        }
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i];
+    speeds[0] = first, speeds[1] = second, speeds[2] = (float)sum;
 }

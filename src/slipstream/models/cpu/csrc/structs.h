@@ -55,11 +55,12 @@ struct kv_cache {
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
 
-/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
- * which of the given cosines and sines are its own. */
+/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. entering:
+ * [slots][length][hidden] where the hidden states that enter it are kept, NULL where nobody reads them. rotation: which
+ * of the given cosines and sines are its own. */
 struct stacked_layer {
     const void *layer;
-    void *keys, *values;
+    void *keys, *values, *entering;
     int64_t length, window, rotation;
     float scaling;
 };
