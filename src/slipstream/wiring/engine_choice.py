@@ -26,6 +26,7 @@ from slipstream.models.cpu.compiled_race import race
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
+from slipstream.wiring.draft_check import check_draft
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
@@ -173,7 +174,9 @@ def assemble(
     """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
     policy = make_policy(choice, planner, limit=target.longest_draft)
-    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race)
+    engine = Engine(
+        target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race, check_draft=check_draft
+    )
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
     if not has_kernel:
