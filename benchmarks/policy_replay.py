@@ -159,7 +159,7 @@ class RecordedModel:
 class RecordedTarget(RecordedModel):
     """The target, as far as `Engine` needs one. Reading prompts takes no time."""
 
-    answers = True
+    returns_prompt_logits = True
     longest_draft = LONGEST
     shapes: Any = None
 

@@ -14,19 +14,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from slipstream.models.cache_folder import cache_folder
-from slipstream.reproducibility.timing import DraftTimes
-from slipstream.wiring import model_pair
 from tests.support.markers import left_out
 
+# PyTorch and the models are imported where they are used: the process that hands out tests waits for neither
+
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
-USERS_CACHE, REMEMBERED = os.environ.get("SLIPSTREAM_MODELS"), model_pair.remembered_draft_times
+USERS_CACHE = os.environ.get("SLIPSTREAM_MODELS")
 
 # the same examples in every run, however busy the machine is
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
@@ -36,6 +37,8 @@ settings.load_profile("steady")
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Threads only get in each other's way on small models; the large ones take every core."""
+    import torch
+
     torch.set_num_threads(1 if request.node.get_closest_marker("models") is None else os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
@@ -78,6 +81,14 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+@cache
+def remembered_draft_times() -> Any:
+    """The library's own function, whatever stands for it while a test runs."""
+    from slipstream.wiring import model_pair
+
+    return model_pair.remembered_draft_times
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture: the cache folder, and what is known of the times of draft models.
@@ -85,6 +96,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Calibrations of small models are not left in the user's cache; real models are looked for there. What a tiny draft
     model takes is as much as its target, or luck: drafting is decided as if it were not known.
     """
+    from slipstream.reproducibility.timing import DraftTimes
+    from slipstream.wiring import model_pair
+
     marks = {mark.name for mark in item.iter_markers()}
     os.environ.pop("SLIPSTREAM_MODELS", None)
     if marks.isdisjoint(("models", "smollm2")):
@@ -92,7 +106,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     elif USERS_CACHE is not None:
         os.environ["SLIPSTREAM_MODELS"] = USERS_CACHE
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
-    model_pair.remembered_draft_times = REMEMBERED if real else lambda *given: DraftTimes()
+    remembered = remembered_draft_times()  # asked for before it is replaced
+    model_pair.remembered_draft_times = remembered if real else lambda *given: DraftTimes()
 
 
 @pytest.fixture(autouse=True)

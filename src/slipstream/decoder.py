@@ -106,7 +106,7 @@ class SpeculativeDecoder(EngineAccess):
             fast=fast,
             reproducible=reproducible,
             max_batch_size=max_batch_size,
-            load_options=load_options or {},
+            load_options={} if load_options is None else load_options,
         )
         check_names(config, drafter)
         models = ModelPair.load(target, draft, config, tokenizer, draft_tokenizer)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -29,6 +29,7 @@ from tests.support.markers import subcases
 
 ALPHAS = st.floats(0.0, 1.0)
 LENGTHS = st.integers(0, 12)
+modest = settings(max_examples=40)
 
 
 def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Costs) -> tuple[float, float]:
@@ -66,6 +67,7 @@ def test_the_formula_equals_the_enumeration_of_every_fate(batch: int) -> None:
     assert predicted_speed_up(costs, acceptance, 3, batch) == pytest.approx(tokens / milliseconds * plain)
 
 
+@modest
 @given(ALPHAS, LENGTHS)
 def test_one_alpha_gives_leviathan_s_equation(alpha: float, n: int) -> None:
     closed = n + 1 if alpha == 1 else sum(alpha**i for i in range(n + 1))
@@ -80,6 +82,7 @@ def test_the_speed_up_of_the_design_notes() -> None:
     assert predicted_speed_up(costs, 0.7, 4) == pytest.approx((1 - 0.7**5) / (0.3 * (4 * 0.25 + 1.2)))
 
 
+@modest
 @given(LENGTHS, st.integers(1, 8))
 def test_limits_of_acceptance(n: int, batch: int) -> None:
     costs = linear_costs()
@@ -90,6 +93,7 @@ def test_limits_of_acceptance(n: int, batch: int) -> None:
         assert predicted_speed_up(costs, 0.0, n, batch) < 1
 
 
+@modest
 @given(ALPHAS, ALPHAS, st.integers(1, 12), st.integers(1, 8))
 def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, batch: int) -> None:
     costs, (low, high) = linear_costs(), sorted((one, two))
@@ -97,12 +101,14 @@ def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, b
     assert best_length(costs, low, 12, batch) <= best_length(costs, high, 12, batch)
 
 
+@modest
 @given(ALPHAS, st.integers(1, 12), st.floats(0, 5), st.floats(0, 5))
 def test_a_dearer_draft_never_makes_it_faster(alpha: float, n: int, one: float, two: float) -> None:
     cheap, dear = (linear_costs(step=step) for step in sorted((one, two)))
     assert predicted_speed_up(dear, alpha, n) <= predicted_speed_up(cheap, alpha, n) + 1e-12
 
 
+@modest
 @given(ALPHAS, st.integers(1, 7))
 def test_larger_batches_gain_less_where_tokens_cost(alpha: float, batch: int) -> None:
     costs = linear_costs()

@@ -12,6 +12,8 @@ import terminal
 
 from tests.support.command_line import run_main
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., tuple[int, str, str]]
 
 

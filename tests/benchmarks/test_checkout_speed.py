@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "checkout_speed.py"
 
@@ -47,7 +49,6 @@ def test_an_arm_that_became_too_slow_is_an_error(
     assert ended.value.code == code
 
 
-@pytest.mark.slow
 def test_each_checkout_runs_the_plan_in_a_process_of_its_own(tmp_path: Path) -> None:
     plan, found = tmp_path / "plan.json", tmp_path / "found.json"
     plan.write_text(json.dumps({"target": "toy", "arms": ["none", "ngram@4"], "limit": 1, "max_tokens": 4}))

@@ -10,6 +10,8 @@ import pytest
 import terminal
 from cluster_simulation import Cluster, Simulation
 
+pytestmark = pytest.mark.slow
+
 SMALL = Cluster(speed=100.0, start=0.0, block=0.0, noticed=15.0, between_deaths=0.0, batch=4)
 BLOCKS = [[10, 20, 30, 40]] * 60
 

@@ -15,6 +15,8 @@ from slipstream.bench.records import Run
 from slipstream.models.cpu.kernel_libraries import kernels
 from tests.support.tiny_models import fresh, tokenizer
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -13,6 +13,8 @@ import terminal
 
 from tests.support.tiny_models import perturbed, shared, tokenizer
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., tuple[int, str]]
 
 
@@ -39,7 +41,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-@pytest.mark.slow
 def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [*folders, "--vocabulary", "32"])
     report = json.loads(out.splitlines()[-1])

@@ -18,6 +18,8 @@ from slipstream.bench.speed_model.round_costs import Costs
 from tests.support.layer_skip_cases import by_hugging_face, decoder_of
 from tests.support.tiny_models import fresh, prompts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def llama() -> Any:

@@ -10,6 +10,8 @@ import mtp
 import pytest
 from transformers.modeling_layers import MtpModel
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {"lengths": "1,2", "batches": "1,2", "max_tokens": 12, "repeats": 1}
 SMALL |= {"vocab": 256, "hidden": 128, "depth": 1}
 
@@ -19,7 +21,6 @@ def layers_are_read_as_ever_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)
 
 
-@pytest.mark.slow
 def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     mtp.main(layers=2, json_file=out, **SMALL)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "benchmarks" / "predicted_outputs.py"
 OPTIONS = {"arms": "none,suffix,suffix.predicted", "max_tokens": 12, "temperature": 0.0, "repeats": 2}
 

@@ -17,12 +17,14 @@ from tests.support.quantised_files import SHAPE
 from tests.support.tiny_models import fresh, tokenizer
 
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+    ),
+]
 
 
-@pytest.mark.slow
 def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0", "ffn_down": "Q6_K"})
@@ -33,7 +35,6 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
 
 
-@pytest.mark.slow
 def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
@@ -44,7 +45,6 @@ def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
 
 
-@pytest.mark.slow
 def test_the_weights_of_a_draft_model_stand_beside_those_quantised_at_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,14 @@ from slipstream.models.cpu.processor import NEEDED, processor
 from tests.support.gguf_files import write_model
 
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+    ),
+]
 
 
-@pytest.mark.slow
 def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     out = tmp_path / "out.json"
@@ -29,7 +31,6 @@ def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-@pytest.mark.slow
 def test_a_text_of_other_weights_is_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     load = quantised_texts.load_unpacked

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import typer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "same_texts.py"
 AUTO = '{"draft_dtype": "auto"}'  # the toy cannot be quantised
@@ -62,7 +64,6 @@ def test_prompts_come_from_all_categories_in_turn(same_texts: Any, tmp_path: Pat
         same_texts.choose_prompts([file], 6)
 
 
-@pytest.mark.slow
 def test_a_checkout_agrees_with_itself_but_for_a_token_that_is_changed(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
@@ -82,7 +83,6 @@ def test_texts_that_are_all_alike_are_no_failure(same_texts: Any, monkeypatch: p
         assert ended.value.code == self_check
 
 
-@pytest.mark.slow
 def test_a_folder_without_sources_is_not_compared_with_installed_ones(
     same_texts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

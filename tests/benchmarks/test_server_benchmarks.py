@@ -13,6 +13,8 @@ from load_client import Answer, Load, figures, run_load
 from slipstream import SamplingParams, SlipstreamError
 from tests.support.running_server import running_server, toy
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {"max_tokens": 12, "temperature": 0.0}
 
 
@@ -72,7 +74,6 @@ def test_figures_are_those_of_the_times() -> None:
     assert found["per_token_ms_p50"] == pytest.approx((250 + 625) / 2)
 
 
-@pytest.mark.slow
 def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_noticed() -> None:
     options = argparse.Namespace(requests=60, seed=3, at_once=8, longest=60)
     with running_server() as server:

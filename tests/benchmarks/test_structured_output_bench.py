@@ -11,6 +11,8 @@ import pytest
 import structured_output
 from random_schemas import random_schema
 
+pytestmark = pytest.mark.slow
+
 
 def test_random_schemas_are_schemas_and_of_many_kinds() -> None:
     texts = [repr(random_schema(seed)) for seed in range(300)]

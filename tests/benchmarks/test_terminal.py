@@ -6,6 +6,8 @@ from terminal import numbers
 from slipstream.errors import UsageError
 from tests.support.markers import subcases
 
+pytestmark = pytest.mark.slow
+
 
 def test_numbers_are_read_each_once_in_their_order() -> None:
     assert numbers("--widths", "8,1,8,16") == [8, 1, 16]

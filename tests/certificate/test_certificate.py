@@ -19,7 +19,8 @@ PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a 
 
 
 def checks(decoder: SpeculativeDecoder) -> list[Check]:
-    return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=3.0).run())
+    """With the shortest texts and the fewest runs, as many on a busy machine as on a quiet one."""
+    return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=0.0).run())
 
 
 @pytest.mark.parametrize("acceptance", ["auto", "rejection", "block", "match"])

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from tests.support.running_server import Gate, RunningServer, running_server
+from tests.support.processes import PATIENCE
+from tests.support.running_server import Gate, RunningServer, in_thread, running_server
 
 ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
 ENDLESS = {"1": -50}  # the end token
@@ -173,7 +174,12 @@ def test_a_wrong_key_is_an_authentication_error(tmp_path: Any) -> None:
 
 def test_an_error_in_a_stream_is_raised() -> None:
     gate = Gate()
-    with running_server(gate.load, request_timeout=0.05) as server, server.openai() as client:
-        with pytest.raises(openai.APIError, match="took over"):
-            list(client.completions.create(model="toy", prompt="A heron", max_tokens=9, stream=True))
-        gate.opened.set()
+    with running_server(gate.load) as server, server.openai() as client:
+        with in_thread(
+            lambda: list(client.completions.create(model="toy", prompt="A heron", max_tokens=9, stream=True))
+        ) as found:
+            assert gate.reached.wait(PATIENCE)
+            (live,) = server.call(lambda: list(server.service.live))
+            server.reach_deadline(live)
+            gate.opened.set()
+        assert isinstance(found[0], openai.APIError) and "took over" in str(found[0])

@@ -11,8 +11,8 @@ import torch
 
 from slipstream.core import acceptance
 from slipstream.core.acceptance import RULES, Distributions, Rule, accept, load_rule, match, rejection, rule_for
+from slipstream.core.limits import RULE_NAMES
 from slipstream.core.rng import Race
-from slipstream.core.rule_names import RULE_NAMES
 from slipstream.core.types import Draft, Row
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams

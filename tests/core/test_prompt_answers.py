@@ -41,16 +41,16 @@ def test_the_answer_is_what_a_forward_of_the_last_token_gives(name: str, shapes:
     nothing = torch.empty(4, 0, dtype=torch.int64)
     expected = session_of(shapes, name).score(rows_of(texts), nothing, [0] * 4)
     session = session_of(shapes, name)
-    answer = session.prefill(rows_of(texts), answer=True)
+    answer = session.prefill(rows_of(texts), logits=True)
     assert answer is not None and answer.shape == expected.shape
     torch.testing.assert_close(answer, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_rows_that_the_memory_knows_are_not_answered_and_read_no_more_than_before() -> None:
     session = session_of(EXACT_FIT)
-    assert session.prefill(rows_of(PROMPTS[:2]), answer=True) is not None
+    assert session.prefill(rows_of(PROMPTS[:2]), logits=True) is not None
     read = session.prefill_tokens
-    assert session.prefill(rows_of(PROMPTS[:2]), answer=True) is None
+    assert session.prefill(rows_of(PROMPTS[:2]), logits=True) is None
     assert session.prefill_tokens == read == 43
     assert session_of(EXACT_FIT).prefill(rows_of(PROMPTS)) is None
 
@@ -58,8 +58,8 @@ def test_rows_that_the_memory_knows_are_not_answered_and_read_no_more_than_befor
 @pytest.mark.parametrize("made", [Session(HashBackend()), session_of(Shapes((2, 4, 8), 64, reuse=64))])
 def test_nothing_is_answered_where_prompts_agree_by_chunks_only_or_the_backend_cannot(made: Session) -> None:
     made.reserve(1, 64)
-    assert not made.answers
-    assert made.prefill(rows_of([[1, 2, 3, 4, 5]]), answer=True) is None
+    assert not made.returns_prompt_logits
+    assert made.prefill(rows_of([[1, 2, 3, 4, 5]]), logits=True) is None
     assert made.slot_states[0].base == 4
 
 

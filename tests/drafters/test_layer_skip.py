@@ -358,7 +358,7 @@ def none(model: Any) -> None:
 def test_models_whose_layers_cannot_be_told_are_refused_with_the_reason(change: Any, reason: str) -> None:
     model = fresh("llama")
     change(model)
-    with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be told: {reason}; allowed"):
+    with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be found: {reason}; allowed"):
         SharedCacheSession(Session(HFBackend(model)), (0,))
 
 

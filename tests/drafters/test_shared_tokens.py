@@ -53,11 +53,13 @@ def test_a_draft_carries_the_renormalised_distribution_over_the_shared_tokens(ru
     torch.testing.assert_close(draft.probs.sum(-1), torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "rejection"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_the_texts_distribution_is_the_targets(rule: str) -> None:
     assert distance(decoder(rule)) < 0.12
 
 
+@pytest.mark.slow
 def test_a_distribution_that_is_not_renormalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made, real = decoder("rejection"), SharedTokenDrafter.propose
 

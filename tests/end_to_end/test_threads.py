@@ -17,6 +17,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.models.cpu import thread_placement
 from tests.support.markers import subcases
+from tests.support.processes import PATIENCE
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 TEXTS = ["A heron and", "The sparrow was", "So the heron ate", "Then the wind", "It looked at", "You are fast"]
@@ -39,7 +40,7 @@ def together(work: list[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(timeout=PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
     return results
 
@@ -141,7 +142,7 @@ def test_a_step_of_a_scheduler_waits_for_its_turn() -> None:
         thread = threading.Thread(target=step, daemon=True)
         thread.start()
         assert not stepped.wait(0.2)
-    assert stepped.wait(60)
+    assert stepped.wait(PATIENCE)
     thread.join()
 
 
@@ -226,11 +227,11 @@ def test_a_decoder_made_in_a_fork_works_even_if_the_lock_was_taken_before() -> N
     def hold() -> None:
         with decoder._use:
             taken.set()
-            leave.wait(60)
+            leave.wait(PATIENCE)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert taken.wait(60)
+    assert taken.wait(PATIENCE)
     said = in_a_child(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
     leave.set()
     holder.join()
@@ -275,7 +276,9 @@ def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
     # threads that are bound to cores do not hang in a fork
     environment = {name: value for name, value in os.environ.items() if name not in thread_placement.CHOSEN}
     environment["OMP_NUM_THREADS"] = "2"
-    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, env=environment, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
     unused, used, single = ran.stdout.splitlines()
     assert unused == single == repr(" and")
     assert used.startswith("UsageError: process ") and "which are gone, and would wait for them for ever" in used

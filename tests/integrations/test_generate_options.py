@@ -14,7 +14,7 @@ from slipstream.integrations.transformers.generate_options import Options, read_
 from slipstream.sampling.sampler import Sampler
 from tests.support import chi_square
 from tests.support.hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -172,7 +172,8 @@ def pair_distribution(temperature: float) -> chi_square.Array:
     return (first[:, None] * second).flatten().numpy()
 
 
-@pytest.mark.parametrize("acceptance", mostly_slow(["block", "match"], "block"))
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["block", "match"])
 def test_sampled_tokens_have_the_distribution_of_the_processed_logits(acceptance: str) -> None:
     counts = sampled_counts(temperature=1.3, top_p=0.9, acceptance=acceptance)
     assert chi_square.p_value(counts, pair_distribution(1.3)) > chi_square.SUSPICIOUS

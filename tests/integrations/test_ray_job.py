@@ -21,13 +21,13 @@ from slipstream import UsageError
 from slipstream.integrations.ray.ray_options import RayOptions
 from tests.support.job_cases import by_id, chat, requests, toy, write
 from tests.support.markers import subcases
+from tests.support.processes import PATIENCE
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra 'ray')")
 BAD = {"id": "bad", "prompt": "x", "top_p": 7}
 LINES = [*requests(300, most=90), *(chat(f"c{at}", "The heron", temperature=0.5) for at in range(20)), BAD]
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "batch"]
 TOY = ["--target", "toy", "--max-batch-size", "4"]
-PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")

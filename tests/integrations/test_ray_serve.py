@@ -22,6 +22,7 @@ import pytest
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.server.ray_serve import ServeSpec
 from tests.support.markers import subcases
+from tests.support.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -41,7 +42,6 @@ for line in sys.stdin:
     print(len(replicas()), flush=True)
 serve.shutdown()
 """
-PATIENCE = 60.0
 
 
 @dataclass
@@ -89,7 +89,7 @@ def url(cluster: Cluster) -> str:
 def test_replicas_give_the_texts_of_one_decoder(url: str) -> None:
     wanted = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=30)).text
     body = {"prompt": "The heron", "max_tokens": 30, "temperature": 0}
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
         answers = [client.post("/v1/completions", json=body).json() for _ in range(8)]
         assert {one["choices"][0]["text"] for one in answers} == {wanted}
         assert len({one["system_fingerprint"] for one in answers}) == 1
@@ -103,7 +103,7 @@ def test_replicas_give_the_texts_of_one_decoder(url: str) -> None:
 
 @pytest.mark.slow
 def test_a_session_stays_with_the_replica_that_has_its_prompt(url: str) -> None:
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
         for at in range(8):
             body = {"prompt": f"Session {at}: the heron and the sparrow", "max_tokens": 2, "temperature": 0}
             cached = []

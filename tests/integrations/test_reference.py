@@ -118,6 +118,7 @@ def test_draft_tokens_are_varied_as_the_chapter_asks() -> None:
 # greedy is the target's greedy text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("gamma", [0, 1, 5])
 def test_greedy_is_the_targets_own(name: str, gamma: int) -> None:

@@ -29,7 +29,6 @@ from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
 from slipstream.models.cpu.structs import (
     BlockLinearStruct,
     CacheStruct,
-    FloatCacheStruct,
     FloatLayerStruct,
     FloatNormStruct,
     LayerStruct,
@@ -176,10 +175,10 @@ def attention(
     library: Any = None,
 ) -> Tensor:
     """The same by the kernel, which also writes the memory. tree: where the tokens of branches are written."""
-    tokens, size, cache = len(places), heads.shape[2], CacheStruct
+    tokens, size = len(places), heads.shape[2]
     layer: ctypes.Structure
     if heads.dtype == torch.float32:
-        library, cache = library or block_kernels(), FloatCacheStruct
+        library = library or block_kernels()
         none, no_norm = BlockLinearStruct(), FloatNormStruct()
         layer = FloatLayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 0, 1.0, 0.0)
     else:
@@ -188,8 +187,10 @@ def attention(
         layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
     own = (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
-    where = cache(*map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own)))
-    functions = LayerFunctions.of(library, cache)
+    where = CacheStruct(
+        *map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own))
+    )
+    functions = LayerFunctions.of(library)
     out, space = (
         heads.new_empty(tokens, 4, size),
         heads.new_empty(functions.scratch(ctypes.addressof(layer), tokens, where.length)),
@@ -272,6 +273,7 @@ def test_attention_over_long_texts_gives_the_same_bits_however_many_threads_shar
     assert depends_on_threads(dtype, window) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and its OpenMP")
 def test_stretches_that_depend_on_the_threads_would_be_noticed(tmp_path: Path) -> None:
     recipe = block_recipe("plain")

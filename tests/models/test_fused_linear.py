@@ -53,7 +53,7 @@ def test_query_key_value_and_gate_up_are_the_groups_and_weights_are_freed() -> N
     mlp = [type(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down")]
     assert mlp == [FusedOutput, FusedOutput, nn.Linear]
     assert sum(p.numel() for p in model.parameters()) == count
-    assert [tuple(m.whole.weight.shape) for m in model.modules() if type(m) is FusedLinear][:2] == [(64, 32), (96, 32)]
+    assert [tuple(m.joint.weight.shape) for m in model.modules() if type(m) is FusedLinear][:2] == [(64, 32), (96, 32)]
     pack(model)
     assert sum(type(m) is PackedLinear for m in model.modules()) == 2 * (2 + 2) + 1
 
@@ -70,7 +70,7 @@ def test_a_group_is_packed_before_the_next_is_fused() -> None:
 
     assert fuse(model, keep) == len(most) == GROUPS["llama"]
     assert set(most) == {1}
-    assert all(type(m.whole) is PackedLinear for m in model.modules() if type(m) is FusedLinear)
+    assert all(type(m.joint) is PackedLinear for m in model.modules() if type(m) is FusedLinear)
     assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
 
 

@@ -22,6 +22,7 @@ from slipstream.models.hf.trials import later_logits
 from tests.support.fake_cuda_graph import Tape
 from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
 from tests.support.markers import subcases
+from tests.support.processes import PATIENCE
 from tests.support.tiny_models import VOCAB, fresh
 
 pytestmark = pytest.mark.slow
@@ -273,7 +274,7 @@ def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(nam
     x, others, go_on, waited = torch.ones(4), list[object](), threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
         others.append(WAITING[name](torch.ones(4)))
         waited.set()
 
@@ -283,7 +284,7 @@ def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(nam
         with pytest.raises(RuntimeError, match="operation not permitted during a capture"):
             WAITING[name](x)
         go_on.set()
-        assert waited.wait(60)
+        assert waited.wait(PATIENCE)
     thread.join()
     assert len(others) == 1
     WAITING[name](x)  # and allowed again

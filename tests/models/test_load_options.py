@@ -195,3 +195,9 @@ def test_code_of_a_repository_is_refused_and_nobody_is_asked(
     with pytest.raises(SlipstreamError, match="needs code of its own"):
         inspect_vocabulary(str(folder))
     assert not asked
+
+
+@pytest.mark.parametrize("wrong", [[], "", 0])
+def test_what_is_no_mapping_is_refused_even_if_it_is_empty(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"load_options=.*; allowed: a mapping of from_pretrained arguments"):
+        SpeculativeDecoder("toy", load_options=wrong)

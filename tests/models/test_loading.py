@@ -316,6 +316,13 @@ def test_a_conversion_says_that_it_needs_the_cache_folder(
         assert cache in one_line(error)
 
 
+@pytest.mark.parametrize("name", ["a prompt in a model's place " * 20, "./" + "d" * 300, "a/b/" + "c" * 5000])
+def test_a_name_that_no_file_can_have_is_refused_in_one_line(name: str) -> None:
+    for load in (SpeculativeDecoder, inspect_vocabulary, lambda draft: SpeculativeDecoder("toy", draft)):
+        with pytest.raises(UsageError, match=r"cannot be looked up: File name too long; Available here: .*smollm2"):
+            load(name)
+
+
 def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

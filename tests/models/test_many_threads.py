@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from tests.support.tiny_models import fast, fresh, prompts
 
 THREADS = (2, 3, 5, 8, 16, 33)
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
-over_threads = pytest.mark.parametrize("threads", mostly_slow(THREADS, 3))
+FEW, MANY = mostly_slow((3, 33), 3), [pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5, 8, 16)]
+over_threads = pytest.mark.parametrize("threads", [*FEW, *MANY])
 ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
 
 
@@ -122,14 +124,15 @@ def test_products_are_those_of_one_thread_however_their_panels_are_taken() -> No
 @over_threads
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
     """Calibrated with as many threads; one prompt is longer than two stretches of attention."""
-    texts, params = prompts([30, 9, 1100]), SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = generated("none", together=False, threads=1)
+    assert generated("ngram", True, threads) == generated("none", True, threads) == expected
 
-    def generated(drafter: str, together: bool) -> list[list[int]]:
-        model = fast("llama", torch.bfloat16, head_dim=64, max_position_embeddings=2048).model
-        with SpeculativeDecoder(model, drafter=drafter, num_draft_tokens=5, reproducible=True) as decoder:
-            made = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
-        return [one.token_ids for one in made]
 
-    expected = generated("none", together=False)
+@cache
+def generated(drafter: str, together: bool, threads: int) -> list[list[int]]:
     torch.set_num_threads(threads)
-    assert generated("ngram", together=True) == generated("none", together=True) == expected
+    texts, params = prompts([30, 9, 1100]), SamplingParams(max_tokens=24, ignore_eos=True)
+    model = fast("llama", torch.bfloat16, head_dim=64, max_position_embeddings=2048).model
+    with SpeculativeDecoder(model, drafter=drafter, num_draft_tokens=5, reproducible=True) as decoder:
+        made = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
+    return [result.token_ids for result in made]

@@ -139,6 +139,7 @@ def changed_text(model: Any, change: Callable[[Any], None]) -> list[int]:
     return reference(model, PROMPT, COUNT)
 
 
+@pytest.mark.slow
 def test_a_decoder_goes_on_with_the_changed_model(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     decoder = decoder_of(model)

@@ -198,7 +198,7 @@ def test_an_encoder_is_refused_with_the_field_to_set() -> None:
 
 
 def test_reproducible_forwards_are_refused() -> None:
-    with pytest.raises(UsageError, match="goes on from states"):
+    with pytest.raises(UsageError, match="runs on a cache of its own"):
         SpeculativeDecoder(tiny_model("olmo_hybrid"), reproducible=True)
 
 

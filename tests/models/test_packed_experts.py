@@ -9,8 +9,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4Mo
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
-from slipstream.models.cpu.packed_experts import STACKED, PackedExperts, are_packable, pack_experts
-from slipstream.models.cpu.packed_linear import packed
+from slipstream.models.cpu.packed_linear import STACKED, PackedExperts, are_packable, pack_experts, packed
 
 SIZES = {"hidden_size": 32, "num_experts_per_tok": 2}
 GLM = Glm4MoeConfig(**SIZES, moe_intermediate_size=48, n_routed_experts=5)

@@ -15,6 +15,8 @@ from typing import IO
 
 import pytest
 
+from tests.support.processes import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 UNIX = ("fcntl", "resource", "termios", "tty", "pwd", "grp")
 WITHOUT_THEM = (
@@ -111,7 +113,7 @@ def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folde
         try:
             url = address(server.stderr)
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{url}/health", timeout=60) as answer:
+            with opener.open(f"{url}/health", timeout=PATIENCE) as answer:
                 assert answer.status == 200
             second = subprocess.run(
                 [*COMMAND, *arguments], env=ENVIRONMENT, capture_output=True, text=True, encoding="utf-8", check=False

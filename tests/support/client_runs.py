@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "clients" / "scripts"
-PATIENCE = 300.0  # seconds after which a client is given up
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.core.acceptance import RULES, Distributions, match
-from slipstream.core.rule_names import WITH_COUNT
+from slipstream.core.limits import WITH_COUNT
 from slipstream.core.types import Draft
 
 VOCAB, WIDTH = 3, 3

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream import SpeculativeDecoder
 from slipstream.apps.server.launch import Server
+from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.processes import PATIENCE
 
@@ -77,6 +78,11 @@ class RunningServer:
         self.server._loop.call_soon_threadsafe(work)
         assert done.wait(PATIENCE)
         return found[0]
+
+    def reach_deadline(self, live: LiveRequest) -> None:
+        """As when the time of a request is over, which on a busy machine may be before it has got anywhere."""
+        *_, deadline = self.service._timers[live]
+        self.call(deadline._run)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Ask the event loop until something holds."""

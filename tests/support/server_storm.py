@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.processes import PATIENCE
 from tests.support.raw_client import RawClient
 
 PROMPTS = ("A heron", "The sparrow was", "Then the wind", "zz", "a fish, a stone, a fish", "You are fast")
@@ -107,7 +108,7 @@ class Storm:
     async def _run(self) -> None:
         seeds = random.Random(self.seed)
         limit = asyncio.Semaphore(self.at_once)
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=PATIENCE) as client:
 
             async def one(seed: int) -> None:
                 async with limit:

@@ -48,6 +48,7 @@ def written(folder: Path) -> Written:
     return Written(folder, load_file(folder / "model.safetensors"), layers)
 
 
+@pytest.mark.slow
 def test_the_head_foresees_more_than_it_did_before_training(trained: Path) -> None:
     found = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
@@ -56,6 +57,7 @@ def test_the_head_foresees_more_than_it_did_before_training(trained: Path) -> No
     assert (trained / "curve.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained: Path) -> None:
     drafting = SpeculativeDecoder(
         target(), str(trained), tokenizer=tokenizer(), drafter="model", num_draft_tokens=STEPS
@@ -73,6 +75,7 @@ def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained
     assert measured == pytest.approx(estimated, abs=0.1)  # the first token of a text is a round of its own
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_what_drafts(trained: Path) -> None:
     """Unrolled over a text, the head drafts at each row what a plain transcription of its files drafts there."""
     state, head = State.read(trained), written(trained)
@@ -90,6 +93,7 @@ def test_what_is_learned_is_what_drafts(trained: Path) -> None:
         assert int(hits[row].long().cumprod(-1).sum()) == agreeing
 
 
+@pytest.mark.slow
 def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
     head, settings = written(trained), json.loads((trained / "config.json").read_text())
     assert settings["speculators_model_type"] == "eagle3" and settings["norm_before_residual"] is False
@@ -100,6 +104,7 @@ def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
     assert trained_on["target"] == "tiny" and trained_on["steps"] == 40 and trained_on["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
     config = new_head(decoder().target, 256, torch.arange(20))
     layer, size = target().model.layers[-1], target().config.hidden_size
@@ -188,6 +193,7 @@ def test_a_wrong_line_is_named_before_anything_is_generated(tmp_path: Path, line
     assert not (tmp_path / "out" / STATE).exists()
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a training with seed=0, this one has 1; allowed: the same, or another"):
         job(trained, seed=1)
@@ -280,6 +286,7 @@ def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
     assert (tmp_path / "model.safetensors").read_bytes() == (shortly_trained / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_no_time_left_ends_with_a_head(tmp_path: Path) -> None:
     found = train(tmp_path, hours=1 / 3600, num_steps=100_000)
     assert 0 < found["steps"] < 100_000 and (tmp_path / "config.json").exists()

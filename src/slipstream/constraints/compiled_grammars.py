@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_text import LIMITS, TOO_EXPENSIVE, Limits, allowed, load_llguidance, reason
+from slipstream.core.kv_slots import common_beginning
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.tokenization.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
@@ -268,7 +269,7 @@ class GrammarState:
 
         Returns how many tokens are allowed, the end included; the matcher itself is never told of it.
         """
-        same = _common(self._consumed, tokens)
+        same = common_beginning(self._consumed, tokens, min(len(self._consumed), len(tokens)))
         if same < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - same)
         end = next((i for i in range(same, len(tokens)) if tokens[i] in self._model_ends), len(tokens))
@@ -314,7 +315,7 @@ class _OwnLexer:
         self._last = self._next_mask()
 
     def _walked(self, tokens: Sequence[int]) -> Bits | None:
-        same = _common(self._consumed, tokens)
+        same = common_beginning(self._consumed, tokens, min(len(self._consumed), len(tokens)))
         if same < len(self._consumed):
             self._has_strayed = True
             if self._failure or not self._matcher.rollback(len(self._consumed) - same):
@@ -354,14 +355,6 @@ class _OwnLexer:
 def _executor() -> Any:
     """What computes the masks of a draft; one thread, as forwards use the others."""
     return load_llguidance().LLExecutor(1)
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:
-        return shorter
-    return next(position for position in range(shorter) if first[position] != second[position])
 
 
 class RowConstraint(Protocol):

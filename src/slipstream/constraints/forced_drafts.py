@@ -64,8 +64,12 @@ class ForcedDrafts:
     def _run(self, row: Row, longest: int) -> list[int]:
         """The forced tokens that come next."""
         constraint = constraint_of(row)
-        # neither a row that drafts nothing nor the round that a prompt's forward answers may have any
-        if constraint is None or row.params.num_draft_tokens == 0 or (self.target.answers and not row.rounds):
+        # neither a row that drafts nothing nor the round whose token comes from the prompt's logits may have any
+        if (
+            constraint is None
+            or row.params.num_draft_tokens == 0
+            or (self.target.returns_prompt_logits and not row.rounds)
+        ):
             return []
         return constraint.forced(row.output, max(0, min(longest, row.remaining - 1)))
 

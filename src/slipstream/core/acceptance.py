@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import Sampler
+from slipstream.core.limits import WITH_COUNT, check_rule
 from slipstream.core.rng import Stream, uniform
-from slipstream.core.rule_names import WITH_COUNT, check_rule
 from slipstream.core.trees import match_tree
 from slipstream.core.types import Draft, Verdict
 from slipstream.errors import UsageError

@@ -58,7 +58,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes how the rows go on."""
+    """Proposes the next tokens of rows."""
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """Up to lengths[i] tokens for row i, fewer being always allowed, as a `Draft` on the target's device.

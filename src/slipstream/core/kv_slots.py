@@ -30,7 +30,7 @@ class Shapes:
 
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
     to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
-    beyond them, a multiple of `attended_unit`; what another row left in it is used in units of `reuse`.
+    beyond them, a multiple of `attended_unit`. The cached beginning of another row is reused in multiples of `reuse`.
     token_by_token: drafts are read as plain decoding reads its tokens, a forward for each.
     """
 
@@ -95,7 +95,7 @@ class SlotState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row goes on here."""
+        """Whether no row is being decoded here."""
         return self.row is None or self.row.finish_reason is not None
 
     @property
@@ -183,12 +183,12 @@ class SlotTable:
         self.states.extend(SlotState() for _ in range(rows - len(self.states)))
 
     @property
-    def answers(self) -> bool:
+    def returns_prompt_logits(self) -> bool:
         """Whether the forwards that read a new prompt can return the logits after it."""
         return self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
-        """Whether a row that was seated in a slot lacks so many tokens that they are read on their own first."""
+        """Whether so many of a row's tokens are missing in its slot that they are read on their own first."""
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
 
@@ -202,12 +202,12 @@ class SlotTable:
         missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
         return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
-    def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
-        """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
+    def read(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
+        """Read a row's tokens up to `end`, chunk by chunk; `prompt_logits` gets the logits after its last one."""
         while self.states[slot].base < end:
-            self.read_chunk(slot, row, end, answers)
+            self.read_chunk(slot, row, end, prompt_logits)
 
-    def read_chunk(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
+    def read_chunk(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
         """Read one chunk of a row's tokens; see `read`."""
         state = self.states[slot]
         chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
@@ -217,7 +217,7 @@ class SlotTable:
         if self.audit:
             self.audit.write(slot, state.base, chunk)
         if state.base + len(chunk) == len(row.tokens):
-            answers[slot] = self._answer(inputs, state.base, slot, len(chunk) - 1)
+            prompt_logits[slot] = self._logits_after(inputs, state.base, slot, len(chunk) - 1)
         else:
             self.forward(inputs, [state.base], slot, logits=False)
         self.note_read(slot, len(chunk))
@@ -228,7 +228,7 @@ class SlotTable:
         state.base = state.written = state.base + count
         self.prefill_tokens += count
 
-    def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
+    def _logits_after(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
         assert isinstance(self.backend, PromptLogits)
         width = self.shapes.width_for(1, 1)
@@ -312,7 +312,7 @@ class SlotTable:
         return state.base + len(path)
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """The last position, at most `limit`, from which a slot can go on."""
+        """The last position, at most `limit`, from which a forward of a slot can begin."""
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
     def mark_final(self, slot: int, position: int) -> None:
@@ -325,7 +325,7 @@ class SlotTable:
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
     def _still_holds(self, state: SlotState, row: Row) -> bool:
-        """Whether what is cached of a row may stay, though its text may have become long since."""
+        """Whether a row's cache is still right: a text that has become long may have to be read again."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
@@ -358,7 +358,7 @@ class SlotTable:
     def first_missing(self, slot: int, row: Row, width: int) -> int:
         """The first position whose key and value the slot lacks; at least one token is always fed.
 
-        width: columns of the draft if the caller goes on column by column within a round, else 0.
+        width: columns of the draft if the caller scores it column by column within a round, else 0.
         """
         state = self.states[slot]
         this_round = state.round == len(row.rounds) and state.base == len(row.tokens)
@@ -386,6 +386,6 @@ class SlotTable:
         return inputs.clamp(max=self.backend.vocab_size - 1)
 
 
-def in_order(answers: Mapping[int, Tensor], count: int) -> Tensor | None:
-    """The answers [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one is missing."""
-    return torch.cat([answers[i] for i in range(count)]) if len(answers) == count else None
+def in_order(logits: Mapping[int, Tensor], count: int) -> Tensor | None:
+    """The logits [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one row's are missing."""
+    return torch.cat([logits[i] for i in range(count)]) if len(logits) == count else None

@@ -1,3 +1,19 @@
-"""The longest draft. Imports nothing, so that options are checked without loading PyTorch."""
+"""What a round's settings may be, known without PyTorch, so that a wrong one is refused at once."""
+
+from __future__ import annotations
+
+from slipstream.errors import UsageError, did_you_mean
 
 MAX_DRAFT_TOKENS = 64  # of one row in one round
+RULE_NAMES = ("match", "rejection", "block", "topk", "typical")  # of acceptance rules
+WITH_COUNT = frozenset({"topk"})
+
+
+def check_rule(text: str) -> None:
+    """Refuse an unknown rule, or a count that is missing, wrong or too much; the message lists the rules."""
+    name, _, argument = text.partition(":")
+    if name not in RULE_NAMES or (":" in text) != (name in WITH_COUNT):
+        allowed = ", ".join(["auto", *(f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))])
+        raise UsageError(f"acceptance={text!r}; allowed: {allowed}{did_you_mean(name, 'auto', *RULE_NAMES)}")
+    if name in WITH_COUNT and (not argument.isdecimal() or int(argument) < 1):
+        raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K, 1 or more")

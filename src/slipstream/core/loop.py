@@ -2,7 +2,7 @@
 
 Plain decoding is the same loop with a drafter that proposes nothing. A round leaves a `Round` per row; text, statistics
 and everything else are folded from them elsewhere. This module knows neither text nor model formats; who is in the
-batch is up to `slipstream.core.scheduler`.
+batch is up to `slipstream.core.scheduler`. To be read from `Engine.step` on: what it calls follows in that order.
 """
 
 from __future__ import annotations
@@ -28,23 +28,166 @@ from slipstream.errors import SlipstreamError
 
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
+Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
+AskDrafter = Callable[[Sequence[int]], Draft]  # for drafts of so many tokens
+Predict = Callable[[Sequence[Row], Sequence[int], Sequence[int], AskDrafter], Draft]  # rows, lengths, room, the drafter
+Check = Callable[[object, Sequence[int], Drafter, Backend], None]  # raises unless it is a draft up to these lengths
+MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
-class Clock:
-    """Measures the seconds of one step's parts."""
 
-    def __init__(self) -> None:
-        self._started = self._last = perf_counter()
-        self._parts: dict[str, float] = {}
+@dataclass
+class Engine:
+    """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as `part`."""
-        now = perf_counter()
-        self._parts[part] = now - self._last
-        self._last = now
+    draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
+    a row, as far as is known beforehand; it then reads the prompts of all rows of the batch. predict: calls the drafter
+    for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
+    constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
+    random draws are made.
+    """
 
-    def stop(self) -> Seconds:
-        """The parts and the total."""
-        return Seconds(**self._parts, total=perf_counter() - self._started)
+    target: Session
+    drafter: Drafter
+    policy: Policy
+    make_sampler: MakeSampler
+    acceptance: str | Rule = "auto"
+    draft_session: PromptReader | None = None
+    drafts_for: Callable[[Row], bool] = lambda row: False
+    predict: Predict = lambda rows, lengths, room, ask_drafter: ask_drafter(lengths)
+    constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
+    make_race: Callable[[int, torch.device], Race] = Race
+    check_draft: Check = lambda draft, max_lengths, drafter, backend: None
+
+    def __post_init__(self) -> None:
+        backend = self.target.backend
+        self._race = self.make_race(backend.vocab_size, backend.device)
+        self._observer = self.drafter if isinstance(self.drafter, Observer) else None
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
+        """One round of every row: draft, verify, accept, commit.
+
+        read_ahead: reads prompts of rows that are not in the batch yet.
+        Where the forwards that read a prompt return the logits after it, a row's first round draws from them and drafts
+        nothing: always, so that its rounds depend neither on other rows nor on what is cached.
+        """
+        prompt_logits = self.target.prefill(batch.rows, logits=not any(row.rounds for row in batch.rows))
+        if read_ahead is not None:
+            read_ahead()
+        clock.lap("prefill")
+        if prompt_logits is not None:
+            draft = Draft.empty(len(batch.rows), prompt_logits.device)
+            verdict = self._accept(batch, draft, prompt_logits)
+        else:
+            draft = self._draft(batch)
+            clock.lap("draft")
+            if self._argmax_decides(batch, draft):
+                verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
+                clock.lap("verify")
+            else:
+                logits = self._verify(batch, draft)
+                clock.lap("verify")
+                verdict = self._accept(batch, draft, logits)
+        rounds = batch.commit(draft, verdict, clock, next(STEPS))
+        self.policy.observe(batch.rows)
+        return rounds
+
+    def _draft(self, batch: Batch) -> Draft:
+        """What is verified: a tree's nodes in chain order, or its main chain where branches cannot be verified."""
+        draft = self.constrain(batch.rows, partial(self._propose, batch))
+        batch.sampler.drafted()
+        if draft.parents is None:
+            return draft
+        tree = arranged(draft)
+        return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
+
+    def _propose(self, batch: Batch, limits: Sequence[int] | None) -> Draft:
+        """The draft of the prediction or the drafter, cut to what is worth verifying."""
+        rows, ask_drafter = batch.rows, partial(self._ask_drafter, batch)
+        room = self._room(rows, limits)
+        lengths = self._lengths(rows, room)
+        if any(row.prediction for row in rows):
+            draft = self.predict(rows, lengths, room, ask_drafter)
+        else:
+            draft = ask_drafter(lengths)
+        return self.policy.worth_verifying(rows, draft)
+
+    def _room(self, rows: Sequence[Row], limits: Sequence[int] | None) -> list[int]:
+        """How many tokens each row may draft: one less than it may still commit, as a round adds the target's own.
+
+        None in a first round, if its token comes from the prompt's logits; no more than the row's own
+        `num_draft_tokens`, and than the target's forward shapes allow.
+        """
+        longest = self.target.table.longest_draft(rows)
+        room = []
+        for row, limit in zip(rows, limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True):
+            bounds = MAX_DRAFT_TOKENS, limit, longest, row.params.num_draft_tokens, row.remaining - 1
+            room.append(max(0, min(bound for bound in bounds if bound is not None)) if self._may_draft(row) else 0)
+        return room
+
+    def _lengths(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
+        """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
+        drafting = list(filter(self._may_draft, rows))  # the policy is asked about no others
+        chosen = iter(self.policy.lengths(drafting) if drafting else [])
+        lengths = [next(chosen) if self._may_draft(row) else 0 for row in rows]
+        return [
+            row_room if row.params.num_draft_tokens is not None else min(length, row_room)
+            for row, length, row_room in zip(rows, lengths, room, strict=True)
+        ]
+
+    def _may_draft(self, row: Row) -> bool:
+        return bool(row.rounds) or not self.target.returns_prompt_logits
+
+    def _ask_drafter(self, batch: Batch, lengths: Sequence[int]) -> Draft:
+        draft = self.drafter.propose(tuple(batch.rows), tuple(lengths), batch.sampler)  # which it cannot rearrange
+        self.check_draft(draft, lengths, self.drafter, self.target.backend)
+        return draft
+
+    def _argmax_decides(self, batch: Batch, draft: Draft) -> bool:
+        """Whether nobody needs the logits, and the longest match with the target's argmax is accepted."""
+        coupled = draft.parents is None and rule_for(self.acceptance, draft).coupled
+        return coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs
+
+    def _verify(self, batch: Batch, draft: Draft) -> Tensor:
+        """[B, K + 1, V] logits of the target after the committed tokens and after each of the draft."""
+        if draft.parents is not None:
+            return self.target.score_tree(batch.rows, draft)
+        return self.target.score(batch.rows, draft.tokens, draft.lengths)
+
+    def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
+        batch.logits = logits if batch.wants_logprobs else None
+        verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
+        if self._observer is not None:
+            self._observer.observe(tuple(batch.rows), draft, logits, verdict)
+        return verdict
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """Rows that are decoded together, row i in slot i."""
+        backend = self.target.backend
+        sampler = self.make_sampler(rows, self._race, backend.vocab_size, backend.device)
+        return Batch(list(rows), sampler, self.target.table.longest_short)
+
+    def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
+        """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""
+        slots = dict(enumerate(new, len(running)))
+        self.target.read_ahead(slots, budget)
+        if self.draft_session is None:
+            return
+        if read := {slot: row for slot, row in slots.items() if self._model_reads(row, running)}:
+            self.draft_session.move_to_slots(running)
+            self.draft_session.read_ahead(read, budget)
+
+    def has_read(self, row: Row, running: Sequence[Row]) -> bool:
+        """Whether every model that needs a new row's prompt has read it but for its last token."""
+        draft = self.draft_session
+        if draft is not None and self._model_reads(row, running) and not draft.has_read(row):
+            return False
+        return self.target.has_read(row)
+
+    def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
+        """Whether the draft model will read a new row: it finishes what it has begun, and reads all rows of a batch."""
+        has_begun = self.draft_session is not None and self.draft_session.holds(row)
+        return has_begun or any(map(self.drafts_for, (row, *running)))
 
 
 @dataclass
@@ -151,160 +294,19 @@ def _no_token(row: Row) -> SlipstreamError:
     return SlipstreamError(f"the {what} no token to choose from (every logit is -inf, or the model's own are NaN)")
 
 
-Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
-Drafts = Callable[[Sequence[int]], Draft]  # the drafter's, of so many tokens
-Predict = Callable[[Sequence[Row], Sequence[int], Sequence[int], Drafts], Draft]  # rows, lengths, room, the drafter
-Check = Callable[[object, Sequence[int], Drafter, Backend], None]  # raises unless it is a draft up to these lengths
-MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
+class Clock:
+    """Measures the seconds of one step's parts."""
 
+    def __init__(self) -> None:
+        self._started = self._last = perf_counter()
+        self._parts: dict[str, float] = {}
 
-@dataclass
-class Engine:
-    """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as `part`."""
+        now = perf_counter()
+        self._parts[part] = now - self._last
+        self._last = now
 
-    draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it then reads the prompts of all rows of the batch. predict: calls the drafter
-    for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
-    constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
-    random draws are made.
-    """
-
-    target: Session
-    drafter: Drafter
-    policy: Policy
-    make_sampler: MakeSampler
-    acceptance: str | Rule = "auto"
-    draft_session: PromptReader | None = None
-    drafts_for: Callable[[Row], bool] = lambda row: False
-    predict: Predict = lambda rows, lengths, room, drafts: drafts(lengths)
-    constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
-    make_race: Callable[[int, torch.device], Race] = Race
-    check_draft: Check = lambda draft, max_lengths, drafter, backend: None
-
-    def __post_init__(self) -> None:
-        backend = self.target.backend
-        self._race = self.make_race(backend.vocab_size, backend.device)
-        self._observer = self.drafter if isinstance(self.drafter, Observer) else None
-
-    def batch(self, rows: Sequence[Row]) -> Batch:
-        """Rows that are decoded together, row i in slot i."""
-        backend = self.target.backend
-        sampler = self.make_sampler(rows, self._race, backend.vocab_size, backend.device)
-        return Batch(list(rows), sampler, self.target.table.longest_short)
-
-    def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
-        """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""
-        slots = dict(enumerate(new, len(running)))
-        self.target.read_ahead(slots, budget)
-        if self.draft_session is not None and (
-            drafted := {i: row for i, row in slots.items() if self._drafts(row, running)}
-        ):
-            self.draft_session.move_to_slots(running)
-            self.draft_session.read_ahead(drafted, budget)
-
-    def has_read(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether every model that needs a new row's prompt has read it but for its last token."""
-        draft = self.draft_session
-        drafted = draft is None or not self._drafts(row, running) or draft.has_read(row)
-        return drafted and self.target.has_read(row)
-
-    def _drafts(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether the draft model will read a new row: it finishes what it has begun, and reads all rows of a batch."""
-        has_begun = self.draft_session is not None and self.draft_session.holds(row)
-        return has_begun or any(map(self.drafts_for, (row, *running)))
-
-    @torch.inference_mode()
-    def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
-        """One round of every row. read_ahead: reads prompts of rows that are not in the batch yet.
-
-        Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
-        always, so that its rounds depend neither on other rows nor on what is cached.
-        """
-        answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
-        if read_ahead is not None:
-            read_ahead()
-        clock.lap("prefill")
-        if answer is not None:
-            nothing = Draft.empty(len(batch.rows), answer.device)
-            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(STEPS))
-        else:
-            draft = self._verifiable(batch, self.constrain(batch.rows, partial(self._propose, batch)))
-            batch.sampler.drafted()
-            clock.lap("draft")
-            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(STEPS))
-        self.policy.observe(batch.rows)
-        return rounds
-
-    def _propose(self, batch: Batch, limits: Sequence[int] | None) -> Draft:
-        """The draft of the prediction or the drafter, cut to what is worth verifying."""
-        rows, drafts = batch.rows, partial(self._drafts_of, batch)
-        room = [
-            min(n, limit) for n, limit in zip(self._room(rows), limits or [MAX_DRAFT_TOKENS] * len(rows), strict=True)
-        ]
-        lengths = list(map(min, self._lengths(rows), room))
-        draft = self.predict(rows, lengths, room, drafts) if any(row.prediction for row in rows) else drafts(lengths)
-        return self.policy.worth_verifying(rows, draft)
-
-    def _drafts_of(self, batch: Batch, lengths: Sequence[int]) -> Draft:
-        draft = self.drafter.propose(tuple(batch.rows), tuple(lengths), batch.sampler)  # which it cannot rearrange
-        self.check_draft(draft, lengths, self.drafter, self.target.backend)
-        return draft
-
-    def _room(self, rows: Sequence[Row]) -> list[int]:
-        """How many tokens each row may draft: none in a first round that a prompt's forward has answered."""
-        limit = self.target.table.longest_draft(rows)
-        return [self._may_draft(row) * room_of(row, limit) for row in rows]
-
-    def _may_draft(self, row: Row) -> bool:
-        return bool(row.rounds) or not self.target.answers
-
-    def _lengths(self, rows: Sequence[Row]) -> list[int]:
-        drafting = list(filter(self._may_draft, rows))  # the policy hears of no other
-        lengths = iter(draft_lengths(self.policy, drafting) if drafting else [])
-        return [next(lengths) if self._may_draft(row) else 0 for row in rows]
-
-    def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft with a tree's nodes in chain order; only its main chain where branches cannot be verified."""
-        if draft.parents is None:
-            return draft
-        tree = arranged(draft)
-        return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
-
-    def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
-        """Verify and accept the draft, in one call where only the target's argmax is needed."""
-        if draft.parents is not None:
-            logits = self.target.score_tree(batch.rows, draft)
-            clock.lap("verify")
-            return self._accept(batch, draft, logits)
-        rule = rule_for(self.acceptance, draft)
-        if rule.coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs:
-            verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
-            clock.lap("verify")
-            return verdict
-        logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
-        clock.lap("verify")
-        return self._accept(batch, draft, logits)
-
-    def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
-        batch.logits = logits if batch.wants_logprobs else None
-        verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
-        if self._observer is not None:
-            self._observer.observe(tuple(batch.rows), draft, logits, verdict)
-        return verdict
-
-
-def room_of(row: Row, limit: int | None = None) -> int:
-    """How many tokens a row may draft; one less than it may still commit, as a round adds one of the target's own.
-
-    limit: the longest draft that the target's forward shapes allow. A request's own `num_draft_tokens` is kept to.
-    """
-    limits = MAX_DRAFT_TOKENS, limit, row.params.num_draft_tokens, row.remaining - 1
-    return max(0, min(bound for bound in limits if bound is not None))
-
-
-def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
-    """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
-    return [
-        min(length if row.params.num_draft_tokens is None else row.params.num_draft_tokens, room_of(row, limit))
-        for row, length in zip(rows, policy.lengths(rows), strict=True)
-    ]
+    def stop(self) -> Seconds:
+        """The parts and the total."""
+        return Seconds(**self._parts, total=perf_counter() - self._started)

@@ -24,119 +24,6 @@ from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segm
 from slipstream.core.types import Draft, Row, Verdict
 
 
-@dataclass(frozen=True)
-class InputBatch:
-    """What the KV cache lacks of some rows up to the end of their drafts.
-
-    missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
-    which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take
-    as many tokens, padding included.
-    """
-
-    starts: list[int]
-    missing: list[list[int]]
-    fed: list[int]
-    drafted: int
-    width: int
-
-    @property
-    def counts(self) -> list[int]:
-        """Real columns of each row if all rows take the whole width of the draft."""
-        return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
-
-    def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
-        """`rectangle` on the model's device, audited before it is cached."""
-        inputs = self.rectangle(draft.to(table.backend.device))
-        if table.audit:
-            for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
-                table.audit.write(slot, start, inputs[slot, :count].tolist())
-        return inputs
-
-    def rectangle(self, draft: Tensor) -> Tensor:
-        """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""
-        device, count, width = draft.device, self.drafted, self.width
-        # input column i holds draft column i + shift; the shifts travel to the device in front of the tokens
-        shifts = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]
-        table = [[shift, *tail, *[0] * (width - len(tail))] for shift, tail in zip(shifts, self.missing, strict=True)]
-        columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
-        inputs = columns[:, 1:]
-        if not count:
-            return inputs
-        if len(set(shifts)) == 1:
-            inputs[:, len(self.missing[0]) : count - shifts[0]] = draft[:, self.fed[0] :]
-            return inputs
-        source = torch.arange(width, device=device) + columns[:, :1]
-        drafted = draft.gather(1, source.clamp(0, count - 1))
-        return torch.where((source >= 0) & (source < count), drafted, inputs)
-
-
-def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
-    """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
-    if len(set(counts)) == 1:
-        return logits[:, counts[0] - keep : counts[0]]
-    first = torch.tensor([count - keep for count in counts])[:, None]
-    columns = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
-    return logits[torch.arange(len(counts), device=logits.device)[:, None], columns]
-
-
-class BatchLayout(Protocol):
-    """How rows of different lengths share a forward."""
-
-    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
-
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """Read what rows lack; see `Session.prefill`."""
-
-    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
-
-    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[B, K + 1] the likeliest token after the committed tokens and after each draft token."""
-
-
-class Rectangle:
-    """All rows as wide as the widest; prompts are read one by one."""
-
-    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        return None
-
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        answers: dict[int, Tensor] = {}
-        for slot, row in enumerate(rows):
-            table.assign_slot(slot, row)
-            if not table.is_far_behind(slot, row):
-                answer = False
-            else:
-                table.read(slot, row, len(row.tokens) - (not answer), answers)
-        return in_order(answers, len(rows)) if answer else None
-
-    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
-
-    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
-
-
-class PromptReader(Protocol):
-    """What the loop and the scheduler ask of a draft model; `Session` says what each does."""
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for rows of a length."""
-
-    def move_to_slots(self, rows: Sequence[Row]) -> None:
-        """Move what is cached of a batch's rows to their slots."""
-
-    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
-        """Read prompts of rows that are not in a batch yet."""
-
-    def has_read(self, row: Row) -> bool:
-        """Whether a row's prompt is cached but for its last token."""
-
-    def holds(self, row: Row) -> bool:
-        """Whether a slot is the row's, with some of it cached."""
-
-
 class Session:
     """Scores tokens with one model for any number of rows; row i of a call uses slot i of the KV cache.
 
@@ -167,9 +54,9 @@ class Session:
         return self.table.prefill_tokens
 
     @property
-    def answers(self) -> bool:
+    def returns_prompt_logits(self) -> bool:
         """Whether the forwards that read a new prompt can return the logits after it."""
-        return self.table.answers
+        return self.table.returns_prompt_logits
 
     @property
     def longest_draft(self) -> int | None:
@@ -194,12 +81,12 @@ class Session:
         other.table = replace(self.table, shapes=shapes)  # shares the states, which are the truth about the cache
         return other
 
-    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
+    def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
         """Read in chunks what rows lack up to their last token, if they lack much.
 
-        answer: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
+        logits: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
         """
-        return self.layout.prefill(self.table, rows, answer=answer and self.answers)
+        return self.layout.prefill(self.table, rows, logits=logits and self.returns_prompt_logits)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """Read prompts of rows that are in no batch yet, by slot, in order, within the budget; at least a chunk where
@@ -329,7 +216,7 @@ class Session:
             state.written = min(state.written, state.base + length)
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        """What the rows' cache lacks up to the end of the draft, of which `keep` positions will be asked for."""
+        """What the rows' cache lacks up to the end of the draft, of which `keep` positions are wanted."""
         self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
@@ -340,3 +227,116 @@ class Session:
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
         return InputBatch(starts, missing, fed, width, self.shapes.width_for(max(counts), len(rows)))
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """What the KV cache lacks of some rows up to the end of their drafts.
+
+    missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
+    which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take
+    as many tokens, padding included.
+    """
+
+    starts: list[int]
+    missing: list[list[int]]
+    fed: list[int]
+    drafted: int
+    width: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Real columns of each row if all rows take the whole width of the draft."""
+        return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
+
+    def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
+        """`rectangle` on the model's device, audited before it is cached."""
+        inputs = self.rectangle(draft.to(table.backend.device))
+        if table.audit:
+            for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+                table.audit.write(slot, start, inputs[slot, :count].tolist())
+        return inputs
+
+    def rectangle(self, draft: Tensor) -> Tensor:
+        """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""
+        device, count, width = draft.device, self.drafted, self.width
+        # input column i holds draft column i + shift; the shifts travel to the device in front of the tokens
+        shifts = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]
+        table = [[shift, *tail, *[0] * (width - len(tail))] for shift, tail in zip(shifts, self.missing, strict=True)]
+        columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
+        inputs = columns[:, 1:]
+        if not count:
+            return inputs
+        if len(set(shifts)) == 1:
+            inputs[:, len(self.missing[0]) : count - shifts[0]] = draft[:, self.fed[0] :]
+            return inputs
+        source = torch.arange(width, device=device) + columns[:, :1]
+        drafted = draft.gather(1, source.clamp(0, count - 1))
+        return torch.where((source >= 0) & (source < count), drafted, inputs)
+
+
+class BatchLayout(Protocol):
+    """How rows of different lengths share a forward."""
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
+        """Read what rows lack; see `Session.prefill`."""
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[B, K + 1] the likeliest token after the committed tokens and after each draft token."""
+
+
+class Rectangle:
+    """All rows as wide as the widest; prompts are read one by one."""
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        return None
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
+        prompt_logits: dict[int, Tensor] = {}
+        for slot, row in enumerate(rows):
+            table.assign_slot(slot, row)
+            if not table.is_far_behind(slot, row):
+                logits = False
+            else:
+                table.read(slot, row, len(row.tokens) - (not logits), prompt_logits)
+        return in_order(prompt_logits, len(rows)) if logits else None
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        return last_columns(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
+
+
+def last_columns(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
+    """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
+    if len(set(counts)) == 1:
+        return logits[:, counts[0] - keep : counts[0]]
+    first = torch.tensor([count - keep for count in counts])[:, None]
+    columns = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
+    return logits[torch.arange(len(counts), device=logits.device)[:, None], columns]
+
+
+class PromptReader(Protocol):
+    """What the loop and the scheduler ask of a draft model; `Session` says what each does."""
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for rows of a length."""
+
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
+        """Move what is cached of a batch's rows to their slots."""
+
+    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
+        """Read prompts of rows that are not in a batch yet."""
+
+    def has_read(self, row: Row) -> bool:
+        """Whether a row's prompt is cached but for its last token."""
+
+    def holds(self, row: Row) -> bool:
+        """Whether a slot is the row's, with some of it cached."""

@@ -52,7 +52,7 @@ class Draft:
     probs: [B, K, V], the distribution each token was sampled from, or None if it is one-hot.
     steps: forwards of a draft model that it took.
     parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
-    chains. The first child of a token is what its drafter itself goes on with. Trees are one-hot, verified by `match`.
+    chains. The first child of a token continues the chain. Trees are one-hot, verified by `match`.
     rows: one record per row; none for a draft that nothing is known of.
     """
 
@@ -75,7 +75,7 @@ class Draft:
 
     @property
     def records(self) -> tuple[RowDraft, ...]:
-        """`rows`, or as many records that say nothing."""
+        """`rows`; empty records if the draft has none."""
         return self.rows or (RowDraft(),) * len(self.lengths)
 
     @property
@@ -169,7 +169,8 @@ class Row:
     prediction: token ids that the output will probably resemble.
     call_rows: all rows of a call that returns when the last of them has ended.
     constraint: what its text must be; only the sampler knows what this object means.
-    group: rows of different groups share no cached tokens and no learned texts, but averages of acceptance and cost.
+    group: rows of different groups share no cached tokens and no learned texts; averages of acceptance and cost are
+    shared.
     """
 
     index: int
@@ -231,9 +232,9 @@ class Row:
         return tuple(self.tokens[begin:])
 
     def true_length(self, round_index: int, base: int) -> int:
-        """How many leading tokens, as they stood in the given round with its draft, are committed now.
+        """How many leading tokens of a cache are committed now, which held the text and the draft of the given round.
 
-        Of a round that was interrupted before its commit only the `base` tokens before it are.
+        base: how many were committed before that round: all that count if it was interrupted before its commit.
         """
         if round_index >= len(self.rounds):
             return base

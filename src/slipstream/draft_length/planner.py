@@ -142,14 +142,12 @@ class Pause:
 class RowPlan:
     """What the planner remembers of a row.
 
-    saved_seconds: average of what a search for retrieval drafts saved, less what verifying them took; None before the
-    first. share_left: the share of tokens that retrieval leaves to the draft model: those of rounds in which it brings
-    less than the draft model would.
+    share_left: the share of tokens that retrieval leaves to the draft model: those of rounds in which it brings less
+    than the draft model would.
     """
 
     model: Pause = field(default_factory=Pause)
     retrieval: Pause = field(default_factory=Pause)
-    saved_seconds: float | None = None
     share_left: float = 1.0
 
 
@@ -185,7 +183,8 @@ class Planner:
     _unread: Pause = field(default_factory=Pause)  # counts texts that the draft model has not read, not rounds
     _read: WeakSet[Row] = field(default_factory=WeakSet)
     _share_left: float = 1.0  # of new rows, see `RowPlan`
-    _search_seconds: float = 0.0  # per row
+    _search_seconds: float = 0.0  # that searching for retrieval drafts takes of late, per row
+    _saved_seconds: float | None = None  # that it saves, less what verifying the drafts takes; None before the first
 
     def __post_init__(self) -> None:
         self.model_drafts, self._positions = ModelDrafts(STEPS), Positions(self.longest)
@@ -203,6 +202,7 @@ class Planner:
             sum(self.to_read(row) - len(row.rounds[-1].tokens) for row in new),
         )
         self._read.update(new)
+        self._learn_search(rows)
         for row in rows:
             self._learn(row)
 
@@ -212,7 +212,7 @@ class Planner:
         if self.asks_model:
             chosen = self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows))
         else:
-            chosen = [longest if self._searches(rows) else 0] * len(rows)
+            chosen = [longest if self._searches(rows) or self._asks_model(rows) else 0] * len(rows)
         return [self.fixed_length if self.is_fixed(row) else n for row, n in zip(rows, chosen, strict=True)]
 
     def model_lengths(self, rows: Sequence[Row], offers: Sequence[Sequence[float]], room: Sequence[int]) -> list[int]:
@@ -318,11 +318,13 @@ class Planner:
 
     def _searches(self, rows: Sequence[Row]) -> bool:
         """Whether looking for retrieval drafts saves the time that it takes, or is due."""
-        plans = [self._of(row) for row in rows]
-        saved = sum(
-            self._token_seconds(len(rows)) if plan.saved_seconds is None else plan.saved_seconds for plan in plans
-        )
-        return self.has_model or saved > self._search_seconds or plans[0].retrieval.is_due
+        is_due = any(self._of(row).retrieval.is_due for row in rows)
+        return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
+
+    def _asks_model(self, rows: Sequence[Row]) -> bool:
+        """Whether the draft model would draft without a search; of texts it has not read this is asked now and then."""
+        is_asked = self.has_model and (any(map(self._has_read, rows)) or self._of(rows[0]).model.waited % SOONEST == 0)
+        return is_asked and any(self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows)))
 
     def _token_seconds(self, count: int) -> float:
         """Seconds per token of so many rows without drafts: what one more accepted token saves."""
@@ -334,7 +336,7 @@ class Planner:
         if is_of_model:
             self.model_drafts.learn(row)
         elif newest.origin.source != PREDICTION:
-            self._learn_search(row, plan)
+            self._learn_retrieval(row, plan)
         plan.model.observe(drafted=is_of_model, accepted=accepted)
         if self.has_model and not self.asks_model:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
@@ -347,21 +349,29 @@ class Planner:
         if row.finish_reason is not None:
             self._unread.observe(drafted=self._has_read(row), accepted=0)
 
-    def _learn_search(self, row: Row, plan: RowPlan) -> None:
+    def _learn_retrieval(self, row: Row, plan: RowPlan) -> None:
         newest = row.rounds[-1].without_forced
-        drafted, accepted, count = len(newest.draft), newest.num_accepted_tokens, newest.num_rows
+        drafted = len(newest.draft)
         if newest.origin.acceptance_probs is None and drafted:
             self._positions.learn(row, newest, len(newest.chain))
         searched = newest.origin.source == RETRIEVAL
-        plan.retrieval.observe(drafted=searched or drafted > 0, accepted=accepted)
-        if not searched or newest.num_draft_steps:  # the seconds are those of a draft model as well
+        plan.retrieval.observe(drafted=searched or drafted > 0, accepted=newest.num_accepted_tokens)
+
+    def _learn_search(self, rows: Sequence[Row]) -> None:
+        """Learn what the newest round's search for retrieval drafts took, and what it saved."""
+        rounds = [row.rounds[-1].without_forced for row in rows]
+        # with steps of a draft model, the seconds are theirs as well
+        if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
-        weight = 0.1  # of the newest search in both averages
-        self._search_seconds += weight * (newest.seconds.draft - self._search_seconds)
-        token_seconds = self._token_seconds(count)
-        wider = self.costs.verify(count, drafted, drafted) - self.costs.verify(count, 0) if drafted else 0.0
-        before = token_seconds if plan.saved_seconds is None else plan.saved_seconds
-        plan.saved_seconds = before + weight * (accepted * token_seconds - wider - before)
+        count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
+        tokens = sum(
+            worth.of(0) * round.num_accepted_tokens for worth, round in zip(self._worth(rows), rounds, strict=True)
+        )
+        wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
+        saved = (tokens * self._token_seconds(count) - wider) / count
+        before = self._token_seconds(count) if self._saved_seconds is None else self._saved_seconds
+        self._saved_seconds = before + 0.1 * (saved - before)
+        self._search_seconds += 0.1 * (rounds[0].seconds.draft / count - self._search_seconds)
 
     def _is_of_model(self, newest: Round) -> bool:
         source = newest.origin.source

@@ -37,6 +37,8 @@ class HybridDrafter:
     samples: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        if not any(lengths):
+            return Draft.empty(len(rows), sampler.device)
         retrieved = self.first.propose(rows, lengths, sampler)
         if retrieved.probs is not None or None in retrieved.acceptance_probs:
             what = "samples its drafts" if retrieved.probs is not None else "knows no acceptance probabilities"

@@ -30,7 +30,7 @@ class LayerSubsets(Protocol):
     def layer_subset(self, layers: Sequence[int]) -> Backend:
         """A backend of these layers, numbered from 0, ascending, on the same KV cache with the same attended lengths.
 
-        Raises `UsageError` where the model's layers cannot be told, or have states that cannot be shared.
+        Raises `UsageError` where the model's layers are not found, or have states that cannot be shared.
         """
 
 
@@ -42,7 +42,7 @@ class LayerKinds(LayerSubsets, Protocol):
         """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
 
     def separate_subset(self, layers: Sequence[int]) -> Backend:
-        """As `layer_subset`, on a cache of its own. Raises `UsageError` where the model's layers cannot be told."""
+        """As `layer_subset`, on a cache of its own. Raises `UsageError` where the model's layers are not found."""
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class HiddenStates(Protocol):
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         """From now on keep what enters these decoder layers (numbered from 0, ascending); transformers'
         `hidden_states[i]`. Number `num_layers` is what leaves the last layer, before the final norm. Raises
-        `UsageError` where the model's layers cannot be told.
+        `UsageError` where the model's layers are not found.
         """
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:

@@ -1,13 +1,21 @@
-"""The folder of converted models, compiled kernels and calibrations."""
+"""The folder of converted models, compiled kernels and measurements."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError
+
+log = logging.getLogger("slipstream")
+
+Measured = TypeVar("Measured")
 
 
 def cache_folder() -> Path:
@@ -30,3 +38,32 @@ def writable(name: str, folder: Path) -> Iterator[None]:
             f"{name} must be converted, but the cache folder {folder} cannot be written "
             f"({error.strerror or str(error)}); set SLIPSTREAM_MODELS to a folder that can"
         ) from error
+
+
+def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
+    """What was saved of this kind under this identity; None, with a warning where the file is damaged, if nothing."""
+    file = _measured_file(kind, identity)
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["identity"] != identity:
+            raise ValueError(f"it is of {values['identity']!r}")
+        return parse(values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
+        return None
+
+
+def save_measured(kind: str, identity: str, values: Mapping[str, Any]) -> None:
+    """Save what was measured. Raises OSError where the cache folder cannot be written."""
+    from slipstream.durable_files import replaced  # imports filelock
+
+    file = _measured_file(kind, identity)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(file) as partial:
+        partial.write_text(json.dumps({**values, "identity": identity}, indent=2), encoding="utf-8")
+
+
+def _measured_file(kind: str, identity: str) -> Path:
+    return cache_folder() / kind / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"

@@ -19,9 +19,9 @@ from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear
 
-COMMON = 40_960  # "auto" scores this many first tokens,
-FEWER = 2  # of vocabularies that are at least this many times larger,
-SHARE = 0.1  # where that saves at least this share of the weights that a draft step reads
+COMMON = 40_960  # first tokens that "auto" scores
+FEWER = 2  # how many times larger a vocabulary must be for that
+SHARE = 0.1  # of the weights that a draft step reads: it must save at least as many
 UNIT = 32  # outputs of a layer come in multiples of this
 
 

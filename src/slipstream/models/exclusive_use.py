@@ -98,7 +98,7 @@ class ExclusiveUse:
         self._release(len(self._locks))
 
     def changes_to(self, user: object) -> bool:
-        """Note who uses the models now, and whether that was somebody else the last time."""
+        """Note who uses the models now; returns whether somebody else used them the last time."""
         changed = any(lock.user is not user for lock in self._locks)
         for lock in self._locks:
             lock.user = user

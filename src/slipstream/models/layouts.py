@@ -21,12 +21,11 @@ from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 
+PADDED = Rectangle()
+
 
 class RaggedLayout:
     """The layout of sessions whose backend has `RaggedForwards`."""
-
-    def __init__(self) -> None:
-        self._rectangle = Rectangle()
 
     @staticmethod
     def allowed(table: SlotTable) -> bool:
@@ -37,34 +36,34 @@ class RaggedLayout:
         """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is none."""
         return table.shapes.total_for(rows + drafted) if rows > 1 else None
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Rows that share no beginning are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1:
-            return self._rectangle.prefill(table, rows, answer=answer)
-        answers: dict[int, Tensor] = {}
+            return PADDED.prefill(table, rows, logits=logits)
+        prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
             lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
-            answer = answer and len(lacking) == len(group)
-            ends = {slot: len(row.tokens) - (not answer) for slot, row in lacking.items()}
+            logits = logits and len(lacking) == len(group)
+            ends = {slot: len(row.tokens) - (not logits) for slot, row in lacking.items()}
             if len(ends) > 1:
-                _read_together(table, group, ends, answers)
+                _read_together(table, group, ends, prompt_logits)
             else:
                 for slot, end in ends.items():
-                    table.read(slot, group[slot], end, answers)
-        return in_order(answers, len(rows)) if answer else None
+                    table.read(slot, group[slot], end, prompt_logits)
+        return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward without padding, where that takes fewer tokens than the rectangle."""
         width = draft.shape[1]
         flat = None if keep <= width and set(lengths) != {width} else self._flat(table, batch, draft, lengths)
         if flat is None:
-            return self._rectangle.score(table, batch, draft, lengths, keep)
+            return PADDED.score(table, batch, draft, lengths, keep)
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
         """The tokens are put in rows, not the logits."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
-            return self._rectangle.best(table, batch, draft, lengths)
+            return PADDED.best(table, batch, draft, lengths)
         logits, counts = flat
         return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
 
@@ -106,7 +105,9 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
     return any(common_beginning(row.tokens, other.tokens, longest) > cached + CATCH_UP for other in others)
 
 
-def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
+def _read_together(
+    table: SlotTable, rows: dict[int, Row], ends: dict[int, int], prompt_logits: dict[int, Tensor]
+) -> None:
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
     lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
@@ -121,7 +122,7 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
         num_columns = max(1, len(ended))  # columns go through the output layer in numbers that agree
         columns += [0] * ((shapes.total_for(num_columns) or shapes.prompt_width_for(num_columns)) - len(ended))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
-        answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
+        prompt_logits.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
         for segment in segments:
             table.note_read(segment.slot, segment.count)
 
@@ -197,16 +198,13 @@ class UnpaddedForwards(Checkpoints, Protocol):
 class UnpaddedLayout:
     """The layout of sessions whose backend has `UnpaddedForwards`."""
 
-    def __init__(self) -> None:
-        self._rectangle = Rectangle()
-
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """No padding, so as many tokens as there are."""
         return rows + drafted if rows > 1 else None
 
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """Prompts are read one by one, without padding where no shapes are asked for."""
-        return self._rectangle.prefill(table, rows, answer=answer)
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
+        """Prompts are read one by one, without padding where any shape is allowed."""
+        return PADDED.prefill(table, rows, logits=logits)
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward of all rows' real tokens."""

@@ -1,4 +1,4 @@
-"""What loading a model tells the user: that long work begins, and that something runs slower than it could.
+"""Messages of loading a model: that long work begins, and that something runs slower than it could.
 
 Long work happens once per machine: models are converted, kernels compiled, forwards measured.
 `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.

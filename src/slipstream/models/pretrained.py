@@ -101,7 +101,7 @@ def _backend(
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
-        reason = why_not_on_slots(model, lambda: is_causal(HFBackend(model), model))
+        reason = why_not_on_slots(lambda: is_causal(HFBackend(model), model))
     if convert is not None:
         _convert(model, convert)
     elif captured and fast is True:
@@ -109,17 +109,13 @@ def _backend(
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
-        if convert is None and owned in _TRIED:
-            if graphed is not None and fast is True:
-                make_graphs_faster(graphed, OwnLogits(backend))
-            return graphed or backend
-        own_logits = OwnLogits(backend, passed)
-        name = "slots of a cache"
-        reason = why_not_on_slots(
-            model, lambda: name in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
-        )
+        own_logits, trial = OwnLogits(backend, passed), "slots of a cache"
+        if convert is not None or owned not in _TRIED:
+            reason = why_not_on_slots(
+                lambda: trial in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
+            )
         if reason is None:
-            own_logits.passed.add(name)
+            own_logits.passed.add(trial)
             if owned is not None:
                 _TRIED.add(owned)
             if graphed is not None and fast is True:
@@ -134,7 +130,7 @@ def _backend(
 
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
-    """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True asks for the impossible."""
+    """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True and they cannot be."""
     if fast is False or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or why_not_captured(model)

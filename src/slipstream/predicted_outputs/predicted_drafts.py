@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import Drafts
+from slipstream.core.loop import AskDrafter
 from slipstream.core.rounds import PREDICTION
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
@@ -167,7 +167,7 @@ class PredictedDrafts:
     free_drafts: bool = False
     costs_decide: Callable[[Row], bool] = lambda row: False
 
-    def __call__(self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], drafts: Drafts) -> Draft:
+    def __call__(self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], drafts: AskDrafter) -> Draft:
         """One draft per row, of its prediction or of the drafter.
 
         lengths: the most tokens of the drafter's draft; room: of the prediction's.

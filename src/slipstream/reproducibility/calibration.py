@@ -49,7 +49,7 @@ NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of 
 
 log = logging.getLogger("slipstream")
 
-Report = Callable[[float], None]  # told the share of the work that is done, 0 to 1
+Report = Callable[[float], None]  # called with the share of the work that is done, 0 to 1
 
 
 def silent(share: float) -> None:
@@ -71,7 +71,7 @@ def progress_bar(description: str) -> Iterator[Report]:
 
 
 class Stages:
-    """Splits work into stages of known shares."""
+    """Reports progress of work that has stages, each of a known share."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._done = report, 0.0
@@ -164,8 +164,12 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     if unit is None:
         return Calibration((), ATTENDED_UNITS[-1], times)
     lengths = trials.attended_lengths()
-    calibration = _found(trials, Reading(unit, lengths, times), stages)
-    return calibration if calibration.prompts or not lengths else _found(trials, Reading(unit, (), times), stages)
+    calibration = _agreeing_shapes(trials, Reading(unit, lengths, times), stages)
+    return (
+        calibration
+        if calibration.prompts or not lengths
+        else _agreeing_shapes(trials, Reading(unit, (), times), stages)
+    )
 
 
 def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Calibration | None:
@@ -192,7 +196,7 @@ class Reading:
     milliseconds: dict[int, float]
 
 
-def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
+def _agreeing_shapes(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
     """What agrees with the reference when the KV cache is read this way."""
     set_attended_lengths(trials.backend, reading.unit, reading.lengths)
     alone = [width for width in stages.over(SHARES["alone"], trials.widths) if trials.agrees_alone(width)]

@@ -10,16 +10,14 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slipstream.checks import is_number, is_whole
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
-from slipstream.durable_files import replaced
 from slipstream.errors import UsageError
-from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.processor import processor
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
-Measured = TypeVar("Measured")
-
+FOLDER = "calibration"  # in the cache folder
 VERSION = 22  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
@@ -47,7 +44,7 @@ AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at mo
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
     """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
     if isinstance(loaded.backend, UnpaddedForwards):
-        return _shapes_of_states(loaded.name, loaded.backend, reproducible), None
+        return _shapes_on_own_cache(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
         return EXACT_FIT, None
     calibration = remembered(loaded, max_batch_size)
@@ -55,7 +52,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         if reproducible is True:
             raise UsageError(
                 f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
-                f"{_here(loaded)}; allowed: 'auto' or False{_FEWER if _many_threads(loaded) else ''}"
+                f"{_here(loaded)}; allowed: 'auto' or False{_OR_FEWER_THREADS if _many_threads(loaded) else ''}"
             )
         log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, calibration
@@ -65,7 +62,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     return calibration.shapes, calibration
 
 
-_FEWER = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
+_OR_FEWER_THREADS = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
 
 
 def _many_threads(loaded: Loaded) -> bool:
@@ -76,11 +73,11 @@ def _here(loaded: Loaded) -> str:
     return f"here with {torch.get_num_threads()} threads" if _many_threads(loaded) else "here"
 
 
-def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
-    """How a model goes on from states: drafts at once only where that is right, and rounds alike or need not."""
+def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
+    """Whether a model on caches of its own reads drafts at once: where that is right, and rounded as token by token."""
     if reproducible is True:
         raise UsageError(
-            f"reproducible=True, but {name!r} goes on from states, which no set of forward shapes leaves alike; "
+            f"reproducible=True, but {name!r} runs on a cache of its own, where no set of forward shapes agrees; "
             "allowed: 'auto' or False"
         )
     if not backend.takes_several_tokens:
@@ -100,7 +97,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     That a model in memory does not agree is not saved.
     """
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
-    cached = _read(identity, _calibration)
+    cached = read_measured(FOLDER, identity, _calibration)
     if cached is not None:
         return cached
     with progress_bar(f"measuring how {loaded.name!r} runs here (once)") as progress:
@@ -114,7 +111,7 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
     """What a draft model's steps take, from the cache, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
-    cached = _read(identity, _draft_times)
+    cached = read_measured(FOLDER, identity, _draft_times)
     if cached is not None:
         return cached
     times = measure()
@@ -129,7 +126,9 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     if not target.source:  # models in memory, whose weights have no name
         return agreement(draft, target)
     identity = f"{draft.fingerprint} of {target.source} {_identity(target)}"
-    cached = _read(identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"]))
+    cached = read_measured(
+        FOLDER, identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"])
+    )
     if cached is None and (cached := agreement(draft, target)) is not None:
         _save(identity, asdict(cached))
     return cached
@@ -139,7 +138,7 @@ def _identity(loaded: Loaded) -> str:
     """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
     flags, settings = (
         sorted(processor().flags),
-        {name: os.environ[name] for name in sorted(os.environ) if _rounds(name)},
+        {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)},
     )
     mkldnn: Any = torch.backends.mkldnn
     machine = [
@@ -150,7 +149,7 @@ def _identity(loaded: Loaded) -> str:
     ]
     if loaded.backend.device.type == "cuda":
         machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {_cuda_libraries()}")
-    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_sizes(loaded.model))}"
+    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_configuration(loaded.model))}"
 
 
 def _cuda_libraries() -> str:
@@ -168,12 +167,12 @@ def _cuda_libraries() -> str:
     return f"{versions} {_digest(allowed)}"
 
 
-def _rounds(name: str) -> bool:
+def _affects_rounding(name: str) -> bool:
     """Whether a variable of the environment tells a library how to compute."""
     return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
 
 
-def _sizes(model: Any) -> dict[str, Any]:
+def _configuration(model: Any) -> dict[str, Any]:
     """A model's configuration without what changes no number: heads, windows, kinds of layers and all else."""
     config = getattr(model, "config", None)
     if config is None:
@@ -192,10 +191,6 @@ def _installed(package: str) -> str:
 def _digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _file(identity: str) -> Path:
-    return cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
 
 
 def _calibration(values: dict[str, Any]) -> Calibration:
@@ -223,32 +218,14 @@ def _times(values: dict[str, Any]) -> dict[int, float]:
     return {int(count): float(ms) for count, ms in values.items()}
 
 
-def _read(identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
-    """What is known under this identity; None, with a warning where the file is damaged, if it must be measured."""
-    file = _file(identity)
-    if not file.is_file():
-        return None
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if values["identity"] != identity:
-            raise ValueError(f"it is of {values['identity']!r}")
-        return parse(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
-        return None
-
-
 def _save(identity: str, values: dict[str, Any]) -> None:
-    """Write what was measured; a cache folder that cannot be written is no reason to stop."""
-    file = _file(identity)
+    """Save what was measured; a cache folder that cannot be written is no reason to stop."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(file) as partial:
-            partial.write_text(json.dumps({**values, "identity": identity}, indent=2), encoding="utf-8")
+        save_measured(FOLDER, identity, values)
     except OSError as error:
         log.warning(
             "the calibration is not saved and will be measured at every start: %s: %s; "
             "set SLIPSTREAM_MODELS to a folder that can be written",
-            file.parent,
+            cache_folder() / FOLDER,
             error.strerror,
         )

@@ -42,7 +42,7 @@ def trial_backend(backend: Backend) -> Backend:
         if len(chosen) == backend.num_layers:
             return backend
         subset = _subset(backend, chosen)
-    except UsageError:  # the layers cannot be told
+    except UsageError:  # the layers are not found
         return backend
     if isinstance(subset, RaggedForwards) and isinstance(backend, RaggedForwards):
         subset.ragged = backend.ragged
@@ -96,9 +96,9 @@ class Trials:
     else, so that no trial changes what another one reads.
     """
 
-    def __init__(self, whole: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
-        self._whole, self.contexts, self.widths = whole, contexts, widths
-        self.backend = backend = trial_backend(whole)
+    def __init__(self, complete: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
+        self._complete, self.contexts, self.widths = complete, contexts, widths
+        self.backend = backend = trial_backend(complete)
         mates = [mate for mate in MATES if mate < max(contexts)] or [0]
         others = max(0, max_batch_size - len(contexts))
         self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
@@ -106,14 +106,14 @@ class Trials:
         length, generator = max(contexts) + max(PREFILL, *WIDTHS), torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         set_attended_lengths(backend, ATTENDED_UNITS[-1], ())
-        for tried in (whole, backend):
+        for tried in (complete, backend):
             tried.reserve(len(self._firsts), length + 3 * ATTENDED_UNITS[-1])
         read_contexts(backend, self._tokens, self._firsts, PREFILL)
-        if isinstance(whole, Checkpoints) and whole.checkpoint(0, contexts[0]) < contexts[0]:
-            read_context(whole, self._tokens, 0, contexts[0], 0)  # it has another cache
+        if isinstance(complete, Checkpoints) and complete.checkpoint(0, contexts[0]) < contexts[0]:
+            read_context(complete, self._tokens, 0, contexts[0], 0)  # it has another cache
         self._length = min(max(LENGTH, FEWEST_LOGITS // backend.vocab_size), LONGEST)
         self._reference: list[Tensor] = []
-        self.times = ForwardTimes(whole, self._tokens, self._starts, contexts[0])
+        self.times = ForwardTimes(complete, self._tokens, self._starts, contexts[0])
 
     def _forward(self, tokens: Tensor, starts: list[int], first_slot: int) -> Tensor:
         """Logits; later forwards begin where the contexts end."""
@@ -174,7 +174,7 @@ class Trials:
 
     def attended_lengths(self) -> tuple[int, ...]:
         """How much of the KV cache forwards may read where it is enough, without a difference to whole units."""
-        backend, unit = self._whole, self.backend.attended_unit
+        backend, unit = self._complete, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
         return tuple(

@@ -129,10 +129,10 @@ class SamplingParams:
     def _check_collections(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _each("stop", self.stop, is_text, "non-empty strings of valid Unicode")
-        _each("stop_token_ids", self.stop_token_ids, is_whole, "token ids >= 0")
-        _each("bad_words", self.bad_words, _is_word, "non-empty strings of valid Unicode or lists of token ids")
-        _each("logits_processors", self.logits_processors, callable, "callables (input_ids, scores) -> scores")
+        _check_each("stop", self.stop, is_text, "non-empty strings of valid Unicode")
+        _check_each("stop_token_ids", self.stop_token_ids, is_whole, "token ids >= 0")
+        _check_each("bad_words", self.bad_words, _is_word, "non-empty strings of valid Unicode or lists of token ids")
+        _check_each("logits_processors", self.logits_processors, callable, "callables (input_ids, scores) -> scores")
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
@@ -149,8 +149,8 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings as a tuple, whichever form they came in."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        """The stop strings; a single one was made a tuple."""
+        return tuple(self.stop)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them; processors, which are code, are left out."""
@@ -250,7 +250,7 @@ def _is_word(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) > 0 and all(map(is_whole, value))
 
 
-def _each(name: str, values: object, holds: Callable[[Any], bool], allowed: str) -> None:
+def _check_each(name: str, values: object, holds: Callable[[Any], bool], allowed: str) -> None:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise UsageError(f"{name}={values!r}; allowed: a list of {allowed}")
     for value in values:

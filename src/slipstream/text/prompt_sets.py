@@ -17,14 +17,14 @@ from slipstream.tokenization.tokenizer import check_text
 
 @dataclass(frozen=True)
 class NamedPrompt:
-    """A prompt and what kind it is. prediction: what its answer will probably be, most of it; None where unknown."""
+    """A prompt and its category. prediction: a guess of its answer; None for none."""
 
     prompt: str
     category: str = "prompt"
     prediction: str | None = None
 
     def title(self, columns: int = 28) -> str:
-        """What tells it from the others: its category if it has one, else its first words."""
+        """A short name: its category if it has one, else its first words."""
         return shorten(self.prompt, columns, placeholder=" ...") if self.category == "prompt" else self.category
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     """The prompts of a file, at most `limit` of each category.
 
     A .jsonl file holds one object per line, {"turns": [text, ...], "category": name} (the first turn is taken) or
-    {"prompt": text}, either with "prediction": text if the answer is known, most of it. Any other file is one prompt.
+    {"prompt": text}, either with "prediction": text, a guess of the answer. Any other file is one prompt.
     """
     source = f"prompt file {str(path)!r}"
     try:

@@ -33,7 +33,7 @@ SHAPES = "(n,) or (1, n) for one prompt, (batch, n) for several"
 
 @dataclass(frozen=True)
 class Prompts:
-    """What was asked for. single: one prompt, whose answer is one `Result`, rather than a list of them."""
+    """The prompts of a call. single: one prompt, whose answer is one `Result`, rather than a list of them."""
 
     items: list[Any]
     single: bool
@@ -60,8 +60,8 @@ def read_prompts(prompt: Any) -> Prompts:
     if is_chat(prompt):
         _check_messages(prompt)
     if is_ids(prompt) or is_chat(prompt) or isinstance(prompt[0], int):
-        return Prompts([_plain(prompt)], True)
-    return Prompts([_one(i, item) for i, item in enumerate(prompt)], False)
+        return Prompts([_python_ids(prompt)], True)
+    return Prompts([_item(i, item) for i, item in enumerate(prompt)], False)
 
 
 def read_conversation(messages: Any) -> Prompts:
@@ -140,11 +140,11 @@ def _check_messages(messages: Sequence[Any]) -> None:
                 raise UsageError(f"{what} has a part without a text; allowed: {{'type': 'text', 'text': ...}}")
 
 
-def _plain(prompt: Any) -> Any:
+def _python_ids(prompt: Any) -> Any:
     return [int(token) for token in prompt] if is_ids(prompt) else prompt
 
 
-def _one(index: int, item: Any) -> Any:
+def _item(index: int, item: Any) -> Any:
     """An item of a list of prompts; an array or a tokenizer's mapping must be one prompt."""
     prompts = read_prompts(item)
     if not prompts.single and isinstance(item, Tensor | np.ndarray | Mapping):
@@ -183,11 +183,11 @@ def _table(name: str, values: Any) -> Prompts:
     if isinstance(values, Tensor | np.ndarray):
         return _from_array(values.long() if isinstance(values, Tensor) else values, name)
     if is_ids(values):
-        return Prompts([_plain(values)], True)
+        return Prompts([_python_ids(values)], True)
     rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in values or ()]
     if not rows or not all(is_ids(row) for row in rows):
         raise UsageError(f"{name}={values!r:.80}; allowed: token ids, or rows of them")
-    return Prompts([_plain(row) for row in rows], False)
+    return Prompts([_python_ids(row) for row in rows], False)
 
 
 Message = dict[str, Any]
@@ -214,7 +214,7 @@ class RequestReader:
         return self.compiled or CompiledGrammars(self.target, self.target.backend.vocab_size)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> RequestReader:
-        """A reader of conversations that offer these tools. UsageError if this model cannot be told of any."""
+        """A reader of conversations that offer these tools. UsageError if its chat template reads none."""
         if not tools:
             return self
         tokenizer, name = self.target.tokenizer, self.target.name
@@ -248,7 +248,7 @@ class RequestReader:
 
     def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
         """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
-        all_params = _one_each(params, len(prompts))
+        all_params = _params_of_each(params, len(prompts))
         groups: list[list[Row]] = []
         for prompt, request in zip(prompts, all_params, strict=True):
             per_text = replace(request, n=1) if isinstance(request, SamplingParams) and request.n > 1 else request
@@ -262,7 +262,7 @@ class RequestReader:
 
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
-        pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
+        pairs = enumerate(zip(prompts, _params_of_each(params, len(prompts)), strict=True))
         return [self._row(i, _single(prompt), row_params, chat, _name(i, prompts)) for i, (prompt, row_params) in pairs]
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool, name: str = "prompt") -> Row:
@@ -350,7 +350,7 @@ def further_seeds(seed: int, n: int) -> list[int]:
     return [key(seed, number) >> 1 for number in range(1, n)]
 
 
-def _one_each(params: Any, count: int) -> list[Any]:
+def _params_of_each(params: Any, count: int) -> list[Any]:
     default = SamplingParams() if params is None else params
     all_params = list(params) if isinstance(params, list | tuple) else [default] * count
     if len(all_params) != count:

@@ -57,8 +57,8 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
     read = {number: names.text(name, number) for name, number in vocabulary.items()}
     texts = {number: text for number, text in read.items() if text is not None}
     fallback = {number for name, number in vocabulary.items() if number in texts and names.is_fallback(name, number)}
-    inside = _plain(backend, inside=True)
-    beginning = _plain(backend, inside=False) if _adds_space(backend) else inside
+    inside = _text_encoder(backend, inside=True)
+    beginning = _text_encoder(backend, inside=False) if _adds_space(backend) else inside
 
     def encode(text: str, at_beginning: bool) -> Encoding:
         return (beginning if at_beginning else inside)(text)
@@ -128,7 +128,7 @@ def _adds_space(backend: Tokenizer) -> bool:
     )
 
 
-def _plain(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
+def _text_encoder(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
     """An encoding that adds and recognises no special tokens. inside: and adds no space in front of a text."""
     plain = Tokenizer(backend.model)
     normaliser, cut = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
@@ -136,9 +136,9 @@ def _plain(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
         normaliser = [part for part in normaliser if part["type"] != "Prepend"]
         cut = [_without_space(part) for part in cut]
     if normaliser:
-        plain.normalizer = _made(normalizers.Sequence([]), "normalizers", normaliser)
+        plain.normalizer = _sequence_of(normalizers.Sequence([]), "normalizers", normaliser)
     if cut:
-        plain.pre_tokenizer = _made(pre_tokenizers.Sequence([]), "pretokenizers", cut)
+        plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", cut)
     # special tokens are left out, so that their names in a text stay text
     added = {number: token for number, token in sorted(backend.get_added_tokens_decoder().items()) if not token.special}
     plain.add_tokens(list(added.values()))
@@ -153,7 +153,7 @@ def _plain(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
     return encode
 
 
-def _made(empty: Any, key: str, parts: Sequence[dict[str, Any]]) -> Any:
+def _sequence_of(empty: Any, key: str, parts: Sequence[dict[str, Any]]) -> Any:
     empty.__setstate__(json.dumps({"type": "Sequence", key: parts}).encode())
     return empty
 

@@ -11,7 +11,7 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class ChatForm:
-    """What a chat template is told. tools: JSON schemas of functions that the model may call.
+    """The settings of a chat template. tools: JSON schemas of functions that the model may call.
 
     opens_answer: the rendered text ends with the beginning of an answer. goes_on: it ends with the last message, which
     the model continues. reasoning_effort: for templates that read it. variables: others that the template reads.
@@ -80,7 +80,7 @@ class ToolCallParser(Protocol):
     """Optional capability of a tokenizer: it knows how its model writes calls."""
 
     def call_opening(self) -> str | None:
-        """The text that every call begins with; None if this model's calls cannot be told."""
+        """The text that every call begins with; None if it is not known how this model writes calls."""
 
     def call_form(self) -> CallForm | None:
         """How its model writes calls; None if that is not known, or arguments are not JSON."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 class _OpenParts:
     """What an open decoder works with; closing drops it.
 
-    use: the lock of the models. drafter: as the caller gave it. turn: by this the lock knows who had it last.
+    use: the lock of the models. drafter: as the caller gave it. turn: identifies this decoder to the lock.
     async_rounds: the thread that computes the rounds of streams for `async for`; it starts with the first of them.
     """
 

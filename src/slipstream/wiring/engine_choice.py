@@ -64,150 +64,169 @@ def choose_engine(
     models: ModelPair, config: DecoderConfig, requested: str | Drafter, rule: Rule | None
 ) -> EngineChoice:
     """The engine of these settings. requested: the drafter; rule: an acceptance rule given as an object."""
-    choice = LengthChoice.parse(config.num_draft_tokens)
-    picked = pick_drafter(models, choice, requested)
-    name, traits, has_kernel = name_of(picked), drafters.traits_of(picked), isinstance(picked, str)
-    check_confidence(choice, config.num_draft_tokens, name)
-    coupled = is_coupled(rule or config.acceptance, traits, has_kernel=has_kernel)
-    planner = make_planner(models, config, name, traits, coupled=coupled) if choice.kind == "auto" else None
-    drafter = make_drafter(models, config, picked, rule, planner, coupled=coupled)
-    engine = assemble(models, config, drafter, planner, rule or config.acceptance, traits, has_kernel=has_kernel)
-    guarded = GuardedEngine.of(engine, models.target_session, models.draft_session)
-    return EngineChoice(guarded, name, traits, coupled, why_no_predictions(models, config))
+    lengths = LengthChoice.parse(config.num_draft_tokens)
+    parts = EngineParts(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
+    check_confidence(lengths, config.num_draft_tokens, parts.name)
+    guarded = GuardedEngine.of(parts.engine(), models.target_session, models.draft_session)
+    return EngineChoice(guarded, parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
 
 
-def pick_drafter(models: ModelPair, choice: LengthChoice, requested: str | Drafter) -> str | Drafter:
+def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
     """The drafter that "auto" stands for; any other as it is."""
     if not isinstance(requested, str) or requested != "auto":
         return requested
-    costs = choice.kind == "auto"  # measured costs decide how much to draft
+    costs = lengths.kind == "auto"  # measured costs decide how much to draft
     if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
         return "none"
     return drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
 
 
-def is_coupled(acceptance: str | Rule, traits: Traits, *, has_kernel: bool) -> bool:
-    """Whether every committed token is the target's own draw."""
-    if acceptance == "auto":  # our drafters draft by `match`, a user's that samples is verified by its distribution
-        return has_kernel or not traits.samples
-    return rule_for(acceptance, Draft.empty(0, torch.device("cpu"))).coupled
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of. picked: the drafter, with "auto" resolved; acceptance: a rule or its name."""
 
+    models: ModelPair
+    config: DecoderConfig
+    lengths: LengthChoice
+    picked: str | Drafter
+    acceptance: str | Rule
 
-def make_planner(models: ModelPair, config: DecoderConfig, name: str, traits: Traits, *, coupled: bool) -> Planner:
-    """The planner of these models, with the costs that their calibration has measured."""
-    target, calibration = models.target_session, models.calibration
-    times = models.draft_times if traits.needs_draft_model else NOT_TIMED
-    costs = CostModel(
-        target.shapes.width_for,
-        target.num_tokens,
-        {} if calibration is None else calibration.milliseconds,
-        {} if calibration is None else calibration.totals,
-        config.max_batch_size,
-        times.steps,
-        times.token,
-        timed=target.backend.device.type == "cpu",
-    )
-    planner = Planner(
-        costs,
-        room=2 * STEPS if traits.branches else STEPS,
-        longest=LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft),
-        has_model=traits.needs_forwards,
-        asks_model=traits.needs_forwards and not traits.needs_cost_model,
-        reads=traits.has_own_cache,
-        is_plain=name == "none",
-        fixed_length=traits.default_length,
-        is_fixed=lambda row: traits.samples and not coupled and row.params.temperature > 0,
-    )
-    if models.draft_reader is not None:
-        planner.has_cached = models.draft_reader.holds
-    if models.windowed is not None and models.bridged is None:
-        planner.to_read = models.windowed.num_to_read
-    return planner
+    @property
+    def name(self) -> str:
+        """The drafter's."""
+        return name_of(self.picked)
 
+    @property
+    def traits(self) -> Traits:
+        """What the drafter declares about itself."""
+        return drafters.traits_of(self.picked)
 
-def make_drafter(
-    models: ModelPair,
-    config: DecoderConfig,
-    picked: str | Drafter,
-    rule: Rule | None,
-    planner: Planner | None,
-    *,
-    coupled: bool,
-) -> Drafter:
-    """Build the drafter of a name; an object is used as it is."""
-    choice, target = LengthChoice.parse(config.num_draft_tokens), models.target_session
-    refused = choice.siblings and no_tree(picked, models, rule or config.acceptance, coupled=coupled)
-    if refused and choice.siblings > 0:
-        raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
-    if not isinstance(picked, str):
-        if not isinstance(picked, Drafter):
-            raise UsageError(f"drafter={picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
-        return picked
-    setup = drafters.Setup(
-        target.backend.device,
-        target.backend.vocab_size,
-        models.draft_scorer(),
-        coupled,
-        planner,
-        choice.confidence,
-        acceptance_probs=planner is not None,
-        target=target,
-        bridged=models.bridged,
-        siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
-        fixed_tree=choice.siblings > 0,
-        depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
-        steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
-    )
-    return drafters.load(picked, setup)
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the drafter was given by name, not as an object of the user's."""
+        return isinstance(self.picked, str)
 
+    @property
+    def coupled(self) -> bool:
+        """Whether every committed token is the target's own draw."""
+        if self.acceptance == "auto":  # our drafters draft by `match`, a user's that samples is verified by its q
+            return self.is_built_in or not self.traits.samples
+        return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
-def assemble(
-    models: ModelPair,
-    config: DecoderConfig,
-    drafter: Drafter,
-    planner: Planner | None,
-    acceptance: str | Rule,
-    traits: Traits,
-    *,
-    has_kernel: bool,
-) -> Engine:
-    """Join these parts to an engine, with what edits drafts: predictions, constraints, the vocabulary's limits."""
-    target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
-    policy = make_policy(choice, planner, limit=target.longest_draft)
-    engine = Engine(
-        target, drafter, policy, Sampler, acceptance, models.draft_reader, make_race=race, check_draft=check_draft
-    )
-    if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
-        engine.constrain = ForcedDrafts(target)
-    if not has_kernel:
-        engine.constrain = partial(_of_user, name_of(drafter), engine.constrain, target.backend.vocab_size)
-    if traits.has_own_cache:
-        engine.drafts_for = partial(drafts_for, policy)
-    if not why_no_predictions(models, config):
-        engine.predict = PredictedDrafts(
-            RowPredictions(line_ends(models.target)),
-            longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
-            free_drafts=not traits.needs_forwards,
-            costs_decide=lambda row: planner is not None and not planner.is_fixed(row),
+    def engine(self) -> Engine:
+        """The drafter, policy and rule, with what edits drafts: predictions, constraints, the vocabulary's limits."""
+        target, traits = self.models.target_session, self.traits
+        planner = self._planner() if self.lengths.kind == "auto" else None
+        policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
+        reader = self.models.draft_reader
+        engine = Engine(
+            target, drafter, policy, Sampler, self.acceptance, reader, make_race=race, check_draft=check_draft
         )
-    return engine
+        if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
+            engine.constrain = ForcedDrafts(target)
+        if not self.is_built_in:
+            engine.constrain = partial(_of_user, name_of(self.picked), engine.constrain, target.backend.vocab_size)
+        if traits.has_own_cache:
+            engine.drafts_for = partial(drafts_for, policy)
+        if not why_no_predictions(self.models, self.lengths):
+            engine.predict = PredictedDrafts(
+                RowPredictions(line_ends(self.models.target)),
+                longest_prediction(self.lengths, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
+                free_drafts=not traits.needs_forwards,
+                costs_decide=lambda row: planner is not None and not planner.is_fixed(row),
+            )
+        return engine
+
+    def _planner(self) -> Planner:
+        """The planner of these models, with the costs that their calibration has measured."""
+        models, traits, coupled = self.models, self.traits, self.coupled
+        target, calibration = models.target_session, models.calibration
+        times = models.draft_times if traits.needs_draft_model else NOT_TIMED
+        costs = CostModel(
+            target.shapes.width_for,
+            target.num_tokens,
+            {} if calibration is None else calibration.milliseconds,
+            {} if calibration is None else calibration.totals,
+            self.config.max_batch_size,
+            times.steps,
+            times.token,
+            timed=target.backend.device.type == "cpu",
+        )
+        planner = Planner(
+            costs,
+            room=2 * STEPS if traits.branches else STEPS,
+            longest=LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft),
+            has_model=traits.needs_forwards,
+            asks_model=traits.needs_forwards and not traits.needs_cost_model,
+            reads=traits.has_own_cache,
+            is_plain=self.name == "none",
+            fixed_length=traits.default_length,
+            is_fixed=lambda row: traits.samples and not coupled and row.params.temperature > 0,
+        )
+        if models.draft_reader is not None:
+            planner.has_cached = models.draft_reader.holds
+        if models.windowed is not None:
+            planner.to_read = models.windowed.num_to_read
+        return planner
+
+    def _drafter(self, planner: Planner | None) -> Drafter:
+        """The drafter of this name; an object is used as it is."""
+        models, lengths, target = self.models, self.lengths, self.models.target_session
+        refused = lengths.siblings and self._why_no_tree()
+        if refused and lengths.siblings > 0:
+            raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
+        if not isinstance(self.picked, str):
+            if not isinstance(self.picked, Drafter):
+                raise UsageError(
+                    f"drafter={self.picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)"
+                )
+            return self.picked
+        setup = drafters.Setup(
+            target.backend.device,
+            target.backend.vocab_size,
+            models.draft_scorer(),
+            self.coupled,
+            planner,
+            lengths.confidence,
+            acceptance_probs=planner is not None,
+            target=target,
+            bridged=models.bridged,
+            siblings=0 if refused else max(0, lengths.siblings) or int(lengths.siblings < 0),
+            fixed_tree=lengths.siblings > 0,
+            depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
+            steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
+        )
+        return drafters.load(self.picked, setup)
+
+    def _why_no_tree(self) -> str:
+        """Why drafts cannot branch, and what is allowed; empty if they can."""
+        if not self.traits.branches:
+            able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
+            return f"drafter={self.name!r}; allowed: trees with drafters {able}"
+        if self.acceptance != "auto" and not self.coupled:
+            return f"acceptance={name_of(self.acceptance)!r}; allowed: trees with acceptance 'match' or 'auto'"
+        if self.models.bridged is not None and self.traits.needs_draft_model:
+            return "a draft model of another vocabulary; allowed: a number of tokens, or 'auto'"
+        if not self.models.target_session.branches:
+            return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
+        return ""
 
 
-def why_no_predictions(models: ModelPair, config: DecoderConfig) -> str:
+def why_no_predictions(models: ModelPair, lengths: LengthChoice) -> str:
     """Why the decoder drafts for no request, so that predictions are refused, and what is allowed; else empty."""
-    if LengthChoice.parse(config.num_draft_tokens) == LengthChoice("fixed", 0):
+    if lengths == LengthChoice("fixed", 0):
         return "a decoder of num_draft_tokens=0, which drafts nothing; allowed: num_draft_tokens='auto' or at least 1"
     if models.shapes.token_by_token or models.target_session.longest_draft == 0:
         return "a target that reads drafts token by token to be reproducible; allowed: reproducible=False"
     return ""
 
 
-def longest_prediction(choice: LengthChoice, limit: int | None) -> int:
+def longest_prediction(lengths: LengthChoice, limit: int | None) -> int:
     """Tokens of a prediction in a round: no more than the user chose per round, if that was a number.
 
     limit: the longest draft that the forward shapes allow, None for any.
     """
-    bound = choice.count if choice.kind in ("fixed", "heuristic") else None
+    bound = lengths.count if lengths.kind in ("fixed", "heuristic") else None
     return min(n for n in (MAX_DRAFT_TOKENS, limit, bound) if n is not None)
 
 
@@ -258,25 +277,10 @@ def name_of(choice: object) -> str:
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def no_tree(picked: str | Drafter, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
-    """Why drafts cannot branch, and what is allowed; empty if they can."""
-    drafter, traits = name_of(picked), drafters.traits_of(picked)
-    if not traits.branches:
-        able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
-        return f"drafter={drafter!r}; allowed: trees with drafters {able}"
-    if acceptance != "auto" and not coupled:
-        return f"acceptance={name_of(acceptance)!r}; allowed: trees with acceptance 'match' or 'auto'"
-    if models.bridged is not None and traits.needs_draft_model:
-        return "a draft model of another vocabulary; allowed: a number of tokens, or 'auto'"
-    if not models.target_session.branches:
-        return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
-    return ""
-
-
-def check_confidence(choice: LengthChoice, spelled: object, drafter: str) -> None:
+def check_confidence(lengths: LengthChoice, spelled: object, drafter: str) -> None:
     """Refuse "confidence:CHANCE" with a drafter that has no draft model to be confident, or a threshold of its own."""
     able = [name for name in sorted(drafters.names()) if drafters.traits(name).needs_forwards]
-    if choice.confidence and (drafter.partition(":")[0] not in able or "p=" in drafter):
+    if lengths.confidence and (drafter.partition(":")[0] not in able or "p=" in drafter):
         raise UsageError(
             f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: drafters {', '.join(able)} "
             "without p=PERCENT"

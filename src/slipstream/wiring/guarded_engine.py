@@ -94,7 +94,7 @@ class GuardedEngine(Engine):
             try:
                 self.check(error)
             except BaseException:
-                for row in rows:  # the error is not the rows', and another engine may go on with them
+                for row in rows:  # the error is not the rows', and another engine may continue them
                     if not row.rounds[-1].tokens:
                         row.rounds.pop()
                     row.finish_reason = row.error = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
+from os.path import isdir
 from typing import Any
 
 import torch
@@ -73,12 +73,12 @@ class ModelPair:
         target, draft = _inner(target), _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
+        if draft is None and draft_tokenizer is not None:
+            raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
         refuse_unused(load_options_of(config), target, None if _is_mtp(draft) else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = _load_target(target, load_options_of(config), tokenizer)
-            if draft is None and draft_tokenizer is not None:
-                raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
             if draft is None and _has_embedded_head(target, loaded, config):
@@ -153,10 +153,10 @@ class ModelPair:
     def _with_draft_times(self, max_rows: int) -> ModelPair:
         """This pair with the time of drafts of up to `max_rows` rows, if the target's forwards were timed too."""
         scorer, draft, session = self.draft_scorer(), self.draft, self.draft_session
-        if scorer is None or draft is None or session is None:
+        timed = self.calibration is not None and self.bridged is None
+        if not timed or scorer is None or draft is None or session is None:
             return replace(self, draft_times=NOT_TIMED)
-        timed = self.calibration is not None and self.bridged is None and draft.backend.device.type == "cpu"
-        if not timed or draft.backend.max_length < 2 * TEXT:
+        if draft.backend.device.type != "cpu" or draft.backend.max_length < 2 * TEXT:
             return replace(self, draft_times=NOT_TIMED)
 
         def measure() -> DraftTimes:
@@ -254,7 +254,7 @@ def _load_target(target: Any, options: LoadOptions, tokenizer: Any) -> Loaded:
     except SlipstreamError as error:
         from slipstream.models.heads.head_files import head_files
 
-        if isinstance(target, str) and Path(target).is_dir() and head_files(target, options) is not None:
+        if isinstance(target, str) and isdir(target) and head_files(target, options) is not None:
             raise UsageError(
                 f"model {target!r} is a draft head; allowed: its target, with the head as draft"
             ) from error

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's own tokens, as a report on a prompt needs them.
+"""Log-probabilities of a prompt's own tokens.
 
 The logits of every position are needed, so cached tokens are computed again. Forwards have the shapes of rounds: where
 shapes agree to the bit, a token gets the same number as when it is generated.

@@ -11,7 +11,8 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
-from slipstream.apps.cli import compare
+from slipstream.apps.cli import compare, demo
+from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.config import DecoderConfig
 from tests.support.command_line import run
 from tests.support.markers import subcases
@@ -110,8 +111,6 @@ def test_compare_refuses_what_hugging_face_would_not_do_before_loading(
 
 
 def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypatch) -> None:
-    from slipstream.certificate.wrong_rules import load_wrong_rule
-
     right = compare.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(compare, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
@@ -293,9 +292,35 @@ def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp
     assert "-rejected-" not in run(capsys, monkeypatch, *arguments)[2]
 
 
-def test_compare_and_demo_take_debug(capsys, monkeypatch) -> None:
+def test_compare_takes_debug(capsys, monkeypatch) -> None:
     _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
     assert "-rejected-" in err
+
+
+def test_the_demo_shows_every_prompt_side_by_side_and_where_to_go_on(capsys, monkeypatch, tmp_path: Path) -> None:
+    """With the toy in the place of the model that it downloads."""
+    monkeypatch.setattr(demo, "EMBEDDED", "toy")
+    file = tmp_path / "demo.json"
+    arguments = ("demo", "--max-tokens", "24", "--repeats", "1", "--json", str(file))
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 0 and "the text stays the same" in " ".join(err.split())
+    assert [line[:4] for line in out.splitlines() if re.match(r"\d/\d ", line)] == [f"{n}/4 " for n in (1, 2, 3, 4)]
+    captions = re.findall(r"\d\.\d\dx \((?:as fast, within noise|faster|slower)\): ", out)
+    assert len(captions) == 4 and "4 of 4 texts identical to plain decoding" in " ".join(out.split())
+    assert 'slipstream generate "Why is the sky blue?"' in out
+    told = json.loads(file.read_text())
+    assert told["target"] == "toy" and len(told["prompts"]) == 4
+
+
+@pytest.mark.slow
+def test_the_demo_fails_where_a_text_differs(capsys, monkeypatch) -> None:
+    right, wrong = demo.load_decoder, load_wrong_rule("first-mismatch-kept")
+    monkeypatch.setattr(demo, "EMBEDDED", "toy")
+    monkeypatch.setattr(
+        demo, "load_decoder", lambda *given: right(*given).using("ngram", num_draft_tokens=3, acceptance=wrong)
+    )
+    code, out, err = run(capsys, monkeypatch, "demo", "--max-tokens", "60", "--repeats", "1", "--debug")
+    assert code == 1 and "differ from plain decoding" in err and "-rejected-" in out + err
 
 
 def test_a_text_that_fails_among_others_is_told_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -143,7 +143,11 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ("simulate",)])
+ON_PAPER = ("simulate", "--alpha", "0.5", "--target-params", "8e9", "--bandwidth", "1e12", "--flops", "1e14")
+ON_PAPER += ("--length", "2", "--batch", "1")
+
+
+@pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ON_PAPER])
 def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
     with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -78,6 +78,7 @@ def test_sizes_are_written_as_people_write_them(capsys: Any, monkeypatch: Any) -
 
 @pytest.mark.slow
 def test_the_command_reads_sizes_as_people_write_them(capsys: Any, monkeypatch: Any) -> None:
-    paper = ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
+    paper = ("--alpha", "0.7", "--length", "2", "--batch", "1")
+    paper += ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
     texts = [run(capsys, monkeypatch, "simulate", "--target-params", size, *paper)[1] for size in ("8b", "8e9")]
     assert texts[0] == texts[1] and json.loads(texts[0])["costs"]

@@ -104,6 +104,7 @@ def outcomes() -> Outcomes:
     return dict(zip(commands, started(commands), strict=True))
 
 
+@pytest.mark.slow
 def test_help_imports_no_library(subtests: pytest.Subtests, outcomes: Outcomes) -> None:
     for arguments in ASKING:
         code, out, err = outcomes[arguments]
@@ -111,6 +112,7 @@ def test_help_imports_no_library(subtests: pytest.Subtests, outcomes: Outcomes) 
             assert code == 0 and out and err.strip() == "imported: []"
 
 
+@pytest.mark.slow
 def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outcomes) -> None:
     for arguments in WRONG:
         code, out, err = outcomes[arguments]
@@ -144,6 +146,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.slow
 def test_every_command_is_listed_with_a_whole_sentence(outcomes: Outcomes) -> None:
     lines = outcomes["--help",][1].splitlines()
     for name in (name for names in COMMANDS.values() for name in names):

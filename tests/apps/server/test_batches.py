@@ -267,7 +267,7 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
         server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            assert gate.reached.wait(60)  # one row of the batch is under way, the place is taken
+            assert gate.reached.wait(PATIENCE)  # one row of the batch is under way, the place is taken
             from tests.support.running_server import in_thread
 
             with in_thread(lambda: server.text("A heron", max_tokens=4)):
@@ -309,7 +309,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
     gate = Gate()
     with running_server(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = begun(client, LINES)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(PATIENCE)
         assert client.batches.cancel(batch.id).status == "cancelling"
         gate.opened.set()
         batch = ended(server, client, batch)
@@ -330,7 +330,7 @@ def test_a_server_that_shuts_down_leaves_its_batches_to_the_next(tmp_path: Path)
     gate = Gate()
     with running_server(lambda: gate.load(), batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
         batch = begun(client, LINES)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(PATIENCE)
         server.call(server.server.begin_shutdown)
         gate.opened.set()
     with running_server(batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
@@ -347,7 +347,7 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
     gate = Gate()
     with running_server(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = begun(client, LINES)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(PATIENCE)
         server.call(server.server.begin_shutdown)
         gate.opened.set()
     (record,) = (tmp_path / "batches").glob("*.json")

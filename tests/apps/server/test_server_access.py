@@ -17,6 +17,7 @@ from slipstream.apps.server import access
 from slipstream.apps.server.access import OPEN, PAGE, ApiKeys
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.markers import subcases
+from tests.support.processes import PATIENCE
 from tests.support.running_server import RunningServer, running_server
 
 KEY, OTHER = "correct-horse-battery", "another-long-key"
@@ -48,7 +49,7 @@ def bearer(key: str) -> dict[str, str]:
 def raw(server: RunningServer, request: bytes) -> bytes:
     """The status line of the answer to bytes as they are."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(request)
         return connection.recv(4096).partition(b"\r\n")[0]
 

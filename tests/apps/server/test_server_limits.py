@@ -119,17 +119,11 @@ def queued(service: Any, **fields: Any) -> LiveRequest:
     return live
 
 
-def reach_deadline(server: RunningServer, live: LiveRequest) -> None:
-    """As when the time of a request is over, which on a busy machine may be before it has got anywhere."""
-    *_, deadline = server.service._timers[live]
-    server.call(deadline._run)
-
-
 def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> None:
     with one_at_a_time(gate) as server:
         live = server.call(lambda: queued(server.service))
         assert gate.reached.wait(PATIENCE)
-        reach_deadline(server, live)
+        server.reach_deadline(live)
         assert live.error is not None
         gate.opened.set()
         server.wait_until(lambda: live.jobs[0].over)
@@ -168,7 +162,7 @@ def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
         with in_thread(server.complete) as answers:
             server.wait_until(lambda: tokenizer.texts == 1)
             (live,) = server.call(lambda: list(server.service.live))
-            reach_deadline(server, live)
+            server.reach_deadline(live)
         assert answers[0].status_code == 408
         assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
         tokenizer.opened.set()

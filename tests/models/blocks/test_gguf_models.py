@@ -30,7 +30,6 @@ from slipstream.models.plain_models import load_model
 from slipstream.models.weights.gguf_configuration import scale_positions
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import TOKENS, write_model
-from tests.support.markers import mostly_slow
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -98,7 +97,8 @@ def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple
     assert loaded.arithmetic == "Q4_0+Q4_1+Q4_K+Q5_0+Q6_K+Q8_0 blocks, int8 activations"
 
 
-@pytest.mark.parametrize("activations", mostly_slow(["int8", "int15"], "int8"))
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_texts_are_the_same_with_speculation_and_in_batches(
     activations: str, files: dict[tuple[str, bool], Path]
 ) -> None:

@@ -22,7 +22,6 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.assistant_cases import Pair, Transcription, write_pair
 from tests.support.draft_steps import pair_of, same_logits, step_logits
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts
 
 STEPS = 4
@@ -162,10 +161,11 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
     return [plain.generate(prompt, params).token_ids for prompt in ASKED]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
-@pytest.mark.parametrize("kind", mostly_slow(["large", "small"], "small"))
+@pytest.mark.slow
+@pytest.mark.each_value
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("kind", ["large", "small"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])

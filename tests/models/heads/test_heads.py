@@ -129,6 +129,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.slow
 def test_constraints_and_predictions_stay_exact(tmp_path: Path) -> None:
     model, options = fresh("llama", num_hidden_layers=5, eos_token_id=1), {"tokenizer": tokenizer()}
     head = write_head(tmp_path, model)

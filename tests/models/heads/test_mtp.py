@@ -27,6 +27,7 @@ from tests.support.tiny_models import fast, prompts
 COUNT, STEPS = 24, 3
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
+ASKED = prompts([3, 17, 40, 5])
 over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3"))
 COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
 over_counts = pytest.mark.parametrize(("kind", "count"), mostly_slow(COUNTS, ("deepseek_v3", 3)))
@@ -141,19 +142,25 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
         assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("options", mostly_slow(OPTIONS, "seeded"))
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto", "hybrid"], "model"))
-@over_layouts
+@cache
+def plain_texts(kind: str, options: str) -> list[list[int]]:
+    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
+    return [plain.generate(prompt, params).token_ids for prompt in ASKED]
+
+
+@pytest.mark.slow
+@pytest.mark.each_value
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
-    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    asked = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    expected = plain_texts(kind, options)
+    assert [decoder.generate(prompt, params).token_ids for prompt in ASKED] == expected
+    results = decoder.generate(ASKED, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
@@ -184,7 +191,8 @@ def test_trees_of_their_drafts_change_no_text(tmp_path: Path) -> None:
     assert any(round.parents for result in results for round in result.rounds)
 
 
-@over_layouts
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: str) -> None:
     """Negative control: they look for the token where they are given the hidden state; greedy texts soon repeat."""
     greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
@@ -204,7 +212,8 @@ FAST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", mostly_slow(FAST.values(), FAST["packed"]), ids=FAST)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
 def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Heads of 64 numbers and whole groups of inputs, as the kernels take them."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)

@@ -95,6 +95,7 @@ def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -124,7 +125,7 @@ def test_other_settings_are_found_out(tmp_path: Path, name: str, changes: dict[s
     assert not all(agreeing(changed(tmp_path / name, name, changes), shorter))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", mostly_slow(HEADS, "eagle3", "dflash"))
 def test_a_text_shifted_by_one_is_found_out(name: str) -> None:
     steps = Steps.of(name)
     shifted = Steps(steps.text, [end + 1 for end in steps.ends], steps.logits[:, :1], steps.token_ids)
@@ -169,6 +170,7 @@ def test_how_sure_a_head_is_of_a_token_is_what_speculators_computed() -> None:
         assert not any(estimates(RECORDED / name, name, shift=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bias", "kind"), [(-30.0, 0), (30.0, BINS - 1)])
 def test_how_sure_a_head_is_enters_what_it_offers(tmp_path: Path, bias: float, kind: int) -> None:
     folder = changed(tmp_path / "dspark", "dspark", {})
@@ -281,6 +283,7 @@ ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "e
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:

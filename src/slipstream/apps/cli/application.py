@@ -19,7 +19,7 @@ from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import STANDARD, write_text
 from slipstream.config import DecoderConfig
-from slipstream.core.rule_names import check_rule
+from slipstream.core.limits import check_rule
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, parse_prompts, read_prompts

@@ -23,7 +23,7 @@ from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.checks import why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
-from slipstream.core.rule_names import RULE_NAMES
+from slipstream.core.limits import RULE_NAMES
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models

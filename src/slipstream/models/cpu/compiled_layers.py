@@ -30,7 +30,6 @@ from slipstream.models.cpu.structs import (
     MAX_HEAD_SIZE,
     MAX_SHARED_HEADS,
     CacheStruct,
-    FloatCacheStruct,
     FloatLayerStruct,
     FloatNormStruct,
     LayerStruct,
@@ -59,28 +58,27 @@ class LayerFunctions:
     """The functions of one library.
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
-    feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
+    feed_forward: (layer, hidden, attended, tokens, out, scratch). layer: (layer, cache, hidden, tokens, cosines, sines,
     out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
     first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
-    tokens, size, out). scratch: (layer, tokens, length), how many numbers. cache: the struct of `whole`'s cache.
+    tokens, size, out). scratch: (layer, tokens, length), how many numbers.
     """
 
     project: Any
     feed_forward: Any
-    whole: Any
+    layer: Any
     finish: Any
     all_layers: Any
     normalise: Any
     scratch: Any
-    cache: type[ctypes.Structure]
 
     @classmethod
-    def of(cls, library: Any, cache: type[ctypes.Structure]) -> LayerFunctions:
+    def of(cls, library: Any) -> LayerFunctions:
         """The functions of `csrc/layer_steps.h` in a library, with their argument types set."""
         signatures = {  # pointers and numbers
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
-            "whole": ("whole_layer", "pppnpppp"),
+            "layer": ("whole_layer", "pppnpppp"),
             "finish": ("finish_layer", "ppppnpppp"),
             "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
@@ -90,7 +88,7 @@ class LayerFunctions:
         for part, (_, kinds) in signatures.items():
             functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
         functions["scratch"].restype = ctypes.c_int64
-        return cls(**functions, cache=cache)
+        return cls(**functions)
 
 
 @dataclass
@@ -100,7 +98,7 @@ class PreparedForward:
     held: tensors whose addresses the struct has.
     """
 
-    struct: ctypes.Structure
+    struct: CacheStruct
     held: tuple[Tensor, ...]
     scratch: Tensor
     rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
@@ -153,6 +151,12 @@ class LayerCalls(ABC):
     def norm(self, norm: RootMeanSquare | None) -> ctypes.Structure:
         """The struct of a norm, valid as long as this object."""
 
+    def _norms_of(self, ops: LayerOps) -> list[ctypes.Structure]:
+        """The structs of a layer's norms, in the order of the layer's struct."""
+        self._norm_weights: list[Tensor] = []
+        norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
+        return [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         batch, width = hidden.shape[:2]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self.size)
@@ -186,7 +190,7 @@ class LayerCalls(ABC):
         memory.window, memory.scaling = spec.window or 0, spec.scaling
         out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self.functions.whole(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.functions.layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._tokens_independent
         return out
 
@@ -197,7 +201,7 @@ class LayerCalls(ABC):
     def prepared(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
         ready: PreparedForward | None = cache.prepared
-        if ready is None or type(ready.struct) is not self.functions.cache:
+        if ready is None:
             ready = cache.prepared = self._prepare(cache, hidden)
         return ready
 
@@ -207,7 +211,7 @@ class LayerCalls(ABC):
         if cache.tree is not None:
             where = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
         names = ("slots", "positions", "places", "forks", "begins", "paths")
-        struct = self.functions.cache(**dict(zip(names, map(address, where), strict=False)))
+        struct = CacheStruct(**dict(zip(names, map(address, where), strict=False)))
         return PreparedForward(struct, where, hidden.new_empty(0))
 
     def _inputs(self, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -223,19 +227,15 @@ class CompiledOps(LayerCalls):
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation."""
         self._plain = ops  # the struct has only the addresses of the weights
-        head_norms = ops.head_norms or (None, None)
-        norms = (ops.before_attention, *head_norms, ops.after_attention)
-        self._norm_weights: list[Tensor] = []
-        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
-        products = [kernel_product(linear) for linear in _linears(ops)]
         self._most_tokens = most_tokens(_linears(ops))
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
+        products = [kernel_product(linear) for linear in _linears(ops)]
         weights = [product.weights for product in products if product is not None]
-        layer = LayerStruct(*weights, *structs, *sizes, *activation)
+        layer = LayerStruct(*weights, *self._norms_of(ops), *sizes, *activation)
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
         tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
-        super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, tokens_independent=tokens_independent)
+        super().__init__(ops, LayerFunctions.of(library), layer, tokens_independent=tokens_independent)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
@@ -258,18 +258,19 @@ class CompiledOps(LayerCalls):
         return super().residual_mlp(hidden, attended)
 
 
-def compiled_ops(ops: LayerOps) -> CompiledOps | None:
+def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
     """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
-    if any(kernel_product(linear) is None for linear in _linears(ops)):
+    in_blocks = all(isinstance(linear, BlockLinear) for linear in _linears(ops))
+    if not in_blocks and any(kernel_product(linear) is None for linear in _linears(ops)):
         return None  # its weights are not the kernels', which was said when they were packed
-    library = kernels()
-    if library is None:
+    library = None if in_blocks else kernels()
+    if not in_blocks and library is None:
         return None
     activation = kernel_activation(ops)
     if isinstance(activation, str):
         warn_slower(f"layers are not compiled: {activation}")
         return None
-    return CompiledOps(ops, library, activation)
+    return BlockLayerOps(ops, activation) if in_blocks else CompiledOps(ops, library, activation)
 
 
 def kernel_activation(ops: LayerOps) -> Activation | str:
@@ -304,13 +305,10 @@ class BlockLayerOps(LayerCalls):
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
         linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
         self._linears, library = linears, linears[0].parts[0].library
-        self._norm_weights: list[Tensor] = []
-        norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
-        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
-        layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
+        layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
         self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, LayerFunctions.of(library, FloatCacheStruct), layer, tokens_independent=True)
+        super().__init__(ops, LayerFunctions.of(library), layer, tokens_independent=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
@@ -320,20 +318,6 @@ class BlockLayerOps(LayerCalls):
 
     def computes_whole(self, hidden: Tensor) -> bool:
         return self._attends
-
-
-def is_of_blocks(ops: LayerOps) -> bool:
-    """Whether all weights of a layer are a file's blocks."""
-    return all(isinstance(linear, BlockLinear) for linear in (ops.qkv, ops.out, ops.gate_up, ops.down))
-
-
-def block_layer_ops(ops: LayerOps) -> BlockLayerOps | None:
-    """The compiled form of a layer of blocks; None, with a warning, where its form is not the kernels'."""
-    activation = kernel_activation(ops)
-    if isinstance(activation, str):
-        warn_slower(f"layers are not compiled: {activation}")
-        return None
-    return BlockLayerOps(ops, activation)
 
 
 class LayerStack:

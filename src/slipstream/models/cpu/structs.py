@@ -47,7 +47,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class CacheStruct(ctypes.Structure):
-    """`struct kv_cache`: a layer's keys and values, and where those of a forward's tokens go."""
+    """`struct kv_cache`, `struct float_cache`: a layer's keys and values, and where those of a forward's tokens go."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -147,17 +147,6 @@ class FloatLayerStruct(ctypes.Structure):
     ]
 
 
-class FloatCacheStruct(ctypes.Structure):
-    """`struct float_cache`: `struct kv_cache` in float32."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("length", "window")),
-        ("scaling", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths")),
-    ]
-
-
 MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
     "norm": NormStruct,
@@ -171,7 +160,7 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "block_linear": BlockLinearStruct,
     "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,
-    "float_cache": FloatCacheStruct,
+    "float_cache": CacheStruct,
 }
 CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,

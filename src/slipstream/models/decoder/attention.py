@@ -188,7 +188,7 @@ Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for 
 def unmasked_window(model: Any) -> int | None:
     """The sliding window of a model of transformers that has one in its cache and none in its masks; else None.
 
-    `generate` then reads a prompt without a window and goes on with one, token by token (Moshi).
+    `generate` then reads a prompt without a window, and the tokens after it with one (Moshi).
     """
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)

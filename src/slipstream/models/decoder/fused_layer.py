@@ -24,8 +24,8 @@ from slipstream.models.decoder.fused_linear import FusedOutput
 
 SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
 CLOSE_ACTIVATION = 0.01  # relative difference from one of these; the module's outputs are bfloat16
-SINGLE, GRAIN = 16384, 32768  # numbers that one thread takes in any operator, and each of several in most
-VECTORS = 64  # numbers that they take at a time at most; what is left of a thread's share is rounded otherwise
+SINGLE, GRAIN = 16384, 32768  # elements: up to SINGLE one thread computes all; beyond, most operators give each GRAIN
+VECTORS = 64  # elements of the widest vectors; the rest of a thread's share is computed, and rounded, otherwise
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ATTENTION = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -44,9 +44,9 @@ Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * 
 
 
 def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """act(x) of x [..., size], each row with the bits that it has alone, by however many threads.
+    """act(x) of x [..., size], each row with the bits that it has alone, whatever the number of threads.
 
-    Where shares would end within a vector, whole rows are shared out instead, and the rest goes to one thread.
+    If a thread's share would end within a vector, threads get whole rows instead, and one thread gets what is left.
     """
     threads, size, count = torch.get_num_threads(), x.shape[-1], x.numel()
     shares = {threads, min(threads, -(-count // GRAIN))}  # GELU has as many as there are threads
@@ -179,11 +179,11 @@ class LayerOps:
             raise UnknownLayerError(f"{type(layer).__name__}'s feed-forward part has {', '.join(sorted(mlp))}")
         self._rope: RotaryEmbedding = rope
         self.size = declared(children["self_attn"], "head_dim", int)
-        self.qkv, sizes = _whole(attention, PROJECTIONS)
+        self.qkv, sizes = _joint_product(attention, PROJECTIONS)
         self.heads, self.key_heads = sizes[0] // self.size, sizes[1] // self.size
         self.head_norms = [RootMeanSquare(attention[name]) for name in HEAD_NORMS if name in attention]
         self.out: nn.Module = attention["o_proj"]
-        self.gate_up, (self.inner, _) = _whole(mlp, ("gate_proj", "up_proj"))
+        self.gate_up, (self.inner, _) = _joint_product(mlp, ("gate_proj", "up_proj"))
         self.act, self.down = mlp["act_fn"], mlp["down_proj"]
         norms = [RootMeanSquare(children[name]) for name in order]
         self.before_attention, self.before_feed_forward = norms[0], norms[len(norms) // 2]
@@ -286,7 +286,7 @@ def declared(module: nn.Module, name: str, kind: type) -> Any:
     return value
 
 
-def _whole(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any, list[int]]:
+def _joint_product(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any, list[int]]:
     """The common product of fused linear layers, and the sizes of their outputs."""
     parts = [part for name in names if isinstance(part := children[name], FusedOutput)]
     sources = {part.source for part in parts}
@@ -295,4 +295,4 @@ def _whole(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any,
     (fused,) = sources
     if [part.index for part in parts] != list(range(len(fused.sizes))):
         raise UnknownLayerError(f"{', '.join(names)} are not all of one product")
-    return fused.whole, fused.sizes
+    return fused.joint, fused.sizes

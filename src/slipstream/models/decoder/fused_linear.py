@@ -19,17 +19,17 @@ from slipstream.models.notices import warn_slower
 class FusedLinear(nn.Module):
     """Several `nn.Linear`s of one input as one, computed when the first of them is called with a new input."""
 
-    def __init__(self, whole: Any, sizes: list[int]) -> None:
-        """whole: the layer of all outputs; sizes: how many of them are each layer's."""
+    def __init__(self, joint: Any, sizes: list[int]) -> None:
+        """joint: the layer of all outputs; sizes: how many of them are each layer's."""
         super().__init__()
-        self.whole, self.sizes = whole, sizes
+        self.joint, self.sizes = joint, sizes
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def output(self, x: Tensor, index: int) -> Tensor:
         """Output number `index` for x [..., in_features]. The product is saved until its last part is asked for."""
         last = self._last  # read once: another thread may be running the same model
         if last is None or last[0] is not x:
-            last = x, self.whole(x).split(self.sizes, -1)
+            last = x, self.joint(x).split(self.sizes, -1)
         self._last = last if index < len(self.sizes) - 1 else None
         return last[1][index]
 

@@ -6,9 +6,9 @@ float32. With m = (a S)^T k this is the gated delta rule (Yang et al. 2024, arXi
 the state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 3). Every token takes the same operations in the
 same order whatever comes with it.
 
-A state cannot be cut back to an earlier position. So of each row `RecurrentStates` keeps the state at the last settled
+A state cannot be cut back to an earlier position. So of each row `RecurrentStates` keeps the state at the last final
 position, with the inputs of the tokens behind it. A forward copies that state, repeats the kept inputs up to its own
-first token (the arithmetic of a token and none of the products with weights), and goes on from there. Rejected tokens
+first token (the arithmetic of a token and none of the products with weights), and continues from there. Rejected tokens
 cost nothing. Where prompts ended, further copies are kept for texts that begin alike.
 """
 
@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 
 EPSILON = 1e-6  # under the root of normalised queries and keys
 RING = 64  # inputs kept at first
-PROMPT = 16  # where a forward has read as many settled tokens, a copy is kept: others may begin alike
+PROMPT = 16  # where a forward has read as many final tokens, a copy is kept: other texts may begin alike
 COPIES = 1 << 30  # bytes of all copies together, at most
 
 
@@ -242,7 +242,7 @@ class RecurrentStates:
         self._taps = max(recurrence.taps for recurrence in self._layers.values())
         self._ring = RING
         self._slots: list[SlotPositions] = []
-        self._settled: dict[int, int] = {}
+        self._final_positions: dict[int, int] = {}
         self._segments: list[Segment] = []
         self._copies: OrderedDict[tuple[int, int], Copy] = OrderedDict()  # (slot, position), the latest used last
 
@@ -263,7 +263,7 @@ class RecurrentStates:
 
         Without this call a later forward may begin only a few tokens before the end of this one.
         """
-        self._settled[slot] = position
+        self._final_positions[slot] = position
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which a forward of a slot can begin."""
@@ -298,8 +298,8 @@ class RecurrentStates:
                 if position > start:
                     del self._copies[slot, position]
             end = start + width
-            settled = self._settled.pop(slot, end - self._ring + self._taps - 1)
-            keep = max(held.kept, min(settled, end))
+            final = self._final_positions.pop(slot, end - self._ring + self._taps - 1)
+            keep = max(held.kept, min(final, end))
             self._segments.append(Segment(slot, start, width, held.kept, keep))
         needed = max(segment.start + width - segment.keep for segment in self._segments) + self._taps - 1
         if needed > self._ring:

@@ -37,7 +37,7 @@ class CompiledLayer:
         sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
         self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
-        self._functions = LayerFunctions.of(library, CacheStruct)
+        self._functions = LayerFunctions.of(library)
 
     def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> NormStruct:
         if weight is None:

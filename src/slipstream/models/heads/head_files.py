@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
-    folder = name if name and Path(name).is_dir() else None
+    folder = name if isdir(name) else None
     if folder is None:
         if not HUB_ID.fullmatch(name):
             return None

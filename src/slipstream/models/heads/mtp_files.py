@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
-from slipstream.models.cpu.packed_experts import pack_experts
-from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, unsupported
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, pack_experts, unsupported
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.head_files import HeadFiles

@@ -134,7 +134,7 @@ class HFBackend:
         table = tokens.new_zeros(len(segments), width)
         table[tree.cells] = tokens
         masks = partial(self.masks.build, positions, self.key_positions()[:attended])
-        is_long = self._is_long([segment.slot for segment in segments], len(segments))
+        is_long = self._is_long([segment.slot for segment in segments])
         return self._run(table, positions, masks, 0, is_long)[tree.cells].to(self.device)
 
     @torch.inference_mode()
@@ -213,7 +213,7 @@ class HFBackend:
         keys = self.key_positions()
         positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
         attended, states = self.cache.place(first_slot, starts, positions), self.cache.states
-        is_long = self._is_long(range(first_slot, first_slot + len(starts)), len(starts))
+        is_long = self._is_long(range(first_slot, first_slot + len(starts)))
         if states is None:
             return self._run(tokens, positions, partial(self.masks.build, positions, keys[:attended]), keep, is_long)
         states.begin(first_slot, starts, tokens.shape[1])
@@ -237,18 +237,18 @@ class HFBackend:
         is_long = self._each_is_long(segments, len(tokens))
         return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
 
-    def _is_long(self, slots: Sequence[int], count: int) -> Tensor | None:
-        """[count, 1] whether these slots' texts are long; the last flag is repeated. None: it does not matter."""
+    def _is_long(self, slots: Sequence[int]) -> Tensor | None:
+        """[len(slots), 1] whether these slots' texts are long; None if the model reads all alike."""
         if self.longest_short is None:
             return None
-        flags = [slot in self._long_slots for slot in slots]
-        return torch.tensor(flags + flags[-1:] * (count - len(flags)), device=self.device)[:, None]
+        return torch.tensor([slot in self._long_slots for slot in slots], device=self.device)[:, None]
 
     def _each_is_long(self, segments: Sequence[RowSegment], count: int) -> Tensor | None:
-        """[1, count] the same for each token of a ragged forward."""
+        """[1, count] the same for each token of a ragged forward; padding belongs to the last segment."""
         if self.longest_short is None:
             return None
-        is_long = self._is_long([segment.slot for segment in segments for _ in range(segment.count)], count)
+        slots = [segment.slot for segment in segments for _ in range(segment.count)]
+        is_long = self._is_long(slots + slots[-1:] * (count - len(slots)))
         return None if is_long is None else is_long.T
 
     def _run(

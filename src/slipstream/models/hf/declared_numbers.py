@@ -12,7 +12,7 @@ from typing import Any
 # of fields by which a model multiplies or limits something; a number of the first kind is neutral at 1
 FACTORS = re.compile(r"scal|multipl|temperature|gain|mup_")
 LIMITS = re.compile(r"soft_?cap|clip|clamp|beta|logn|tuning|alpha")
-# a model's own modules compute these, whatever runs its layers: rotations, and the scaling that attention is given
+# computed by the model's own modules, whatever runs its layers: rotations, and the scaling of attention
 ROTATION = frozenset(
     ("rope_scaling", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "long_mscale", "short_mscale")
 )

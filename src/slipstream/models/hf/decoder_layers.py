@@ -40,7 +40,7 @@ def digest(model: Any) -> str:
 def kinds(model: Any, windows: Sequence[int | None]) -> list[Hashable]:
     """A description of each layer: its modules' classes and sizes, and the window of its attention.
 
-    Raises `UsageError` where the layers cannot be told.
+    Raises `UsageError` where the layers are not found.
     """
     _, layers = decoder_layers(model, len(windows))
     return [(window, _modules(layer)) for layer, window in zip(layers, windows, strict=True)]
@@ -166,6 +166,6 @@ def _two_tokens(model: Any) -> None:
 
 def _refusal(model: Any, reason: str) -> UsageError:
     return UsageError(
-        f"drafter='layer_skip': the layers of {type(model).__name__} cannot be told: {reason}; allowed: models "
+        f"drafter='layer_skip': the layers of {type(model).__name__} cannot be found: {reason}; allowed: models "
         "whose decoder layers are one nn.ModuleList used in order, or another drafter"
     )

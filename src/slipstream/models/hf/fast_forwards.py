@@ -9,19 +9,12 @@ from typing import Any
 from torch import nn
 
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.compiled_layers import (
-    BlockLayerOps,
-    CompiledOps,
-    LayerStack,
-    block_layer_ops,
-    compiled_ops,
-    is_of_blocks,
-)
+from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
-from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
+from slipstream.models.decoder.fused_layer import FusedLayer, UnknownLayerError, fused_layers
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.declared_numbers import AROUND_LAYERS, OF_LAYERS, unimplemented
 from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
@@ -105,7 +98,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
 
 def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
-    compiled = [ops for ops in (_compiled(forward.plain) for _, forward in layers) if ops is not None]
+    compiled = [ops for ops in (compiled_ops(forward.plain) for _, forward in layers) if ops is not None]
     if len(compiled) < len(layers):
         return
     trials = [Trial(forward, forward.with_ops(ops)) for (_, forward), ops in zip(layers, compiled, strict=True)]
@@ -143,10 +136,6 @@ def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], o
     if not OwnLogits(backend, own_logits.passed).keep_if_same(trial, put_in):
         backend.stack = None
         log.info("%s calls its layers one by one: in one call they give other logits", type(model).__name__)
-
-
-def _compiled(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
-    return block_layer_ops(ops) if is_of_blocks(ops) else compiled_ops(ops)
 
 
 def _multiplies_tokens_independently(model: Any) -> bool:

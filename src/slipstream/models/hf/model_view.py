@@ -1,4 +1,4 @@
-"""A loaded model's modules once more, over the same weights: nothing that Slipstream changes in them reaches the model.
+"""A view of a loaded model: other module objects over the same weights, so that no change of ours reaches the model.
 
 A model that is handed over stays its owner's. It is trained, saved, copied and cast as before, while packed layers,
 replaced forwards, attention settings and eval mode are the view's alone. Before each call the view is compared with

@@ -30,7 +30,7 @@ NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many 
 
 @dataclass
 class State:
-    """What a forward goes on from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
+    """What a forward continues from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
 
     cache: Any
     in_modules: list[Tensor]
@@ -97,7 +97,7 @@ class ModuleState:
 
 
 class OwnCaches:
-    """The states of every row: position -> what the model's `forward` is given to go on from there."""
+    """The states of every row: position -> the state from which the model's `forward` continues there."""
 
     def __init__(self) -> None:
         self._states: list[dict[int, State]] = []
@@ -126,8 +126,8 @@ class OwnCaches:
         while len(states) > MOST:
             del states[_dispensable(sorted(states))]
 
-    def enlarge(self, slot: int, position: int) -> None:
-        """Add noise to the recurrent part of a state, always the same, so that no trial can overlook it."""
+    def add_noise(self, slot: int, position: int) -> None:
+        """Add noise to the recurrent part of a state, always the same, so that a trial notices if it is ignored."""
         generator = torch.Generator().manual_seed(17)
         for layer in getattr(self._states[slot][position].cache, "layers", []):
             for state in getattr(layer, "recurrent_states", {}).values():

@@ -1,4 +1,4 @@
-"""What a model's forward is to be given: on which device, and whether by `prepare_inputs_for_generation`."""
+"""The inputs of a model's forward: their names, their device, and whether the model prepares them its own way."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def vocab_size_of(model: Any) -> int:
 
 
 def prepares_inputs_differently(model: Any) -> bool:
-    """Whether the method is somebody else's and gives the model's forward anything that transformers' would not.
+    """Whether `prepare_inputs_for_generation` is not transformers' and prepares other inputs than transformers' would.
 
-    Whoever overrides it may change or add to the inputs, which only a loop that calls it at every step honours.
+    Only a loop that calls such a method at every step gives the model the inputs that its author meant.
     """
     method = model.prepare_inputs_for_generation
     if str(method.__module__).startswith("transformers.") or not isinstance(model, GenerationMixin):

@@ -1,4 +1,4 @@
-"""Trials at load of what a model does with its state. Nothing is assumed from its name."""
+"""Trials when a model is loaded: how its forward treats its state. Nothing is assumed from its name."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
-    """A model on caches of its own, once it is known how it goes on from a state.
+    """A model on caches of its own, after trials of how it continues from a state.
 
-    Raises `UsageError`, with the reason, for models that cannot be gone on with, or attend to later tokens.
+    Raises `UsageError`, with the reason, for models that cannot continue from a state, or attend to later tokens.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -70,7 +70,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     return backend
 
 
-def why_not_on_slots(model: Any, try_forward: Callable[[], bool]) -> str | None:
+def why_not_on_slots(try_forward: Callable[[], bool]) -> str | None:
     """Why a model cannot run on the slots of a cache, as far as a trial shows; None if it can.
 
     try_forward: whether the model gives its own logits there. Raises `UsageError` for a model that is refused anyway.
@@ -131,7 +131,7 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
 
 
 def _differs_in_two(model: Any, tokens: Tensor, expected: Tensor, close: float | None) -> bool:
-    """`differ` where the model's own forward goes on from its own cache after the first tokens."""
+    """`differ` where the model's own forward continues from its own cache after the first tokens."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
@@ -166,7 +166,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
 def _after_noise(backend: OwnCacheBackend, ids: Tensor, read: Callable[[OwnCacheBackend, Tensor], Tensor]) -> Tensor:
     """Logits of the tokens after the first ones, read from a state that cannot be overlooked."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
-    backend.caches.enlarge(0, FIRST)
+    backend.caches.add_noise(0, FIRST)
     return read(backend, ids)
 
 

@@ -24,7 +24,7 @@ RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
 
 
 def without_weights(model: Any) -> str | None:
-    """Why a model has no weights to compute with; None if it has, or something brings them when they are needed."""
+    """Why a model has no weights to compute with; None if it has some, or hooks load them when they are needed."""
     moved = any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
     if not moved and any(parameter.device.type == "meta" for parameter in model.parameters()):
         return "its weights are on the meta device, without numbers; allowed: a model whose weights are loaded"

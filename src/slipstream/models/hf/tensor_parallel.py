@@ -123,7 +123,7 @@ class TensorParallelBackend(HFBackend):
 
     def layer_kinds(self) -> Sequence[Hashable]:
         """Refused: shapes are measured on the whole model, which every rank runs."""
-        raise UsageError("the layers of a tensor-parallel model are not told apart; allowed: the whole model")
+        raise UsageError("a tensor-parallel model has no parts that run alone; allowed: the whole model")
 
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
         """Refused: a part of the layers would run on one rank alone."""

@@ -9,8 +9,6 @@ again. A trial that failed is repeated at every load.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import math
 import os
 import platform
@@ -26,15 +24,13 @@ from torch import Tensor, nn
 
 import slipstream.models
 from slipstream.core.interfaces import Backend
-from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cache_folder import read_measured, save_measured
 from slipstream.models.cpu.block_linear import arithmetic_of, block_linears
 from slipstream.models.cpu.processor import processor
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.declared_numbers import thresholds
 from slipstream.models.loaded import LoadOptions
-
-log = logging.getLogger("slipstream")
 
 START = 6  # tokens of the first of two forwards that a model is tried with
 TOKENS = 9  # of both
@@ -157,7 +153,7 @@ def a_few_logits(backend: Backend) -> Tensor:
 def later_logits(backend: HFBackend) -> Tensor:
     """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
 
-    Each row attends to itself alone: its model is told other positions than those at which its tokens are cached.
+    Each row attends to itself alone: the model is given other positions than those at which its tokens are cached.
     """
     starts = later_starts(backend.model)
     backend.reserve(len(starts), 2 * backend.attended_unit)
@@ -187,7 +183,8 @@ class PassedTrials:
 
     def __init__(self, identity: str | None = None) -> None:
         self._identity = identity
-        self._passed = set[str]() if identity is None else _read(identity)
+        saved = None if identity is None else read_measured("trials", identity, lambda values: set(values["passed"]))
+        self._passed: set[str] = saved or set()
 
     def __contains__(self, name: str) -> bool:
         """Whether a model has passed this trial before."""
@@ -198,7 +195,8 @@ class PassedTrials:
         if name not in self._passed:
             self._passed.add(name)
             if self._identity is not None:
-                _save(self._identity, self._passed)
+                with suppress(OSError):  # where it cannot be saved, the next process tries again
+                    save_measured("trials", self._identity, {"passed": sorted(self._passed)})
 
 
 def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, way: str) -> PassedTrials:
@@ -248,28 +246,3 @@ def _digest_of_code() -> str:
     folder = Path(slipstream.models.__path__[0])
     files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in folder.rglob(kind))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:20]
-
-
-def _file(identity: str) -> Path:
-    return cache_folder() / "trials" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-
-
-def _read(identity: str) -> set[str]:
-    try:
-        saved = json.loads(_file(identity).read_text(encoding="utf-8"))
-        return set(map(str, saved["passed"])) if saved["identity"] == identity else set()
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        log.info("%s is damaged, so the model is tried again: %s", _file(identity), error)
-        return set()
-
-
-def _save(identity: str, passed: set[str]) -> None:
-    """A cache folder that cannot be written is no reason to stop: the next process tries again."""
-    file = _file(identity)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"passed": sorted(passed), "identity": identity}), encoding="utf-8")
-        partial.replace(file)

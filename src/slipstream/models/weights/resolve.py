@@ -39,7 +39,7 @@ def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
 
 
 def place_of(source: str, subfolder: str = "") -> str:
-    """See `resolve`; the hub is not asked."""
+    """`resolve` without asking the hub: a folder, or a hub id that may not exist."""
     if source == EMBEDDED:
         from slipstream.models.weights.default_model import embedded_model
 
@@ -50,11 +50,15 @@ def place_of(source: str, subfolder: str = "") -> str:
         from slipstream.models.weights.gguf_conversion import convert_gguf
 
         return str(convert_gguf(Path(source).expanduser()))
-    if "/" not in source and (cache_folder() / source / "config.json").is_file():
-        return str(_cached(source))
     path = Path(source)
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if path.exists() or looks_local:
+    try:
+        is_cached = "/" not in source and (cache_folder() / source / "config.json").is_file()
+        looks_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
+    except OSError as error:  # a name may be too long, a folder closed to the user
+        raise UsageError(f"model {source!r:.80} cannot be looked up: {error.strerror}; {models_at_hand()}") from None
+    if is_cached:
+        return str(_cached(source))
+    if looks_local:
         if not (path.expanduser() / subfolder / "config.json").is_file():
             if (path.expanduser() / subfolder / "adapter_config.json").is_file():
                 return str(path.expanduser())
