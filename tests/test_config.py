@@ -105,6 +105,8 @@ def test_file_need_not_name_every_setting(tmp_path: Path) -> None:
         (b"{", "cannot be read"),
         (b"", "cannot be read"),
         (b"\xff\xfe\x00", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"9" * 5_000, "cannot be read"),
         (b'{"max_batch_size": 0}', "max_batch_size=0"),
         (b'{"fast": "false"}', "fast='false'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -275,3 +276,42 @@ def test_an_interrupt_is_nobodys_fault() -> None:
     decoder = toy()
     with patched(decoder.drafter, "propose", raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         decoder.generate(PROMPTS, MIXED)
+
+
+class Alarm:
+    """Handlers of every form."""
+
+    def method(self, number: int, frame: object) -> None:
+        raise TimeoutError("time is up")
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.method(number, frame)
+
+
+def alarm(number: int, frame: object) -> None:
+    Alarm().method(number, frame)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="the system has no alarms")
+@pytest.mark.parametrize("fault", [in_drafter, in_forward, in_prompt, in_options])
+@pytest.mark.parametrize("handler", [alarm, Alarm().method, Alarm()], ids=["function", "method", "object"])
+def test_what_a_signal_raises_reaches_the_caller(handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller's alarm comes once, so a round that is repeated would hide it."""
+    prompts, params = ordered(1)
+    wanted, decoder = toy().generate(prompts, params), toy()
+    came = []
+
+    def comes_once(what: str) -> Broken:
+        if not came:
+            came.append(what)
+            signal.raise_signal(signal.SIGALRM)
+        return Broken(what)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        monkeypatch.setitem(globals(), "Broken", comes_once)
+        with fault(decoder), pytest.raises(TimeoutError, match="time is up"):
+            decoder.generate(prompts, params)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [one.token_ids for one in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]

@@ -44,7 +44,9 @@ def test_wherever_an_output_is_cut_the_job_goes_on_to_the_same_lines(
         assert by_id(out) == by_id(tmp_path / "reference.jsonl")
 
 
-@pytest.mark.parametrize("content", ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n"])
+@pytest.mark.parametrize(
+    "content", ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n", "[" * 100_000 + "\n"]
+)
 def test_a_file_that_no_job_has_written_is_left_alone(
     content: str, decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -99,20 +100,33 @@ def test_threads_of_libraries_are_seen_in_the_number_of_pytorchs(monkeypatch: py
     assert calibration_cache._identity(loaded) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"widths": 5}', b'{"identity": "another"}'])
+# values that a calibration cannot have, though each is JSON
+DAMAGED = [
+    *({"widths": sizes} for sizes in ([0], [-4], ["4"], [1e999], [1 << 40], [True], {"4": 1}, 4, None)),
+    *({"attended_unit": unit} for unit in (0, -256, 0.5, None)),
+    *({"milliseconds": times} for times in (3, {"4": 0.0}, {"4": -1.0}, {"4": float("nan")}, {"4": "1"}, {"x": 1.0})),
+    {"totals": {"8": 1e999}},
+]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[]", b"[" * 100_000, b'{"widths": 5}', b'{"identity": "another"}', *DAMAGED]
+)
 def test_a_damaged_calibration_is_measured_again_and_mended(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    content: bytes | dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     remembered(_loaded(RoundingBackend()), BATCH)
     (file,) = (tmp_path / "calibration").iterdir()
     whole = json.loads(file.read_bytes())
-    for damage in (content, json.dumps(whole | {"milliseconds": 3}).encode()):
-        file.write_bytes(damage)
-        caplog.clear()
-        assert remembered(_loaded(again := RoundingBackend()), BATCH).widths == WIDTHS and again.shapes
-        assert f"{file} is damaged and measured again" in caplog.text
-        assert json.loads(file.read_bytes()).keys() == whole.keys()
+    file.write_bytes(content if isinstance(content, bytes) else json.dumps(whole | content).encode())
+    caplog.clear()
+    assert remembered(_loaded(again := RoundingBackend()), BATCH).widths == WIDTHS and again.shapes
+    assert f"{file} is damaged and measured again" in caplog.text
+    assert json.loads(file.read_bytes()).keys() == whole.keys()
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])

@@ -98,10 +98,13 @@ def test_times_are_measured_once(
     assert load() == load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
     assert measured == [2]
     (file,) = [one for one in tmp_path.glob("calibration/*.json") if "steps" in json.loads(one.read_text())]
-    file.write_text(file.read_text().replace('"token"', '"tokens"'))
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        assert load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
-    assert measured == [2, 2] and "is damaged and measured again" in caplog.text
+    for whole, damaged in (('"token"', '"tokens"'), ("2.0", "0.0"), ("0.1", "Infinity")):
+        caplog.clear()
+        file.write_text(file.read_text().replace(whole, damaged))
+        with caplog.at_level(logging.WARNING, "slipstream"):
+            assert load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
+        assert "is damaged and measured again" in caplog.text
+    assert measured == [2, 2, 2, 2]
 
 
 @pytest.mark.draft_times

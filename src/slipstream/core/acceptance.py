@@ -8,7 +8,7 @@ Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -93,10 +93,25 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
         raise UsageError(f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches")
     scores = sampler.scores(logits, draft.tokens)
     distributions = choice.distributions(sampler.probs(scores), scores, draft)
+    if not isinstance(distributions, Distributions):
+        raise UsageError(
+            f"acceptance rule {choice.name} returned {type(distributions).__name__}; allowed: Distributions"
+        )
+    _check_shape(choice, "keep", distributions.keep, (len(logits), draft.width + 1))
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
     cumulative = distributions.keep.cumsum(-1)
     accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
-    return Verdict(accepted, sampler.draw_at(distributions.next_token(accepted), accepted, draft.width))
+    accepted = torch.minimum(accepted, draft.lengths_on_device[:, 0])  # a rule may forget that some drafts are shorter
+    probs = distributions.next_token(accepted)
+    _check_shape(choice, "next_token", probs, (len(logits), logits.shape[-1]))
+    return Verdict(accepted, sampler.draw_at(probs, accepted, draft.width))
+
+
+def _check_shape(rule: Rule, what: str, value: object, shape: Sequence[int]) -> None:
+    """Refuse what a user's rule returns instead of probabilities of this shape."""
+    given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if given != list(shape):
+        raise UsageError(f"acceptance rule {rule.name} returned {what} {given}; allowed: a tensor {list(shape)}")
 
 
 def match(choice: Tensor, draft: Draft) -> Verdict:

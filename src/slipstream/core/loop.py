@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Rule, accept, rule_for
-from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
+from slipstream.core.interfaces import Backend, Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.rounds import PREDICTION, Round, Seconds, TokenLogprobs, token_logprobs
 from slipstream.core.session import PromptReader, Session
-from slipstream.core.trees import arranged, check_parents, main_chain
+from slipstream.core.trees import arranged, main_chain
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError
 
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
 Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
 AskDrafter = Callable[[Sequence[int]], Draft]  # for drafts of so many tokens
 Predict = Callable[[Sequence[Row], Sequence[int], Sequence[int], AskDrafter], Draft]  # rows, lengths, room, the drafter
+Check = Callable[[object, Sequence[int], Drafter, Backend], None]  # raises unless it is a draft up to these lengths
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
 
@@ -55,6 +56,7 @@ class Engine:
     predict: Predict = lambda rows, lengths, room, ask_drafter: ask_drafter(lengths)
     constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
     make_race: Callable[[int, torch.device], Race] = Race
+    check_draft: Check = lambda draft, max_lengths, drafter, backend: None
 
     def __post_init__(self) -> None:
         backend = self.target.backend
@@ -137,8 +139,8 @@ class Engine:
         return bool(row.rounds) or not self.target.returns_prompt_logits
 
     def _ask_drafter(self, batch: Batch, lengths: Sequence[int]) -> Draft:
-        draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
-        check_draft(draft, lengths, self.drafter)
+        draft = self.drafter.propose(tuple(batch.rows), tuple(lengths), batch.sampler)  # which it cannot rearrange
+        self.check_draft(draft, lengths, self.drafter, self.target.backend)
         return draft
 
     def _argmax_decides(self, batch: Batch, draft: Draft) -> bool:
@@ -156,7 +158,7 @@ class Engine:
         batch.logits = logits if batch.wants_logprobs else None
         verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
         if self._observer is not None:
-            self._observer.observe(batch.rows, draft, logits, verdict)
+            self._observer.observe(tuple(batch.rows), draft, logits, verdict)
         return verdict
 
     def batch(self, rows: Sequence[Row]) -> Batch:
@@ -186,28 +188,6 @@ class Engine:
         """Whether the draft model will read a new row: it finishes what it has begun, and reads all rows of a batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or any(map(self.drafts_for, (row, *running)))
-
-
-def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter) -> None:
-    """Raise UsageError, which names the drafter, unless this is a draft of at most max_lengths[i] tokens per row."""
-    name, rows = type(drafter).__name__, len(max_lengths)
-    if not isinstance(draft, Draft):
-        raise UsageError(
-            f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
-            "Draft.from_lists(one list of token ids per row, sampler.device)"
-        )
-    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows or max(draft.lengths, default=0) > draft.width:
-        raise UsageError(
-            f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
-            f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
-        )
-    for i, (length, max_length) in enumerate(zip(draft.lengths, max_lengths, strict=True)):
-        if not 0 <= length <= max_length:
-            raise UsageError(
-                f"drafter {name} returned {length} tokens for row {i}; allowed: 0 to the {max_length} asked for"
-            )
-    if draft.parents is not None:
-        check_parents(draft, name)
 
 
 @dataclass

@@ -73,7 +73,7 @@ def remembered_layers(backend: Backend) -> tuple[int, ...] | None:
         return None
     try:
         layers = tuple(int(i) for i in json.loads(file.read_text(encoding="utf-8"))["layers"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"layers file {str(file)!r} cannot be read: {error!r}; allowed: delete it") from error
     check_layers(layers, num_layers(backend))
     return layers

@@ -126,7 +126,7 @@ def line_bytes(line: Mapping[str, Any]) -> bytes:
 def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         item = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         item = None
     if not isinstance(item, dict):
         raise no_output(path, number)

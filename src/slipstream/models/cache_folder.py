@@ -50,7 +50,7 @@ def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Me
         if values["identity"] != identity:
             raise ValueError(f"it is of {values['identity']!r}")
         return parse(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
         return None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.checks import is_number, is_whole
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
@@ -36,6 +37,7 @@ WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
 THREAD_SETTINGS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
 NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+LARGEST = 1 << 30  # of the sizes that a calibration names
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -192,17 +194,27 @@ def _digest(value: object) -> str:
 
 
 def _calibration(values: dict[str, Any]) -> Calibration:
-    widths, together, lengths = (tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths"))
-    unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
+    widths, together, lengths = (_sizes_of(values[name]) for name in ("widths", "together", "attended_lengths"))
+    (unit,), prompts = _sizes_of([values["attended_unit"]]), bool(values["prompts"])
     times, totals = _times(values["milliseconds"]), _times(values["totals"])
     return Calibration(widths, unit, times, prompts, together, lengths, totals, bool(values["every_total"]))
 
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:
-    return DraftTimes(_times(values["steps"]), float(values["token"]))
+    if not is_number(token := values["token"]):  # it is a difference, and may be 0 or less where time was taken away
+        raise ValueError(f"{token!r:.40} is no time")
+    return DraftTimes(_times(values["steps"]), float(token))
+
+
+def _sizes_of(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(is_whole(size, 1, LARGEST) for size in values):
+        raise ValueError(f"{values!r:.40} are no sizes")
+    return tuple(values)
 
 
 def _times(values: dict[str, Any]) -> dict[int, float]:
+    if not all(is_number(ms) and ms > 0 for ms in values.values()):
+        raise ValueError(f"{values!r:.40} are no times")
     return {int(count): float(ms) for count, ms in values.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, one_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import TokenTexts, VisibleText, visible_text
 from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
@@ -217,7 +217,7 @@ def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Resul
         rounds=row.rounds,
         seed=row.seed,
         prompt_token_ids=row.tokens[: row.prompt_length],
-        error=None if row.error is None else str(row.error),
+        error=None if row.error is None else one_line(row.error),
         tokenizer=tokenizer,
     )
 

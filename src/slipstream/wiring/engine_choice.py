@@ -26,10 +26,13 @@ from slipstream.models.cpu.compiled_race import race
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
+from slipstream.wiring.draft_check import check_draft
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
+
+NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,13 @@ class EngineParts:
         planner = self._planner() if self.lengths.kind == "auto" else None
         policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
         reader = self.models.draft_reader
-        engine = Engine(target, drafter, policy, Sampler, self.acceptance, reader, make_race=race)
+        engine = Engine(
+            target, drafter, policy, Sampler, self.acceptance, reader, make_race=race, check_draft=check_draft
+        )
         if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
             engine.constrain = ForcedDrafts(target)
         if not self.is_built_in:
-            engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
+            engine.constrain = partial(_of_user, name_of(self.picked), engine.constrain, target.backend.vocab_size)
         if traits.has_own_cache:
             engine.drafts_for = partial(drafts_for, policy)
         if not why_no_predictions(self.models, self.lengths):
@@ -233,11 +238,35 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
     return cache(lambda token: "\n" in tokenizer.decode([token]))
 
 
-def _in_vocabulary(
-    constrain: Callable[[Sequence[Row], Propose], Draft], vocab_size: int, rows: Sequence[Row], propose: Propose
+def _of_user(
+    name: str,
+    constrain: Callable[[Sequence[Row], Propose], Draft],
+    vocab_size: int,
+    rows: Sequence[Row],
+    propose: Propose,
 ) -> Draft:
-    """Clamp the ids of a user's drafter to the target's vocabulary; -1 for "none" becomes 0, which is a draft too."""
-    draft = constrain(rows, propose)
+    """The draft of a user's drafter: refused if it wrote into a text, or if its probabilities are none.
+
+    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
+    """
+    texts = [row.tokens[:] for row in rows]
+    try:
+        draft = constrain(rows, propose)
+    finally:
+        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
+        for row, text in changed:
+            row.tokens[:] = text
+    if changed:
+        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
+    if draft.probs is not None:
+        columns = torch.arange(draft.width, device=draft.tokens.device)
+        probs = draft.probs[columns < draft.lengths_on_device].float()
+        sums = probs.sum(-1)
+        wrong = (sums - 1).abs() > NEAR_ONE
+        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
+        if wrong.any():
+            sum = float(sums[wrong][0])
+            raise UsageError(f"drafter {name} returned probs with the sum {sum:g}; allowed: 0 or more, with the sum 1")
     return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 

@@ -3,16 +3,18 @@
 A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
 alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
 which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
-fail, a plain row tells whether they or the engine are at fault.
+fail, a plain row tells whether they or the engine are at fault. What the handler of a signal raises is nobody's.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
+from traceback import walk_tb
 
 import torch
 
@@ -51,8 +53,10 @@ class GuardedEngine(Engine):
         """The rows' batch; an empty one if a row's options cannot be prepared, which `step` then reports."""
         try:
             return super().batch(rows)
-        except Exception:
-            if not self._end_failing(rows, lambda place: super(GuardedEngine, self).batch(rows[place : place + 1])):
+        except Exception as error:
+            if _is_of_a_signal(error) or not self._end_failing(
+                rows, lambda place: super(GuardedEngine, self).batch(rows[place : place + 1])
+            ):
                 raise
             return super().batch([])
 
@@ -60,8 +64,10 @@ class GuardedEngine(Engine):
         read = super().read_ahead
         try:
             read(running, new, budget)
-        except Exception:
+        except Exception as error:
             self._tidy(running)
+            if _is_of_a_signal(error):
+                raise
             self._end_failing(new, lambda place: read([*running, *new[:place]], new[place : place + 1], budget))
 
     @torch.inference_mode()
@@ -70,7 +76,7 @@ class GuardedEngine(Engine):
         try:
             rounds = super().step(batch, clock, read_ahead) if batch.rows else []
         except BaseException as error:
-            if isinstance(error, NOT_OF_A_ROW):
+            if isinstance(error, NOT_OF_A_ROW) or _is_of_a_signal(error):
                 raise
             rounds = self._one_by_one(batch, begun, error)
         if self._ended:
@@ -124,7 +130,7 @@ class GuardedEngine(Engine):
         try:
             work()
         except BaseException as error:
-            if isinstance(error, NOT_OF_A_ROW):
+            if isinstance(error, NOT_OF_A_ROW) or _is_of_a_signal(error):
                 raise
             self._tidy([])
             if not isinstance(error, Exception):  # a panic in Rust
@@ -165,6 +171,16 @@ class GuardedEngine(Engine):
             super().step(batch, Clock())
         if row.error is not None:
             raise row.error
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised it, such as a caller's alarm; it may interrupt whatever runs."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(handler, "__func__", handler) for handler in handlers if callable(handler)]
+    codes = {
+        getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)) for function in functions
+    }
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def forget_round(session: Session) -> None:

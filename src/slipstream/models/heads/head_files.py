@@ -176,7 +176,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # what is wrong with it, the reader of models says
     if not isinstance(settings, dict):
         return None

@@ -40,7 +40,7 @@ def is_converted(folder: Path) -> bool:
     """Whether this folder was made from a GGUF file, completely and by this version."""
     try:
         return bool(json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["version"] == VERSION)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

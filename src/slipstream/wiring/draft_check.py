@@ -1,0 +1,71 @@
+"""Whether what a drafter returned is a draft: one line names the drafter and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.rounds import RowDraft
+from slipstream.core.trees import check_parents
+from slipstream.core.types import Draft
+from slipstream.errors import UsageError
+
+INTEGERS = torch.int64, torch.int32  # types of token ids, and of probabilities: the first one is the usual one
+FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter, backend: Backend) -> None:
+    """Raise UsageError, which names the drafter, unless this is a draft of at most max_lengths[i] tokens per row.
+
+    Only what the host knows is looked at, so that nothing waits for the device.
+    """
+    name, rows = type(drafter).__name__, len(max_lengths)
+    if not isinstance(draft, Draft):
+        raise UsageError(
+            f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
+            "Draft.from_lists(one list of token ids per row, sampler.device)"
+        )
+    _check_tensor(f"drafter {name} returned tokens", draft.tokens, (None, None), INTEGERS, backend)
+    if not isinstance(draft.lengths, tuple | list) or not all(type(length) is int for length in draft.lengths):
+        raise UsageError(f"drafter {name} returned lengths={draft.lengths!r:.80}; allowed: a tuple of whole numbers")
+    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows or max(draft.lengths, default=0) > draft.width:
+        raise UsageError(
+            f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
+            f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
+        )
+    for i, (length, max_length) in enumerate(zip(draft.lengths, max_lengths, strict=True)):
+        if not 0 <= length <= max_length:
+            raise UsageError(
+                f"drafter {name} returned {length} tokens for row {i}; allowed: 0 to the {max_length} asked for"
+            )
+    if draft.probs is not None:
+        shape = (rows, draft.width, backend.vocab_size)
+        _check_tensor(f"drafter {name} returned probs", draft.probs, shape, FLOATS, backend)
+    for field, records, kind in (
+        ("rows", draft.rows, RowDraft),
+        ("parents", () if draft.parents is None else draft.parents, Sequence),
+    ):
+        is_list = isinstance(records, tuple | list) and all(isinstance(record, kind) for record in records)
+        if not is_list or len(records) not in (0, rows):
+            allowed = f"none, or a {kind.__name__} for each of {rows} rows"
+            raise UsageError(f"drafter {name} returned {field}={records!r:.80}; allowed: {allowed}")
+    if draft.parents is not None:
+        check_parents(draft, name)
+
+
+def _check_tensor(
+    what: str, value: object, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], backend: Backend
+) -> None:
+    """Raise UsageError unless this is a tensor like those on the target's device. shape: None for any size."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what} of type {type(value).__name__}; allowed: a tensor")
+    sizes = len(value.shape) == len(shape) and all(
+        n in (size, None) for n, size in zip(shape, value.shape, strict=True)
+    )
+    if not sizes or value.dtype not in dtypes or value.device.type != backend.device.type:
+        given = f"{list(value.shape)} of {value.dtype} on {value.device}"
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise UsageError(f"{what} {given}; allowed: [{wanted}] of {dtypes[0]} on {backend.device}")

@@ -1,0 +1,166 @@
+"""What a user's drafter or acceptance rule gets wrong ends its own rows, in a line that names it; no text is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.acceptance import Distributions, Rule, load_rule
+from slipstream.core.rounds import RowDraft
+from slipstream.core.types import Row
+from tests.support.tiny_models import VOCAB, shared
+
+BAD = 59  # a token: what is drafted for the row whose prompt begins with it is wrong
+PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7]]
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+PARAMS = [GREEDY, GREEDY, replace(GREEDY, logprobs=2)]
+
+
+def with_probs(draft: Draft, change: Callable[[Any], Any]) -> Draft:
+    """The draft with one-hot distributions that are changed."""
+    return replace(draft, probs=change(torch.nn.functional.one_hot(draft.tokens, VOCAB).float()))
+
+
+WRONG: dict[str, tuple[str, Callable[[Draft], Draft]]] = {
+    "floats": ("returned tokens .* of torch.float32", lambda d: replace(d, tokens=d.tokens.float())),
+    "flags": ("returned tokens .* of torch.bool", lambda d: replace(d, tokens=d.tokens.bool())),
+    "one dimension": ("returned tokens .* allowed: .any, any.", lambda d: replace(d, tokens=d.tokens[0])),
+    "another device": ("returned tokens .* on meta; allowed", lambda d: replace(d, tokens=d.tokens.to("meta"))),
+    "an array": ("returned tokens of type ndarray", lambda d: replace(d, tokens=d.tokens.numpy())),
+    "half a token": (r"returned lengths=\(\d.5", lambda d: replace(d, lengths=tuple(n - 0.5 for n in d.lengths))),  # type: ignore[arg-type]
+    "a tensor of lengths": ("returned lengths=tensor", lambda d: replace(d, lengths=torch.tensor(d.lengths))),  # type: ignore[arg-type]
+    "no record of a row": ("returned rows=", lambda d: replace(d, rows=(RowDraft(),) * (len(d.lengths) + 1))),
+    "records of no kind": ("returned rows=", lambda d: replace(d, rows=(3,) * len(d.lengths))),  # type: ignore[arg-type]
+    "a tensor of parents": ("returned parents=", lambda d: replace(d, parents=torch.zeros(d.tokens.shape))),  # type: ignore[arg-type]
+    "logits": ("returned probs with the sum -", lambda d: with_probs(d, lambda probs: probs * 100 - 50)),
+    "no number": ("returned probs with the sum nan", lambda d: with_probs(d, lambda probs: probs * torch.nan)),
+    "half a probability": ("returned probs with the sum 0.5", lambda d: with_probs(d, lambda probs: probs / 2)),
+    "less than nothing": ("returned probs with the sum 1;", lambda d: with_probs(d, lambda p: p * 2 - 1 / VOCAB)),
+    "a smaller vocabulary": ("returned probs .* allowed: .*61", lambda d: with_probs(d, lambda probs: probs[..., :-1])),
+    "whole probabilities": ("returned probs .* of torch.int64", lambda d: with_probs(d, lambda probs: probs.long())),
+}  # fmt: skip
+
+
+@dataclass
+class Changing:
+    """Drafts the beginning of each text; where the bad row is in the batch, the draft is changed."""
+
+    change: Callable[[Draft], Draft]
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        tokens = [row.tokens[:length] for row, length in zip(rows, lengths, strict=True)]
+        draft = Draft.from_lists(tokens, sampler.device)
+        return self.change(draft) if any(map(is_bad, rows)) else draft
+
+
+@dataclass
+class Writing:
+    """Writes to what it is given to read, once the bad row has a few tokens."""
+
+    write: Callable[[Sequence[Row], Any], object]
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        draft = Draft.from_lists([[7] * length for length in lengths], sampler.device)
+        if any(map(is_bad, rows)):
+            self.write(rows, lengths)
+        return draft
+
+
+def is_bad(row: Row) -> bool:
+    return row.tokens[0] == BAD and row.num_output_tokens >= 4
+
+
+def check_neighbours(drafter: Any, message: str, acceptance: str) -> None:
+    plain = SpeculativeDecoder(shared("llama"), drafter="none").generate(PROMPTS, PARAMS)
+    decoder = SpeculativeDecoder(shared("llama"), drafter=drafter, num_draft_tokens=4, acceptance=acceptance)
+    results = decoder.generate(PROMPTS, PARAMS)
+    assert [result.token_ids for result in results[::2]] == [result.token_ids for result in plain[::2]]
+    assert results[2].logprobs == plain[2].logprobs
+    bad, whole = results[1], plain[1]
+    assert bad.error is not None and bad.token_ids == whole.token_ids[: len(bad.token_ids)] and len(bad.token_ids) >= 4
+    with pytest.raises((UsageError, AttributeError, TypeError), match=message):
+        decoder.generate(PROMPTS[1], GREEDY)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("acceptance", ["auto", "rejection"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_draft_ends_its_row_alone_and_is_named(kind: str, acceptance: str) -> None:
+    message, change = WRONG[kind]
+    check_neighbours(Changing(change), f"^drafter Changing {message}", acceptance)
+
+
+@pytest.mark.parametrize(
+    ("message", "write"),
+    [
+        ("^drafter Writing changed row.tokens", lambda rows, lengths: [row.tokens.append(3) for row in rows]),
+        ("^drafter Writing changed row.tokens", lambda rows, lengths: [row.tokens.pop() for row in rows]),
+        ("tuple", lambda rows, lengths: rows.reverse()),
+        ("tuple", lambda rows, lengths: rows.pop()),
+        ("tuple", lambda rows, lengths: lengths.clear()),
+    ],
+    ids=["append", "pop", "reverse rows", "pop rows", "clear lengths"],
+)
+def test_a_drafter_that_writes_to_what_it_reads_changes_no_text(message: str, write: Any) -> None:
+    check_neighbours(Writing(write), message, "auto")
+
+
+def test_an_error_without_a_message_or_with_several_lines_is_one_line() -> None:
+    def raised(error: Exception) -> str | None:
+        def fail(draft: Draft) -> Draft:
+            raise error
+
+        decoder = SpeculativeDecoder("toy", drafter=Changing(fail), num_draft_tokens=3)
+        return decoder.generate(PROMPTS, PARAMS)[1].error
+
+    assert raised(MemoryError()) == "MemoryError" and raised(ValueError("one\n  two")) == "one two"
+
+
+def rule(**changes: Any) -> Rule:
+    """`rejection` whose `keep` or `next_token` is changed."""
+    honest = load_rule("rejection").distributions
+    assert honest is not None
+
+    def distributions(p: Any, scores: Any, draft: Any) -> Any:
+        given = honest(p, scores, draft)
+        keep, next_token = (changes.get(name, lambda value: value) for name in ("keep", "next_token"))
+        return Distributions(keep(given.keep), lambda accepted: next_token(given.next_token(accepted)))
+
+    return Rule("mine", True, changes.get("distributions", distributions))
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("returned NoneType; allowed: Distributions", {"distributions": lambda *_: None}),
+        (r"returned keep \[1, .*; allowed: a tensor \[1, ", {"keep": lambda keep: keep.repeat(1, 2)}),
+        ("returned keep list; allowed: a tensor", {"keep": lambda keep: keep.tolist()}),
+        (r"returned next_token \[1, 60\]; allowed: a tensor \[1, 61\]", {"next_token": lambda probs: probs[:, :-1]}),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(message: str, changes: dict[str, Any]) -> None:
+    decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", num_draft_tokens=4).using(acceptance=rule(**changes))
+    with pytest.raises(UsageError, match=f"^acceptance rule mine {message}"):
+        decoder.generate(PROMPTS[0], GREEDY)
+
+
+def test_a_rule_accepts_no_more_than_was_drafted() -> None:
+    """A lossy rule that accepts every column meets rows with shorter drafts."""
+
+    def all_columns(keep: Any) -> Any:
+        return torch.zeros_like(keep).index_fill(1, torch.tensor([keep.shape[1] - 1]), 1.0)
+
+    class Uneven:
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+            return Draft.from_lists([[7] * min(n, place) for place, n in enumerate(lengths)], sampler.device)
+
+    decoder = SpeculativeDecoder(shared("llama"), drafter=Uneven(), num_draft_tokens=4)
+    plain = decoder.using("none", num_draft_tokens="auto").generate(PROMPTS, PARAMS)
+    results = decoder.using(acceptance=rule(keep=all_columns)).generate(PROMPTS, PARAMS)
+    assert results[0].token_ids == plain[0].token_ids
+    assert [max(r.num_accepted_tokens for r in result.rounds) for result in results] == [0, 1, 2]
