@@ -165,9 +165,9 @@ class RecordedTarget(RecordedModel):
 
     table = SimpleNamespace(longest_short=None, longest_draft=lambda rows: LONGEST)
 
-    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
+    def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
         """The first token of new rows."""
-        return self._logits([self._text(row)[:1] for row in rows]) if answer else None
+        return self._logits([self._text(row)[:1] for row in rows]) if logits else None
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
         """Whether there is a shape for it."""

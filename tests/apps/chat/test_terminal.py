@@ -129,7 +129,7 @@ def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path
     terminal.press("C-c")
     terminal.wait_for("none: acceptance rate", "ended by interrupted")
     terminal.type("/stats")
-    terminal.wait_for("1 turns, 1 interrupted")
+    terminal.wait_for("1 turn, 1 interrupted")
 
     terminal.type("/quit")
     assert terminal.wait_for_end() == 0

@@ -141,7 +141,7 @@ def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPat
     decoder.forget()
 
     def begin(states: RecurrentStates, first_slot: int, starts: list[int], width: int) -> None:
-        states._settled = dict.fromkeys(range(first_slot, first_slot + len(starts)), 1 << 20)
+        states._final_positions = dict.fromkeys(range(first_slot, first_slot + len(starts)), 1 << 20)
         own(states, first_slot, starts, width)
 
     own = RecurrentStates.begin

@@ -29,7 +29,7 @@ def is_right(out: torch.Tensor, start: int) -> bool:
     return torch.allclose(out, expected()[start : start + len(out)], rtol=0, atol=1e-4)
 
 
-def test_a_forward_may_begin_at_any_position_that_is_not_settled() -> None:
+def test_a_forward_may_begin_at_any_position_that_is_not_final() -> None:
     states = make_states(RECURRENCE)
     feed(states, TEXT, 0, 30, settled=10)
     assert [states.checkpoint(0, limit) for limit in (5, 10, 20, 30, 99)] == [0, 10, 20, 30, 30]
@@ -37,7 +37,7 @@ def test_a_forward_may_begin_at_any_position_that_is_not_settled() -> None:
     assert [states.checkpoint(0, limit) for limit in (16, 17, 40)] == [0, 17, 21]
 
 
-def test_what_is_not_settled_is_kept_however_much_it_is() -> None:
+def test_what_is_not_final_is_kept_however_much_it_is() -> None:
     states = make_states(RECURRENCE)
     feed(states, TEXT, 0, 5, settled=4)
     feed(states, TEXT, 5, 3 * RING, settled=5)
@@ -45,7 +45,7 @@ def test_what_is_not_settled_is_kept_however_much_it_is() -> None:
     assert is_right(feed(states, TEXT, 6, 3, settled=6), 6)
 
 
-def test_without_a_settled_position_a_forward_may_begin_shortly_before_the_end() -> None:
+def test_without_a_final_position_a_forward_may_begin_shortly_before_the_end() -> None:
     states = make_states(RECURRENCE)
     feed(states, TEXT, 0, 3 * RING)
     assert states.checkpoint(0, 3 * RING - RING // 2) == 3 * RING - RING // 2

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.checks import is_number, is_whole
+from slipstream.checks import UNREADABLE, is_number, is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
@@ -176,7 +176,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except UNREADABLE:
         return None  # what is wrong with it, the reader of models says
     if not isinstance(settings, dict):
         return None
