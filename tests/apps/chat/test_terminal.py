@@ -127,7 +127,7 @@ def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path
     terminal.type("The heron")
     terminal.wait_for(" slow")  # the answer has begun
     terminal.press("C-c")
-    terminal.wait_for("none: acceptance rate", "ended by interrupted")
+    terminal.wait_for("none: nothing drafted", "ended by interrupted")
     terminal.type("/stats")
     terminal.wait_for("1 turn, 1 interrupted")
 
