@@ -36,9 +36,9 @@ SPREAD = 16.0  # of embeddings: the last token outweighs what random layers add 
 LAYER_SPREAD = 0.02
 ACCEPTANCE = 0.8
 END = "<end>"
-MERGE = ("Ċ", "Ċ")  # byte-level BPE has one at least
+MERGE = ("Ċ", "Ċ")  # a byte-level BPE tokenizer needs one at least
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PROMPTS, PROMPT_TOKENS = 8, 127  # tokens before the last one, which is another in every prompt: so are the texts
+PROMPTS, PROMPT_TOKENS = 8, 127  # tokens before the last one, in which prompts differ, and so do their texts
 FILES = ("target", "draft")
 
 Shape = dict[str, int]

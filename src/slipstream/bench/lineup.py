@@ -210,7 +210,7 @@ class TimedRuns:
             self._warm.add((arm.name, batch))
         self.lineup.forget(arm)
         wait_for_device(self.lineup.decoder.target.backend.device)  # what is queued belongs to whatever ran before
-        with paused_collection():  # one of all objects takes a third of a second, and would be some arm's
+        with paused_collection():  # a full one takes a third of a second, which one arm would be charged with
             started = perf_counter()
             output = self.lineup.generate(arm, prompts, params)
             return output, perf_counter() - started

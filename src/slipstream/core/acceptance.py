@@ -101,7 +101,9 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
     cumulative = distributions.keep.cumsum(-1)
     accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
-    accepted = torch.minimum(accepted, draft.lengths_on_device[:, 0])  # a rule may forget that some drafts are shorter
+    accepted = torch.minimum(
+        accepted, draft.lengths_on_device[:, 0]
+    )  # a user's rule may accept more than a row's draft has
     probs = distributions.next_token(accepted)
     _check_shape(choice, "next_token", probs, (len(logits), logits.shape[-1]))
     return Verdict(accepted, sampler.draw_at(probs, accepted, draft.width))
@@ -109,9 +111,9 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
 
 def _check_shape(rule: Rule, what: str, value: object, shape: Sequence[int]) -> None:
     """Refuse what a user's rule returns instead of probabilities of this shape."""
-    given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if given != list(shape):
-        raise UsageError(f"acceptance rule {rule.name} returned {what} {given}; allowed: a tensor {list(shape)}")
+    returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if returned != list(shape):
+        raise UsageError(f"acceptance rule {rule.name} returned {what} {returned}; allowed: a tensor {list(shape)}")
 
 
 def match(choice: Tensor, draft: Draft) -> Verdict:

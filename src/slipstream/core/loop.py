@@ -93,7 +93,7 @@ class Engine:
         return rounds
 
     def _draft(self, batch: Batch) -> Draft:
-        """What is verified: a tree's nodes in chain order, or its main chain where branches cannot be verified."""
+        """The draft to verify: a tree's nodes in chain order, or its main chain where branches cannot be verified."""
         draft = self.constrain(batch.rows, partial(self._propose, batch))
         batch.sampler.drafted()
         if draft.parents is None:

@@ -183,8 +183,10 @@ class Planner:
     _unread: Pause = field(default_factory=Pause)  # counts texts that the draft model has not read, not rounds
     _read: WeakSet[Row] = field(default_factory=WeakSet)
     _share_left: float = 1.0  # of new rows, see `RowPlan`
-    _search_seconds: float = 0.0  # that searching for retrieval drafts takes of late, per row
-    _saved_seconds: float | None = None  # that it saves, less what verifying the drafts takes; None before the first
+    # running means, per row: what a search for retrieval drafts takes, and what its drafts save after the cost of
+    # verifying them; None before the first search
+    _search_seconds: float = 0.0
+    _saved_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self.model_drafts, self._positions = ModelDrafts(STEPS), Positions(self.longest)
@@ -322,7 +324,7 @@ class Planner:
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
     def _asks_model(self, rows: Sequence[Row]) -> bool:
-        """Whether the draft model would draft without a search; of texts it has not read this is asked now and then."""
+        """Whether the draft model would draft without a search; asked every 4th round if it has read none of the texts."""
         is_asked = self.has_model and (any(map(self._has_read, rows)) or self._of(rows[0]).model.waited % SOONEST == 0)
         return is_asked and any(self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows)))
 
@@ -358,7 +360,7 @@ class Planner:
         plan.retrieval.observe(drafted=searched or drafted > 0, accepted=newest.num_accepted_tokens)
 
     def _learn_search(self, rows: Sequence[Row]) -> None:
-        """Learn what the newest round's search for retrieval drafts took, and what it saved."""
+        """Learn what the newest round's search for retrieval drafts took, and what its drafts saved."""
         rounds = [row.rounds[-1].without_forced for row in rows]
         # with steps of a draft model, the seconds are theirs as well
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:

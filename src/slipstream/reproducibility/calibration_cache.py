@@ -201,7 +201,7 @@ def _calibration(values: dict[str, Any]) -> Calibration:
 
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:
-    if not is_number(token := values["token"]):  # it is a difference, and may be 0 or less where time was taken away
+    if not is_number(token := values["token"]):  # a difference of two times, which noise may make negative
         raise ValueError(f"{token!r:.40} is no time")
     return DraftTimes(_times(values["steps"]), float(token))
 

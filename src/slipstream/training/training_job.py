@@ -157,7 +157,7 @@ class TrainingJob:
         def show(doing: str, tokens: int, passed: float) -> None:
             tokens = min(tokens, settings.num_tokens)
             needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
-            is_over = passed > seconds  # the fewest texts are still made then
+            is_over = passed > seconds  # after that, texts are made until there are enough to train
             seconds_left = None if needed is None or is_over else min(needed, seconds - passed)
             self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=seconds_left))
 

@@ -13,7 +13,7 @@ from slipstream.core.trees import check_parents
 from slipstream.core.types import Draft
 from slipstream.errors import UsageError
 
-INTEGERS = torch.int64, torch.int32  # types of token ids, and of probabilities: the first one is the usual one
+INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -59,7 +59,7 @@ def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter, bac
 def _check_tensor(
     what: str, value: object, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], backend: Backend
 ) -> None:
-    """Raise UsageError unless this is a tensor like those on the target's device. shape: None for any size."""
+    """Raise UsageError unless this is such a tensor on the target's device. shape: None for any size."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{what} of type {type(value).__name__}; allowed: a tensor")
     sizes = len(value.shape) == len(shape) and all(

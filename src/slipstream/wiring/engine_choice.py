@@ -125,7 +125,7 @@ class EngineParts:
         if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
             engine.constrain = ForcedDrafts(target)
         if not self.is_built_in:
-            engine.constrain = partial(_of_user, name_of(self.picked), engine.constrain, target.backend.vocab_size)
+            engine.constrain = partial(_users_draft, self.name, engine.constrain, target.backend.vocab_size)
         if traits.has_own_cache:
             engine.drafts_for = partial(drafts_for, policy)
         if not why_no_predictions(self.models, self.lengths):
@@ -238,14 +238,14 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
     return cache(lambda token: "\n" in tokenizer.decode([token]))
 
 
-def _of_user(
+def _users_draft(
     name: str,
     constrain: Callable[[Sequence[Row], Propose], Draft],
     vocab_size: int,
     rows: Sequence[Row],
     propose: Propose,
 ) -> Draft:
-    """The draft of a user's drafter: refused if it wrote into a text, or if its probabilities are none.
+    """The draft of a user's drafter; refused if the drafter changed a text, or its probabilities are no distribution.
 
     Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
     """
@@ -265,8 +265,10 @@ def _of_user(
         wrong = (sums - 1).abs() > NEAR_ONE
         wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
         if wrong.any():
-            sum = float(sums[wrong][0])
-            raise UsageError(f"drafter {name} returned probs with the sum {sum:g}; allowed: 0 or more, with the sum 1")
+            total = float(sums[wrong][0])
+            raise UsageError(
+                f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
+            )
     return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 

@@ -3,7 +3,8 @@
 A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
 alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
 which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
-fail, a plain row tells whether they or the engine are at fault. What the handler of a signal raises is nobody's.
+fail, a plain row tells whether they or the engine are at fault. What a signal handler raises
+is no row's fault and reaches the caller.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class GuardedEngine(Engine):
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised it, such as a caller's alarm; it may interrupt whatever runs."""
+    """Whether a signal handler has raised the error, such as a caller's alarm, which may interrupt any code."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(handler, "__func__", handler) for handler in handlers if callable(handler)]
     codes = {

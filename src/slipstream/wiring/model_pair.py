@@ -370,7 +370,7 @@ def _attach(draft: Loaded | None, target: Session) -> None:
     if draft is not None and isinstance(draft.backend, FeatureReader):
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
-        target.forget()  # of texts that are cached no hidden states were kept
+        target.forget()  # no hidden states were kept of the texts that are cached
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:

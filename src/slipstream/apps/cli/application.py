@@ -60,7 +60,7 @@ def help_command(
         list[str] | None, typer.Argument(metavar="[COMMAND]...", help="as in `slipstream help chat`")
     ] = None,
 ) -> None:
-    """Explain a command; without one, list all."""
+    """Explain a command, or list all of them."""
     shown = context.find_root()
     for word in words or ():
         group = shown.command

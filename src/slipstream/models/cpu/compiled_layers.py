@@ -364,7 +364,7 @@ class LayerStack:
         return logits
 
     def _update_addresses(self, cache: RaggedCache, hidden: Tensor) -> bool:
-        """Give the structs the addresses of what the cache stores; whether keys and values are of the right type."""
+        """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
         stored = [cache.layers[spec.index].keys for spec in self._specs] + [cache.hidden[i].keys for i in kept]
         if len(stored) == len(self._cached) and all(

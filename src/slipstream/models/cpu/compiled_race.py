@@ -16,7 +16,7 @@ FEWEST = 4096  # tokens from which on the kernel is worth loading
 
 
 class CompiledRace(Race):
-    """A race on the CPU. The winners of `draw` are those of `Race` to the bit; `leaders` rounds otherwise."""
+    """A race on the CPU. The winners of `draw` are those of `Race` to the bit; `leaders` rounds differently."""
 
     def __init__(self, vocab_size: int, library: Any) -> None:
         super().__init__(vocab_size, torch.device("cpu"))

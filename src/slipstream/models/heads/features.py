@@ -38,7 +38,7 @@ class FeatureReader:
         self.num_right += [0] * (rows - len(self.num_right))
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Put the first positions of a slot into another; heads copy what they have cached of them, too."""
+        """Copy the first positions of one slot to another; a head overrides this to copy its cache as well."""
         self.num_right[destination] = min(self.num_right[source], length)
 
     def num_read(self, slot: int) -> int:

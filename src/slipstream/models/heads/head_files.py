@@ -60,24 +60,24 @@ MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the set
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
-# settings that choose between networks, and the values with which a head is the one that is computed here; null is any
-# reader's default. ModelOpt writes those of the second group
+# settings that choose between networks, and their values in the network that is computed here; null stands for a
+# default. The last two lines are ModelOpt's
 COMPUTED: dict[str, tuple[Any, ...]] = {
     **{"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "hidden_activation": ("silu",)},
     **{"attention_mode": ("gqa", "mha"), "partial_rotary_factor": (1,)},
     **{"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,)},
     **{"use_mtp_layernorm": (False,), "eh_proj_before_attn": (False,), "parallel_draft_step": (0, 1)},
 }
-# flags of EAGLE-3, which the other kinds do not have
+# flags of EAGLE-3, refused in heads of other kinds unless they are off
 NOT_EAGLE3 = dict.fromkeys(("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"), (False,))
-# any others that would change what a head computes with the same tensors have such a word in their names
+# an unknown setting with one of these words in its name may change what a head computes, and is refused
 SWITCH = re.compile(
     r"(?:^|_)(?:(?:layer)?norm|residual|multiplier|scal(?:e|ing|ar)|(?:soft)?cap(?:ping)?|clip|rotary|rope|window|causal"
     r"|interleaved?|act(?:ivation)?|attn|attention)(?:_|$)"
 )
-# these do not: trainers' and libraries' settings, and sizes, which the tensors' shapes show
+# unless it is a trainer's or a library's, or a size, which the tensors' shapes show
 NO_SWITCH = re.compile(r"dropout|loss|grad|train|init|eps|implementation|backend|kernel|_(?:heads?|dim)$")
-# those that are read elsewhere, and those without effect on a head, or only with tensors that it has or lacks
+# or one that is read elsewhere, has no effect on a head, or only through tensors that are checked
 KNOWN_SWITCHES = frozenset(
     {
         *NOT_EAGLE3,
