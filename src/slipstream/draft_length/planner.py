@@ -324,7 +324,7 @@ class Planner:
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
     def _asks_model(self, rows: Sequence[Row]) -> bool:
-        """Whether the draft model would draft without a search; asked every 4th round if it has read none of the texts."""
+        """Whether the draft model would draft without a search; asked every 4th round if it has read no text."""
         is_asked = self.has_model and (any(map(self._has_read, rows)) or self._of(rows[0]).model.waited % SOONEST == 0)
         return is_asked and any(self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows)))
 
