@@ -59,20 +59,13 @@ class BlockPart:
         """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
-        self._panel_bytes = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
+        self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
         if read is None:
             return
         for first, last in self.steps(PACKED_AT_A_TIME):
             rows = read(first, last)
-            library.pack_panels(
-                ctypes.c_int64(block.code),
-                ctypes.c_void_p(rows.ctypes.data),
-                ctypes.c_int64(len(rows)),
-                ctypes.c_int64(self.inputs),
-                ctypes.c_void_p(self.from_row(first)),
-                ctypes.c_int(1),
-            )
+            library.pack_panels(block.code, rows.ctypes.data, len(rows), self.inputs, self.from_row(first), 1)
 
     @property
     def row_bytes(self) -> int:
@@ -86,7 +79,7 @@ class BlockPart:
 
     def from_row(self, row: int) -> int:
         """The address of the panel that begins with a row, a multiple of 16."""
-        return self.data.data_ptr() + row // LANES * int(self._panel_bytes)
+        return self.data.data_ptr() + row // LANES * self._panel_bytes
 
     @property
     def struct(self) -> PartStruct:
@@ -101,13 +94,8 @@ class BlockPart:
                 f"outputs from {int(indices.min())} to {int(indices.max())}; allowed: 0 to {self.outputs - 1}"
             )
         out = torch.empty(len(indices), self.inputs, dtype=torch.float32)
-        self.library.unpack_rows(
-            ctypes.byref(self.struct),
-            ctypes.c_int64(self.inputs),
-            ctypes.c_void_p(indices.data_ptr()),
-            ctypes.c_int64(len(indices)),
-            ctypes.c_void_p(out.data_ptr()),
-        )
+        part = ctypes.byref(self.struct)
+        self.library.unpack_rows(part, self.inputs, indices.data_ptr(), len(indices), out.data_ptr())
         return out
 
 
@@ -150,11 +138,9 @@ class BlockLinear(nn.Module):
             raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: float32 [..., {self.in_features}]")
         rows = x.contiguous()
         out = rows.new_empty(*x.shape[:-1], self.out_features)
-        tokens, planes = ctypes.c_int64(rows.numel() // self.in_features), ctypes.c_int64(self.planes)
-        size = self._library.activation_bytes(ctypes.c_int64(self.in_features), tokens, planes)
-        space = torch.empty(size, dtype=torch.uint8)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, out, space)]
-        self._library.multiply_blocks(ctypes.byref(self.weights), pointers[0], tokens, planes, *pointers[1:])
+        tokens, planes, weights = rows.numel() // self.in_features, self.planes, ctypes.byref(self.weights)
+        space = torch.empty(self._library.activation_bytes(self.in_features, tokens, planes), dtype=torch.uint8)
+        self._library.multiply_blocks(weights, rows.data_ptr(), tokens, planes, out.data_ptr(), space.data_ptr())
         return out
 
     def extra_repr(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,17 +19,12 @@ class CompiledRace(Race):
 
     def __init__(self, vocab_size: int, library: Any) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
-        self._find = library.race_contenders
-        self._find.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-        self._find.restype = ctypes.c_int64
-        self._lead = library.race_leaders
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._lead.argtypes, self._lead.restype = [pointer, number, number, number, pointer, pointer], None
-        self._found = torch.empty(vocab_size, dtype=torch.int64)
+        self._library = library
+        self._contenders = torch.empty(vocab_size, dtype=torch.int64)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
-        if probs.shape[-1] != len(self._found):
-            raise ValueError(f"probs: {probs.shape[-1]} tokens; allowed: {len(self._found)}")
+        if probs.shape[-1] != len(self._contenders):
+            raise ValueError(f"probs: {probs.shape[-1]} tokens; allowed: {len(self._contenders)}")
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
@@ -40,12 +34,14 @@ class CompiledRace(Race):
             return super().leaders(probs, bits, count)
         rows = probs.float().contiguous()
         tokens, speeds = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 3)
+        lead, has_noise = self._library.race_leaders, bits is not None
         for i, key in enumerate([0] * len(rows) if bits is None else bits.tolist()):
-            self._lead(address(rows[i]), rows.shape[1], bits is not None, key, address(tokens[i]), address(speeds[i]))
+            lead(address(rows[i]), rows.shape[1], has_noise, key, address(tokens[i]), address(speeds[i]))
         return tokens[:, :count], speeds[:, :count] / speeds[:, 2:].clamp(min=1e-30)
 
     def _winner(self, probs: Tensor, bits: int) -> int:
-        contenders = self._found[: self._find(address(probs), len(probs), bits, address(self._found))]
+        count = self._library.race_contenders(address(probs), len(probs), bits, address(self._contenders))
+        contenders = self._contenders[:count]
         if len(contenders) == 1:
             return int(contenders)
         if not len(contenders):  # no probability is above zero

@@ -87,8 +87,7 @@ class _FilePieces:
     def pack(self, library: Any) -> None:
         """Pack pieces until all are taken; several threads share the work."""
         with self._file.open("rb", buffering=0) as stream:
-            count = ctypes.c_int64(len(self._pieces))
-            failed = library.pack_pieces(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
+            failed = library.pack_pieces(stream.fileno(), self._pieces, len(self._pieces), ctypes.byref(self._next))
         if failed < 0:
             return
         entry = self._of[failed]
