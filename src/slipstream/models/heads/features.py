@@ -7,11 +7,28 @@ where the target has kept them. The feature of a head's row s is the target's at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from slipstream.core.kv_slots import SlotState
+from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.loaded import Loaded
+
+
+def model_for(draft: str, target: Loaded) -> Any:
+    """The module that a target's backend runs. draft: what reads its hidden states, as messages begin with it.
+
+    Raises `UsageError` where they cannot be read.
+    """
+    model = getattr(target.backend, "model", None)
+    if model is None or not isinstance(target.backend, HiddenStates):
+        raise UsageError(
+            f"{draft} with target {target.name!r}, whose hidden states cannot be read; "
+            "allowed: with models that run on Slipstream's own KV cache"
+        )
+    return model
 
 
 class FeatureReader:

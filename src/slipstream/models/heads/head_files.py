@@ -207,7 +207,7 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
     """The names of the tensors in a folder."""
     from safetensors import safe_open
 
-    path = next((path for name in WEIGHTS if (path := file_of(folder, name, options.files)) is not None), None)
+    path = _weights_file(folder, options)
     if path is None:
         return ()
     try:
@@ -218,6 +218,10 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
             return list(file.keys())
     except Exception:  # of many kinds; what is wrong with it, the reader of models says
         return ()
+
+
+def _weights_file(folder: str, options: LoadOptions) -> Path | None:
+    return next((path for name in WEIGHTS if (path := file_of(folder, name, options.files)) is not None), None)
 
 
 def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
@@ -401,24 +405,22 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
     """A head's tensors by the names of `speculators`, those of numbers in the type of its projection of features."""
     from safetensors.torch import load_file
 
-    for name in WEIGHTS:
-        path = file_of(files.folder, name, options.files)
-        if path is None:
-            continue
-        try:
-            if path.suffix == ".safetensors":
-                loaded = load_file(path)
-            else:
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # of many kinds, as the file says what is read
-            raise SlipstreamError(
-                f"draft head {files.source!r}: {name} could not be read: {one_line(error)}"
-            ) from error
-        named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
-        tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
-        dtype = tensors[FEATURES].dtype if FEATURES in tensors else torch.bfloat16
-        return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
-    raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+    path = _weights_file(files.folder, options)
+    if path is None:
+        raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+    try:
+        if path.suffix == ".safetensors":
+            loaded = load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds, as the file says what is read
+        raise SlipstreamError(
+            f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
+        ) from error
+    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
+    tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+    dtype = tensors[FEATURES].dtype if FEATURES in tensors else torch.bfloat16
+    return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
 
 
 def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -428,37 +430,29 @@ def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, device: torch.device) -> HeadWeights:
-    size, heads = config.hidden_size, (config.num_heads, config.num_key_heads, config.num_key_heads)
-    target, drafted = (
-        config.target_hidden_size,
-        config.vocab_size if config.token_ids is None else len(config.token_ids),
-    )
-    read = TensorReader(files.source, tensors, device)
-    product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
+    size, read = config.hidden_size, TensorReader(files.source, tensors, device)
 
     def layer(number: int, inputs: int) -> dict[str, Any]:
-        name, middle = f"layers.{number}.", config.intermediate_size
-        projections = [
-            read(f"{name}self_attn.{part}_proj.weight", count * config.head_dim, inputs)
-            for part, count in zip("qkv", heads, strict=True)
-        ]
-        gates = [read(f"{name}mlp.{part}_proj.weight", middle, size) for part in ("gate", "up")]
-        norms = {f"{name}self_attn.{part}_norm.weight": count for part, count in zip("qk", heads, strict=False)}
+        name = f"layers.{number}."
+        heads = {
+            f"{name}self_attn.q_norm.weight": config.num_heads,
+            f"{name}self_attn.k_norm.weight": config.num_key_heads,
+        }
+        norms = (
+            [read(norm, config.head_dim).expand(n, 1, -1) for norm, n in heads.items()]
+            if heads.keys() & tensors.keys()
+            else []
+        )
         return {
-            "qkv": product(torch.cat(projections)),
-            "out": product(read(f"{name}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
-            "gate_up": product(torch.cat(gates)),
-            "down": product(read(f"{name}mlp.down_proj.weight", size, middle)),
-            "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
-            "head_norms": torch.cat([read(norm, config.head_dim).expand(n, 1, -1) for norm, n in norms.items()])
-            if any(norm in tensors for norm in norms)
-            else None,
+            "qkv": read.product(projections(config, name, "qkv"), inputs),
+            "head_norms": torch.cat(norms) if norms else None,
+            **after_attention(read, config, name),
         }
 
     weights = HeadWeights(
         **layer(0, 2 * size),
-        fc=product(read(FEATURES, size, len(config.layers) * target)),
-        lm_head=product(read("lm_head.weight", drafted, size)),
+        fc=read.product({FEATURES: size}, len(config.layers) * config.target_hidden_size),
+        lm_head=read.product({"lm_head.weight": config.draft_vocab_size}, size),
         token_norm=read("layers.0.input_layernorm.weight", size),
         hidden_norm=read("layers.0.hidden_norm.weight", size),
         final_norm=read("norm.weight", size),
@@ -470,6 +464,23 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     )
     read.check_all_read()
     return weights
+
+
+def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
+    """The outputs of some of a layer's projections of queries, keys and values, by name. parts: such as "qkv"."""
+    heads = {"q": config.num_heads, "k": config.num_key_heads, "v": config.num_key_heads}
+    return {f"{name}self_attn.{part}_proj.weight": heads[part] * config.head_dim for part in parts}
+
+
+def after_attention(read: TensorReader, config: HeadConfig, name: str) -> dict[str, Any]:
+    """What a layer has behind its attention, by the fields of `LayerWeights`. name: "layers.N."."""
+    size, middle = config.hidden_size, config.intermediate_size
+    return {
+        "out": read.product({f"{name}self_attn.o_proj.weight": size}, config.num_heads * config.head_dim),
+        "gate_up": read.product({f"{name}mlp.{part}_proj.weight": middle for part in ("gate", "up")}, size),
+        "down": read.product({f"{name}mlp.down_proj.weight": size}, middle),
+        "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
+    }
 
 
 def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Tensor | None:
@@ -497,6 +508,16 @@ class TensorReader:
         self.names.add(name)
         return tensor.to(self.device)
 
+    def product(self, parts: Mapping[str, int], inputs: int) -> Linear:
+        """The joint product with the weights of these names, [outputs, inputs] each. parts: outputs by name."""
+        weights = [self(name, outputs, inputs) for name, outputs in parts.items()]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        linear = nn.Linear(inputs, len(weight), bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+            return linear
+        return converter(sum(tensor.numel() for tensor in self.tensors.values()), weight.dtype)(linear)
+
     def check_all_read(self) -> None:
         """Raise `SlipstreamError` if there are more tensors: the head computes something else with them."""
         more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
@@ -505,15 +526,6 @@ class TensorReader:
                 f"draft head {self.source!r}: its config.json says nothing of tensor {more[0]!r}; allowed: the tensors "
                 f"of its kind, such as {min(self.names)!r}"
             )
-
-
-def as_product(weight: Tensor, num_weights: int) -> Linear:
-    """The product with a weight [outputs, inputs] of a head with this many weights."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
-        return linear
-    return converter(num_weights, weight.dtype)(linear)
 
 
 def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
