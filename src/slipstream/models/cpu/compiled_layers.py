@@ -37,7 +37,7 @@ from slipstream.models.cpu.structs import (
     StackedLayerStruct,
 )
 from slipstream.models.decoder.around_layers import Rotations, decoder_module
-from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import (
     Activation,
     AttentionSpec,
@@ -136,7 +136,7 @@ class LayerCalls(ABC):
         self.library.residual_mlp(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
         return out
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
         if not self.computes_whole(hidden):
             return None
         keys, values = self.keys_and_values(cache, spec, hidden)
@@ -154,18 +154,18 @@ class LayerCalls(ABC):
         self.shape_independent = self._tokens_independent
         return out
 
-    def keys_and_values(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, allocated in the type of the hidden states if there are none."""
         return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
-    def prepared(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+    def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
         ready: PreparedForward | None = cache.prepared
         if ready is None:
             ready = cache.prepared = self._prepare(cache, hidden)
         return ready
 
-    def _prepare(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+    def _prepare(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         slots, positions = cache.destinations()
         where: tuple[Tensor, ...] = (slots, positions, positions)
         if cache.tree is not None:
@@ -304,7 +304,7 @@ class LayerStack:
         self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
         self._scratch = dict[int, int]()  # by tokens
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, keep: int | Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int | Tensor) -> Tensor | None:
         """[B, W', vocabulary] of tokens [B, W] at these positions; None where the layers are not computed whole.
 
         keep: of which columns; 0 of all, 1 of the last.
@@ -323,7 +323,7 @@ class LayerStack:
         logits: Tensor = self._model.get_output_embeddings()(normed)
         return logits
 
-    def _update_addresses(self, cache: RaggedCache, hidden: Tensor) -> bool:
+    def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
         stored = [cache.layers[spec.index].keys for spec in self._specs] + [cache.hidden[i].keys for i in kept]
@@ -347,7 +347,7 @@ class LayerStack:
             self._cached.append(ref(entering))
         return True
 
-    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: RaggedCache) -> None:
+    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: SlotCache) -> None:
         """Put hidden states [B, W, H] through all layers, in place."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = [

@@ -22,7 +22,7 @@ from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import pack, pack_experts, unsupported
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
-from slipstream.models.decoder.cache import KEYS_AND_VALUES, RaggedCache, SlotLayer
+from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.features import FeatureReader, model_for
 from slipstream.models.heads.head_files import HeadFiles, converter
@@ -50,7 +50,7 @@ class MtpLayer:
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
-        self.cache = RaggedCache(1)
+        self.cache = SlotCache(1)
         self.cache.hidden[RETURNED] = SlotLayer()
         self.cache.attended_unit = 1
         accepted = inspect.signature(decoder.forward).parameters
