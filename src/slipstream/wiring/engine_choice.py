@@ -67,8 +67,7 @@ def choose_engine(
     lengths = LengthChoice.parse(config.num_draft_tokens)
     parts = EngineParts(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
     check_confidence(lengths, config.num_draft_tokens, parts.name)
-    guarded = GuardedEngine.of(parts.engine(), models.target_session, models.draft_session)
-    return EngineChoice(guarded, parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
+    return EngineChoice(parts.engine(), parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
 
 
 def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
@@ -93,7 +92,7 @@ class EngineParts:
 
     @property
     def name(self) -> str:
-        """The drafter's."""
+        """The name of the drafter."""
         return name_of(self.picked)
 
     @property
@@ -113,14 +112,21 @@ class EngineParts:
             return self.is_built_in or not self.traits.samples
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
-    def engine(self) -> Engine:
+    def engine(self) -> GuardedEngine:
         """The drafter, policy and rule, with what edits drafts: predictions, constraints, the vocabulary's limits."""
         target, traits = self.models.target_session, self.traits
         planner = self._planner() if self.lengths.kind == "auto" else None
         policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
-        reader = self.models.draft_reader
-        engine = Engine(
-            target, drafter, policy, Sampler, self.acceptance, reader, make_race=race, check_draft=check_draft
+        engine = GuardedEngine(
+            target,
+            drafter,
+            policy,
+            Sampler,
+            self.acceptance,
+            self.models.draft_reader,
+            make_race=race,
+            check_draft=check_draft,
+            sessions=[session for session in (target, self.models.draft_session) if session is not None],
         )
         if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
             engine.constrain = ForcedDrafts(target)

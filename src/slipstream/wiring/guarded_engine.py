@@ -13,7 +13,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
 
@@ -43,12 +43,6 @@ class GuardedEngine(Engine):
 
     sessions: Sequence[Session] = ()
     _ended: list[Round] = field(default_factory=list, init=False)  # to be reported with the next step
-
-    @classmethod
-    def of(cls, engine: Engine, *sessions: Session | None) -> GuardedEngine:
-        """A guarded engine of the parts of another."""
-        parts = {part.name: getattr(engine, part.name) for part in fields(Engine)}
-        return cls(**parts, sessions=[session for session in sessions if session is not None])
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The rows' batch; an empty one if a row's options cannot be prepared, which `step` then reports."""

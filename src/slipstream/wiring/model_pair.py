@@ -29,7 +29,7 @@ from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
@@ -123,7 +123,7 @@ class ModelPair:
         unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
         """
         models = [self.target] if self.draft is None else [self.target, self.draft]
-        changed = [loaded for loaded in models if loaded.view is not None and _is_changed(loaded.view)]
+        changed = [loaded for loaded in models if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:
             rewritten = [loaded.view for loaded in models if loaded.view and not loaded.view.has_same_weights()]
             if rewritten:
@@ -281,11 +281,6 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
     from slipstream.tokenization.hf_tokenizer import tokenizer_in
 
     return tokenizer_in(tokenizer, name)
-
-
-def _is_changed(view: View) -> bool:
-    """Whether a model has to be looked at anew."""
-    return not view.is_same_model() or (view.copies_weights and not view.has_same_weights())
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
@@ -24,13 +24,6 @@ ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
 PACKED_AT_A_TIME = 1 << 24  # bytes of a file
 
 ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
-
-
-class Memory(Protocol):
-    """Where panels are kept."""
-
-    def zeros(self, size: int) -> Tensor:
-        """[size] uint8 zeros that begin at a multiple of 64 bytes."""
 
 
 class Table(Protocol):
@@ -51,7 +44,7 @@ class BlockPart:
         shape: tuple[int, int],
         read: ReadRows | None,
         library: Any,
-        memory: Memory | None = None,
+        memory: HugePages | SmallPages | None = None,
     ) -> None:
         """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
+from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.structs import FORMATS, BlockFormat, FilePieceStruct
@@ -134,7 +134,7 @@ class RowReader:
             raise ends_within(entry)
         return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
 
-    def part(self, entry: TensorEntry, library: Any, memory: Memory | None = None, order: Any = None) -> BlockPart:
+    def part(self, entry: TensorEntry, library: Any, memory: HugePages, order: Any) -> BlockPart:
         """A matrix of the file for the kernels. order: the file's row of each of its rows; None: the same order."""
         ordered = None if order is None else self.rows(entry, 0, entry.shape[0])[order]
 
