@@ -62,13 +62,14 @@ class Loaded:
 class LoadOptions:
     """How to load models.
 
-    fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or says why it cannot;
-    "auto" packs weights of models it loads itself and captures graphs; False does neither.
-    quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
+    fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
+    why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
+    quantise: the draft model's weights: "int4" and "int8" quantise them or refuse, "auto" uses int4 where that is faster
+    and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
-    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what an ordinary
-    checkpoint's weights are quantised to at load, see `DecoderConfig.quantize`; quantise is the draft model's.
+    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what the target's
+    weights are quantised to at load, see `DecoderConfig.quantize`.
     """
 
     dtype: str = "auto"

@@ -82,7 +82,7 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
 
 @dataclass(frozen=True)
 class ForwardTimes:
-    """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
+    """Times forwards of tokens [N]; slot i holds the first starts[i] of them, slot 0 as many as `start`.
 
     Shapes of few tokens, which most verifications have, get more turns than others even where they take long: what a
     drafted token costs is the difference of two of them, and two or three turns leave it to chance.

@@ -62,10 +62,10 @@ def _check_tensor(
     """Raise UsageError unless this is such a tensor on the target's device. shape: None for any size."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{what} of type {type(value).__name__}; allowed: a tensor")
-    sizes = len(value.shape) == len(shape) and all(
+    has_shape = len(value.shape) == len(shape) and all(
         n in (size, None) for n, size in zip(shape, value.shape, strict=True)
     )
-    if not sizes or value.dtype not in dtypes or value.device.type != backend.device.type:
-        given = f"{list(value.shape)} of {value.dtype} on {value.device}"
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise UsageError(f"{what} {given}; allowed: [{wanted}] of {dtypes[0]} on {backend.device}")
+    if not has_shape or value.dtype not in dtypes or value.device.type != backend.device.type:
+        returned = f"{list(value.shape)} of {value.dtype} on {value.device}"
+        sizes_allowed = ", ".join("any" if n is None else str(n) for n in shape)
+        raise UsageError(f"{what} {returned}; allowed: [{sizes_allowed}] of {dtypes[0]} on {backend.device}")

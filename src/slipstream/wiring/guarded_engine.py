@@ -3,8 +3,8 @@
 A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
 alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
 which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
-fail, a plain row tells whether they or the engine are at fault. What a signal handler raises
-is no row's fault and reaches the caller.
+fail, a plain row tells whether they or the engine are at fault. What a signal handler raises is no row's fault and
+reaches the caller.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class TreeBuffers:
         self._ancestors = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.int64, device=device)
 
     def of(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TreeTable.padded`."""
+        """The bucket's part of the buffers, with the shapes of `TreeTable.padded`."""
         rows, width = bucket.rows, bucket.width
         visible, ancestors = (
             buffer[: rows * width * width].view(rows, width, width) for buffer in (self._visible, self._ancestors)

@@ -45,10 +45,10 @@ ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of at
 class TreeRows:
     """S rows, one per segment, over the slots of a KV cache.
 
-    slots: [S], where each row's keys are, but for those at `positions` of `rows`, which stand at `places`; all [N].
-    cells: row and column of each new token in the rectangle of all rows, [T] each. into: where each is written, slots
-    and places, [T] each. forks: [T], the first position that a token sees at another place: at that of number `begins`,
-    [T], of `paths`, and so on. reach: the first slot and place behind all that are written.
+    slots: [S], each row's. A key's place in its slot is its position, but for N keys of branches: that at positions[n]
+    of row rows[n] stands at places[n]. cells: row and column of each of T new tokens in the rectangle of all rows.
+    into: the slots and places that they are written to. From position forks[t] on, token t sees the keys at
+    paths[begins[t]], paths[begins[t] + 1], ... of its slot. reach: the first slot and place behind all that are written.
     """
 
     slots: Tensor
@@ -378,10 +378,10 @@ def given_cache(options: Mapping[str, Any]) -> Any:
 class Layout:
     """Where each of T tokens goes.
 
-    slots, positions: [T], in the KV cache; rows: the slots that attention reads. queries: [1, C], the positions of all
-    its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
-    into: [B * W], the token of each column of the rectangle; out_of: [T], the column of each token; None without one.
-    end: the end of the positions attended to. reach: the first slot and position behind all that are written.
+    slots, positions: [T], where it is cached. Attention reads the slots `rows`. Its C columns are at positions queries,
+    [1, C]: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
+    into: [B * W], the token in each column of the rectangle; out_of: [T], the column of each token; both None without a
+    rectangle. end: of the positions attended to. reach: the first slot and position behind all that are written.
     """
 
     slots: Tensor

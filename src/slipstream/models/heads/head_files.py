@@ -38,25 +38,25 @@ ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 PEAGLE = "peagle"
 PARD = "pard"  # an ordinary model that drafts with mask tokens
-KINDS = {  # the kind of head, by the architecture that a config.json names
+KINDS = {  # the kind of head by the architecture that config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated", "Qwen3Eagle3Model"), EAGLE3),
     "DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DSparkModel": DSPARK,
-    # which are not read
+    # known, so that the refusal names them, but not read
     **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},
     "MedusaModel": "medusa",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
-UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # of folders that name no architecture
+UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # by a setting, where no architecture is named
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
 NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 MASK_FEATURE = "mask_hidden"
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # settings that may name the mask token
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
@@ -249,7 +249,7 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `UsageError` for sizes that are none, and for settings with which a head is another network.
+    """Raise `UsageError` for impossible sizes, and for settings that make the head another network than is computed.
 
     computed: as `COMPUTED`, for this kind of head.
     """
@@ -365,9 +365,9 @@ def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
-    """What to try in other ways too: layer numbers, flags that are not set, and one that has two meanings.
+    """What `head_check` tries in other ways too: layer numbers, flags that the files do not set, and `norm_output`.
 
-    `norm_output` norms what is fed back for `speculators`, and for others what is scored.
+    For `speculators` that flag norms what is fed back, for others what is scored.
     """
     open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
     is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings

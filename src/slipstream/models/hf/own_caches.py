@@ -118,7 +118,7 @@ class OwnCaches:
         return states[position].duplicate() if position else None
 
     def put(self, slot: int, position: int, state: State) -> None:
-        """Keep a state; of too many, one between others goes."""
+        """Keep a state; where there are too many, drop the one whose loss leaves the smallest gap."""
         states = self._states[slot]
         for earlier, other in states.items():
             other.take_keys(earlier, state)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names, and in the order of rows, that a Hugging Face model has them.
+"""The tensors of a GGUF file, with the names and the order of rows that a Hugging Face model gives them.
 
 Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds, on
 one core and in Python. Packing asks nothing of Python, and of the model nothing but the order of some rows.
