@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.trees import TreeForwards
 from slipstream.models.backend_capabilities import RaggedForwards, is_shape_independent
-from slipstream.models.notices import announce, is_silenced
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -54,20 +49,6 @@ Report = Callable[[float], None]  # called with the share of the work that is do
 
 def silent(share: float) -> None:
     """A `Report` that shows nothing."""
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Report]:
-    """A bar on standard error that goes when the work is done; where that is no terminal, one line."""
-    err = Console(stderr=True)
-    if is_silenced() or not err.is_terminal:
-        announce(f"{description} ...")
-        yield silent
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(description, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
 
 
 class Stages:

@@ -48,7 +48,7 @@ class TreeRows:
     slots: [S], each row's. A key's place in its slot is its position, but for N keys of branches: that at positions[n]
     of row rows[n] stands at places[n]. cells: row and column of each of T new tokens in the rectangle of all rows.
     into: the slots and places that they are written to. From position forks[t] on, token t sees the keys at
-    paths[begins[t]], paths[begins[t] + 1], ... of its slot. reach: the first slot and place behind all that are written.
+    paths[begins[t]], paths[begins[t] + 1], ... of its slot. reach: the first slot and place behind all written ones.
     """
 
     slots: Tensor

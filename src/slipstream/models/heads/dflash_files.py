@@ -75,19 +75,14 @@ def _anchor_drafts(files: HeadFiles) -> bool:
 
     Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
     """
-    drafts: bool | None = _flags(files).get("sample_from_anchor")
+    drafts: bool | None = files.flags.get("sample_from_anchor")
     if drafts is None and files.kind == DSPARK and "speculators_model_type" in files.settings:
         raise UsageError(f"draft head {files.source!r}: config.json has no sample_from_anchor; allowed: true or false")
     return files.kind == DSPARK if drafts is None else drafts
 
 
-def _flags(files: HeadFiles) -> dict[str, Any]:
-    """The settings of the head; its authors nest them."""
-    return {**files.settings, **files.settings.get("dflash_config", {})}
-
-
 def _whole(files: HeadFiles, name: str, default: int | None, low: int, high: int) -> int:
-    value: Any = _flags(files).get(name, default)
+    value: Any = files.flags.get(name, default)
     if not isinstance(value, int) or not low <= value <= high:
         raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {low} to {high}")
     return value
@@ -108,7 +103,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> 
 def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
     """The layers whose entering hidden states are the features."""
     entering = files.settings.get("aux_hidden_state_layer_ids")
-    leaving = files.settings.get("dflash_config", {}).get("target_layer_ids", files.settings.get("target_layer_ids"))
+    leaving = files.flags.get("target_layer_ids")
     named = entering if entering is not None else None if leaving is None else [i + 1 for i in leaving]
     if not named or not all(isinstance(i, int) and 0 <= i < count for i in named):
         raise UsageError(
@@ -136,7 +131,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         feature_norm=read("hidden_norm.weight", size),
         layers=[_layer(files, read, config, i) for i in range(files.layer["num_hidden_layers"])],
         final_norm=read("norm.weight", size),
-        embed=own_embedding(files, tensors, config) or embed,
+        embed=own_embedding(read, config) or embed,
         lm_head=read.product({OUTPUT: config.draft_vocab_size}, size)
         if OUTPUT in tensors
         else lambda outputs: output(outputs.to(model.dtype)),
@@ -149,7 +144,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
 
 def _chain(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Chain | None:
     """How a head goes on from what was drafted; None for DFlash."""
-    size, vocab_size, flags = config.hidden_size, config.vocab_size, _flags(files)
+    size, vocab_size, flags = config.hidden_size, config.vocab_size, files.flags
     if files.kind == DFLASH2:
         if config.token_ids is not None:
             raise UsageError(f"draft head {files.source!r} of type {DFLASH2!r} has d2t; allowed: the whole vocabulary")
@@ -186,7 +181,7 @@ def _chain(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Chain | 
 
 def _confidence(files: HeadFiles, read: TensorReader, size: int, chain: Chain | None) -> Confidence | None:
     """DSpark's estimate of acceptance, if it makes one."""
-    flags, name = _flags(files), "confidence_head.proj."
+    flags, name = files.flags, "confidence_head.proj."
     if not flags.get("enable_confidence_head", f"{name}weight" in read.tensors):
         return None
     tokens = chain.tokens if isinstance(chain, MarkovChain) else None

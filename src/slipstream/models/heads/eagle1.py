@@ -95,7 +95,7 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         **after_attention(read, config, LAYER),
         final_norm=norm,
         lm_head=lambda outputs: lm_head(outputs.to(model.dtype)),
-        embed=own_embedding(files, tensors, config) or model.get_input_embeddings(),
+        embed=own_embedding(read, config) or model.get_input_embeddings(),
     )
     read.check_all_read()
     return Eagle1Network(config, weights)

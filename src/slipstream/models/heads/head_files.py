@@ -33,6 +33,7 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
+EMBEDDING = "embed_tokens.weight"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
@@ -123,8 +124,9 @@ class HeadFiles:
 
     @property
     def flags(self) -> Mapping[str, Any]:
-        """The settings of the head; ModelOpt nests them."""
-        return {**self.settings, **self.settings.get("eagle_config", {})}
+        """The settings of the head; ModelOpt and DFlash's authors nest them."""
+        nested = [self.settings.get(name, {}) for name in NESTED_FLAGS]
+        return {**self.settings, **nested[0], **nested[1]}
 
     def trained_for(self, target: str) -> str | None:
         """The hub id of the model that the head was trained for, if the target's is that of another model.
@@ -229,8 +231,9 @@ def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     model = target.backend.model  # type: ignore[attr-defined]
     check_settings(files, COMPUTED)
     config = _config(files, tensors, model.config.get_text_config(), target)
-    embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
-    return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
+    read = TensorReader(files.source, tensors, target.backend.device)
+    embed = own_embedding(read, config) or model.get_input_embeddings()
+    return HeadNetwork(config, _weights(files, read, config), embed)
 
 
 def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
@@ -328,7 +331,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         )
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
-    if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
+    if layer["hidden_size"] != sizes["hidden_size"] and EMBEDDING not in tensors:
         raise UsageError(
             f"draft head {source!r} has hidden_size={layer['hidden_size']} and no embedding of its own; allowed: "
             f"{sizes['hidden_size']}, that of {target.name!r}, whose embedding it uses"
@@ -429,23 +432,14 @@ def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name] if scale is None else (tensors[name].float() * scale.float()).to(torch.bfloat16)
 
 
-def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, device: torch.device) -> HeadWeights:
-    size, read = config.hidden_size, TensorReader(files.source, tensors, device)
+def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig) -> HeadWeights:
+    size = config.hidden_size
 
     def layer(number: int, inputs: int) -> dict[str, Any]:
         name = f"layers.{number}."
-        heads = {
-            f"{name}self_attn.q_norm.weight": config.num_heads,
-            f"{name}self_attn.k_norm.weight": config.num_key_heads,
-        }
-        norms = (
-            [read(norm, config.head_dim).expand(n, 1, -1) for norm, n in heads.items()]
-            if heads.keys() & tensors.keys()
-            else []
-        )
         return {
             "qkv": read.product(projections(config, name, "qkv"), inputs),
-            "head_norms": torch.cat(norms) if norms else None,
+            "head_norms": _head_norms(read, config, name),
             **after_attention(read, config, name),
         }
 
@@ -464,6 +458,14 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     )
     read.check_all_read()
     return weights
+
+
+def _head_norms(read: TensorReader, config: HeadConfig, name: str) -> Tensor | None:
+    heads = {"q": config.num_heads, "k": config.num_key_heads}
+    norms = {f"{name}self_attn.{part}_norm.weight": count for part, count in heads.items()}
+    if not norms.keys() & read.tensors.keys():
+        return None
+    return torch.cat([read(norm, config.head_dim).expand(count, 1, -1) for norm, count in norms.items()])
 
 
 def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
@@ -536,17 +538,11 @@ def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.
     return partial(rounded, bits="int4") if num_weights >= SMALLEST and is_faster(dtype) else compressed_or_packed
 
 
-def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
+def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
     """The head's own embedding, if it brings one."""
-    weight = tensors.get("embed_tokens.weight")
-    if weight is None:
+    if EMBEDDING not in read.tensors:
         return None
-    if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
-        raise SlipstreamError(
-            f"draft head {files.source!r}: tensor 'embed_tokens.weight' is {list(weight.shape)}; "
-            f"allowed: {[config.vocab_size, config.hidden_size]}"
-        )
-    return nn.Embedding.from_pretrained(weight)
+    return nn.Embedding.from_pretrained(read(EMBEDDING, config.vocab_size, config.hidden_size))
 
 
 def rope_settings(layer: Mapping[str, Any]) -> Mapping[str, Any]:
