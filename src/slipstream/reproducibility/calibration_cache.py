@@ -139,10 +139,8 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 
 def _identity(loaded: Loaded) -> str:
     """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
-    flags, settings = (
-        sorted(processor().flags),
-        {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)},
-    )
+    flags = sorted(processor().flags)
+    settings = {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)}
     mkldnn: Any = torch.backends.mkldnn
     machine = [
         f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -15,8 +15,8 @@ from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import Engine, Propose
-from slipstream.core.types import Draft, Row, Traits
+from slipstream.core.loop import Engine
+from slipstream.core.types import Draft, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
@@ -26,13 +26,11 @@ from slipstream.models.cpu.compiled_race import race
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
-from slipstream.wiring.draft_check import check_draft
+from slipstream.wiring.draft_check import check_draft, users_draft
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
-
-NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class EngineParts:
         if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
             engine.constrain = ForcedDrafts(target)
         if not self.is_built_in:
-            engine.constrain = partial(_users_draft, self.name, engine.constrain, target.backend.vocab_size)
+            engine.constrain = partial(users_draft, self.name, engine.constrain, target.backend.vocab_size)
         if traits.has_own_cache:
             engine.drafts_for = partial(drafts_for, policy)
         if not why_no_predictions(self.models, self.lengths):
@@ -242,40 +240,6 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
     if tokenizer is None:
         return lambda token: False
     return cache(lambda token: "\n" in tokenizer.decode([token]))
-
-
-def _users_draft(
-    name: str,
-    constrain: Callable[[Sequence[Row], Propose], Draft],
-    vocab_size: int,
-    rows: Sequence[Row],
-    propose: Propose,
-) -> Draft:
-    """The draft of a user's drafter; refused if the drafter changed a text, or its probabilities are no distribution.
-
-    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
-    """
-    texts = [row.tokens[:] for row in rows]
-    try:
-        draft = constrain(rows, propose)
-    finally:
-        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
-        for row, text in changed:
-            row.tokens[:] = text
-    if changed:
-        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
-    if draft.probs is not None:
-        columns = torch.arange(draft.width, device=draft.tokens.device)
-        probs = draft.probs[columns < draft.lengths_on_device].float()
-        sums = probs.sum(-1)
-        wrong = (sums - 1).abs() > NEAR_ONE
-        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
-        if wrong.any():
-            total = float(sums[wrong][0])
-            raise UsageError(
-                f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
-            )
-    return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 
 def name_of(choice: object) -> str:

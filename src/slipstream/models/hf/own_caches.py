@@ -49,10 +49,8 @@ class State:
         if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
             for layer, later_layer in zip(self.cache.layers, later.cache.layers, strict=True):
                 if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.shape[-2] == position:
-                    layer.keys, layer.values = (
-                        later_layer.keys[..., :position, :],
-                        later_layer.values[..., :position, :],
-                    )
+                    layer.keys = later_layer.keys[..., :position, :]
+                    layer.values = later_layer.values[..., :position, :]
 
 
 def _duplicate(layer: Any) -> Any:

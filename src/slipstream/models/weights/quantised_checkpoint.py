@@ -245,10 +245,8 @@ class PackedMatrices:
         return str(kind)
 
     def _torchao(self, module: str, outputs: int, inputs: int) -> GroupedMatrix:
-        kind, (data, scale, zero) = (
-            self._kind(module),
-            (f"{module}._weight_{n}" for n in ("qdata", "scale", "zero_point")),
-        )
+        kind = self._kind(module)
+        data, scale, zero = (f"{module}._weight_{part}" for part in ("qdata", "scale", "zero_point"))
         scales = self.files.tensor(scale, None, FLOATS).float()
         if kind == "Int4Tensor":
             packed = self.files.tensor(data, (outputs, inputs // 2), (torch.uint8, torch.int8)).view(torch.uint8)
