@@ -1,6 +1,6 @@
-"""Checks what a drafter returns: whether it is a draft and, of a user's drafter, whether its probabilities are some.
+"""Checks what a drafter returns; messages name the drafter and what is allowed.
 
-Messages name the drafter and what is allowed.
+Every drafter must return a `Draft`. A user's must also leave the texts alone and give probabilities with the sum 1.
 """
 
 from __future__ import annotations
