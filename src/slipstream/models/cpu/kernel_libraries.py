@@ -72,7 +72,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# the functions that Python calls: their arguments (p: a pointer, n: 64 bits, i: 32 bits) and, after >, what they return
+# the functions that Python calls: their arguments (p: a pointer; n and i: a whole number of 64 or 32 bits; f: a float)
+# and, after >, what they return
 SIGNATURES = {
     "set_pool_threads": "n",
     # bfloat16 weights
@@ -80,7 +81,7 @@ SIGNATURES = {
     "compress_weights": "pnnpppp",
     "multiply": "ppnpp",
     "race_contenders": "pnnp>n",
-    "race_leaders": "pnnnpp",
+    "race_leaders": "pnnfnpp",
     "advance": "ppnpppp",
     # blocks
     "panel_bytes": "nn>n",
@@ -98,7 +99,7 @@ SIGNATURES = {
     "all_layers": "pnppnpp",
     "normalise_tokens": "ppnnp",
 }
-TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "": None}
+TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "": None}
 
 
 class NotPrivateError(OSError):
