@@ -94,6 +94,7 @@ CALLS: tuple[tuple[str, str], ...] = (
     ("SamplingParams(temperature='hot')", "temperature='hot'; allowed: "),
     ("SamplingParams(top_p=0)", "top_p=0; allowed: "),
     ("SamplingParams(max_tokens=0)", "max_tokens=0; allowed: "),
+    ("SamplingParams(n=10**6, temperature=1)", "n=1000000; allowed: a whole number from 1 to 1024"),
     ("SamplingParams(n=2)", "n=2; allowed: 1 with temperature=0"),
     ("SamplingParams(stop=[''])", "stop: ''; allowed: "),
     ("SamplingParams(seed=1.5)", "seed=1.5; allowed: "),
@@ -126,6 +127,7 @@ CALLS: tuple[tuple[str, str], ...] = (
         "allowed: a name or an object, such as SpeculativeDecoder(...)",
     ),
     ("SpeculativeDecoder('toy', drafter='ngram:')", "drafter='ngram:'; allowed: ngram[:N]"),
+    ("decoder.using('suffix:store=absent.npz')", "'absent.npz' is not a file; allowed: a file that SuffixDrafter.save"),
     ("SpeculativeDecoder('toy', drafter='NGRAM')", "did you mean 'ngram'?"),
     (
         "SpeculativeDecoder('toy', max_batch_size=10**12)",

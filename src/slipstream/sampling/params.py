@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
+MAX_TEXTS = 1024  # of a prompt
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
@@ -94,7 +95,7 @@ class SamplingParams:
             check_whole("seed", self.seed, 0)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0)
-        check_whole("n", self.n, 1)
+        check_whole("n", self.n, 1, MAX_TEXTS)
         if self.n > 1 and self.temperature == 0:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
