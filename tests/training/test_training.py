@@ -299,6 +299,16 @@ class Clock:
 
 
 @pytest.mark.slow
+def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_run, "monotonic", Clock(100.0))
+    with pytest.raises(UsageError, match=r"--hours 0.1 ended before the first training step; allowed: more"):
+        train(tmp_path, hours=0.1, num_steps=4)
+    assert train(tmp_path, hours=100, num_steps=4)["steps"] == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds_per_look", [0.1, 0.3, 0.6])
 def test_the_time_limit_holds_however_slow_the_machine_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_look: float

@@ -135,8 +135,8 @@ class TrainingJob:
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(
-                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} end with {len(texts)} texts; allowed: "
-                    "enough for two or more"
+                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} end with {len(texts)} texts; "
+                    "allowed: enough for two or more"
                 )
             decoder.forget()  # the KV cache will be overwritten
             judging = batches(held, frozen.device)
@@ -147,6 +147,11 @@ class TrainingJob:
             head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
             run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)
             self._train(decoder, run, judging)
+            if not state.step:
+                raise UsageError(
+                    f"--hours {settings.hours:g} ended before the first training step; allowed: more, with which the "
+                    "same command continues"
+                )
             return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
 
     @property

@@ -85,7 +85,7 @@ class TrainingRun:
     """Trains a head on texts, from a state on.
 
     judge: what the head is worth after a step; it also writes its files. max_seconds: of all runs together, with the
-    last judgement; at least one step is made.
+    last judgement; a step that would take longer is left out.
     """
 
     def __init__(
@@ -131,6 +131,8 @@ class TrainingRun:
         while state.step < state.planned:
             begun = monotonic()
             loss = self._step()
+            if loss is None:
+                break
             self._num_timed, self._stepping = self._num_timed + 1, self._stepping + monotonic() - begun
             state.losses.append(loss)
             state.step += 1
@@ -139,6 +141,11 @@ class TrainingRun:
                 self._judge(judge)
             elif monotonic() - self._saved > max(SAVE_SECONDS, self._saving / SAVE_SHARE):
                 self.save()
+            yield state
+        if state.step < state.planned:  # the time is over
+            state.planned = state.step
+            if state.losses:
+                self._judge(judge)
             yield state
 
     def save(self) -> None:
@@ -178,8 +185,8 @@ class TrainingRun:
             training = remaining - self._judging * self._num_judgements_left
             state.planned = max(state.step, min(state.planned, state.step + int(training / step_seconds)))
 
-    def _step(self) -> float:
-        """Learn from the texts of this step; the mean loss of a token."""
+    def _step(self) -> float | None:
+        """Learn from the texts of this step; the mean loss of a token, or None if the time ended before the step."""
         step, planned = self.state.step, self.state.planned
         share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / LAST)
         total, count = 0.0, 0
@@ -188,6 +195,8 @@ class TrainingRun:
             for group in optimiser.param_groups:
                 group["lr"] = rate * share
         for batch in batches(self._chosen(step), self._device):
+            if self._max_seconds - self.seconds < self._judging:
+                return None
             loss, counted = self.head.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total, count = total + float(loss.detach()), count + counted
