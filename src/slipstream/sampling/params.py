@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from slipstream.checks import arguments_named, check_whole, explained_fields, is_number, is_text, is_whole
+from slipstream.checks import arguments_named, changed_repr, check_whole, explained_fields, is_number, is_text, is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError, setting
@@ -35,6 +35,9 @@ OTHER_NAMES = {  # of other libraries, and what to write here
     "logits_processor": "logits_processors=[...]",
     **dict.fromkeys(("schema", "json_schema", "response_format"), "constraint=Constraint(json_schema=...)"),
     **dict.fromkeys(("regex", "grammar", "choice"), "constraint=Constraint(...)"),
+    "tools": "decoder.chat(messages, tools=...)",
+    "stream": "decoder.stream(prompt)",
+    **dict.fromkeys(("system", "system_prompt"), "a message {'role': 'system', 'content': ...}"),
 }
 
 
@@ -175,9 +178,7 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """What differs from the defaults."""
-        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
-        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name]]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        return changed_repr(self)
 
 
 explained_fields(SamplingParams)
