@@ -32,7 +32,7 @@ SHORTEST = 8  # tokens of an answer that is kept
 LONGEST = 2048  # tokens of a text that are kept
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)  # of answers, in turn
 OPENED = 0.7  # share of the invented questions that begin with an opening
-BATCH = 32  # texts made at a time
+FIRST_BATCH, BATCH = 8, 32  # texts made at a time, at first and later
 PROBES = "Qx", "7y"  # contents of messages that differ from their first character to their last
 OPENINGS = """\
 Write a short story about|Compose a poem about|Compose an engaging travel blog post about|Draft a professional email
@@ -289,14 +289,15 @@ def make_texts(
             return passed() > seconds
 
         while count < num_tokens and not is_over() and not maker.is_exhausted(number):
-            for parts in maker.make(number, BATCH, report, is_over):
+            size = min(BATCH, FIRST_BATCH + number)  # so that little time is enough for some texts
+            for parts in maker.make(number, size, report, is_over):
                 text = MadeText(*parts, round(passed(), 1))
                 append(file, (json.dumps(asdict(text)) + "\n").encode())
                 texts.append(text)
                 count += len(text.ids)
                 if count >= num_tokens:
                     break
-            number += BATCH
+            number += size
             if not texts and number > 4 * BATCH:
                 raise SlipstreamError(f"the target answers nothing: the first {number} texts were empty")
     report(maker.begins_with, 0)
