@@ -54,7 +54,7 @@ class JobOptions:
         if self.params.seed is not None:
             raise UsageError(
                 f"seed={self.params.seed} for all requests of a job; allowed: a seed in a line, or none: each request "
-                "then has one that follows from its id"
+                "then gets one from its id"
             )
         if self.params.logits_processors:
             raise UsageError("logits_processors in a job, whose requests are data; allowed: none")

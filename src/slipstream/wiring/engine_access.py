@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ class EngineAccess:
             self.renew()
             return self.reader.rows(list(prompts), params, chat=chat)
 
-    def run(self, rows: Sequence[Row]) -> Iterator[Round]:
+    def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
 
         Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.

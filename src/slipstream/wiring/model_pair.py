@@ -317,15 +317,14 @@ def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bo
     """Whether the package's own head drafts: for the embedded model, on a processor, if nothing else is chosen."""
     if config.load_options:  # ranks of tensor parallelism must draft alike
         return False
-    chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
-    return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
+    return target == EMBEDDED and config.drafter == "auto" and loaded.backend.device.type == "cpu"
 
 
 def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     """The MTP layers in the target's checkpoint, where drafts are to come from a draft model and none is named."""
     name = config.drafter.partition(":")[0]
     drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
-    if not drafts or PLAN in config.load_options or any(getattr(config, name) != "auto" for name in OF_MODELS):
+    if not drafts or PLAN in config.load_options:
         return None
     if not isinstance(target.backend, HiddenStates):
         return None
@@ -334,6 +333,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     options = load_options_of(config)
     if not brings_mtp(target, options):
         return None
+    _refuse_settings_of_models(config, "the target's MTP layers")
     try:
         return load_mtp(target, options)
     except SlipstreamError as error:
@@ -432,4 +432,4 @@ def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
         raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
     for name in OF_MODELS:
         if (value := getattr(config, name)) != "auto":
-            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto'")
+            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto', or another draft model")

@@ -28,7 +28,7 @@ def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypat
     toy().batch(source, tmp_path / "python.jsonl")
     assert by_id(out) == by_id(tmp_path / "python.jsonl")
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and told.startswith("0 of 9 answered, 9 before in ")
+    assert code == 0 and told.startswith("0 of 9 answered now, 9 earlier in ")
 
 
 def test_the_settings_of_a_file_take_the_place_of_flags(
@@ -50,7 +50,7 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
     job = ("batch", str(source), str(out), *TOY)
     assert run(capsys, monkeypatch, *job)[0] == 0
     code, _, told = run(capsys, monkeypatch, *job, "--config", str(file))
-    assert code == 0 and told.startswith("0 of 2 answered, 2 before in "), told
+    assert code == 0 and told.startswith("0 of 2 answered now, 2 earlier in "), told
     file.write_text('{"acceptance": "block"}')  # the control: what it says counts
     assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
 

@@ -54,7 +54,12 @@ class TrainOptions:
     ] = "2M"
     hours: Annotated[
         float,
-        option(TRAINING, "--hours", text="time in all, at most half of it for the texts", metavar="NUMBER"),
+        option(
+            TRAINING,
+            "--hours",
+            text="time in all once the model is loaded, at most half of it for the texts",
+            metavar="NUMBER",
+        ),
     ] = 3.0
     steps: Annotated[
         int | None,
@@ -161,7 +166,7 @@ def _progress() -> Iterator[Show]:
             nonlocal last_news, last_line
             judgement = "" if progress.latest is None else _judgement(progress.latest)
             how_far = f"{progress.completed} of {progress.total} {progress.unit}"
-            time_left = "" if progress.seconds_left is None else f"{clock_time(progress.seconds_left)} left"
+            time_left = f"at most {clock_time(progress.seconds_left)} left"
             if err.is_terminal:
                 description = ", ".join(filter(None, (how_far, time_left, judgement)))
                 completed, total = progress.completed, progress.total
