@@ -45,7 +45,8 @@ class Sampler:
     @property
     def failures(self) -> dict[int, tuple[int, Exception]]:
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
-        return {row: failure for processor in self._processors for row, failure in processor.failures.items()}
+        found = [item for processor in self._processors for item in processor.failures.items()]
+        return dict(sorted(found, key=lambda item: -item[1][0]))
 
     def drafted(self) -> None:
         """Forget what failed while a draft was scored: on the draft model's logits, and perhaps on other tokens."""
