@@ -8,8 +8,8 @@ from slipstream import SpeculativeDecoder
 from slipstream.certificate import sampled_frequencies
 from slipstream.certificate.checks import OPTIONS, Check, DistributionChecks, Verifier
 from slipstream.certificate.sampled_frequencies import Target, distribution_test
-from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.wrong_acceptance_rules import WRONG_RULES, load_wrong_rule
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 
 from slipstream import SamplingParams, drafters
 from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS, complete
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from tests.support import tiny_models
 from tests.support.chat_fakes import face, refused, toy, type_in
 from tests.support.markers import subcases
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 
 def test_help_lists_every_command_and_explains_one() -> None:
