@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 24 * 3600  # seconds of the only completion window
 MAX_RECORDS = 10_000  # files, and batches, of a key
 MAX_UPLOADS = 4  # of a key at a time
+LineKey = tuple[str, int]  # the id of a batch, and the number of a line
 
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -253,3 +254,64 @@ def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:
             yield cls(**values)
         except (OSError, ValueError, TypeError) as error:
             raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
+
+
+class LinesUnderWay:
+    """How many servers have ended by themselves while they answered a line: it may be why.
+
+    The file gets "+1" of a line when it begins and "-1" when it is over, so what is left are the ends. unfinished: the
+    ids of batches that go on; what the file says of others is forgotten.
+    """
+
+    def __init__(self, path: Path, unfinished: Collection[str]) -> None:
+        self._path = path
+        self._ends = Counter({key: count for key, count in _read_ends(path).items() if count and key[0] in unfinished})
+        self._file: int | None = self._rewritten()
+
+    def num_ends(self, key: LineKey) -> int:
+        """How many servers have ended while this line was under way."""
+        return self._ends[key]
+
+    @contextmanager
+    def entered(self, key: LineKey) -> Iterator[None]:
+        """While a line is worked on."""
+        self._note(key, 1)
+        try:
+            yield
+        finally:
+            self._note(key, -1)
+
+    def close(self, *, orderly: bool) -> None:
+        """Nothing more is noted. orderly: the server was told to end, which is no line's fault."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            if orderly:
+                os.close(self._rewritten())
+
+    def _rewritten(self) -> int:
+        """A new file of the ends so far, open for more."""
+        temporary = self._path.with_suffix(".part")
+        temporary.write_bytes(b"".join(_change(key, count) for key, count in sorted(self._ends.items())))
+        temporary.replace(self._path)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def _note(self, key: LineKey, change: int) -> None:
+        if self._file is not None:
+            os.write(self._file, _change(key, change))  # outlives the process; that is enough
+
+
+def _change(key: LineKey, change: int) -> bytes:
+    return json.dumps([*key, change]).encode() + b"\n"
+
+
+def _read_ends(path: Path) -> Counter[LineKey]:
+    ends = Counter[LineKey]()
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):  # a dying process may leave a line unfinished
+            try:
+                batch, number, change = json.loads(line)
+                ends[batch, number] += change
+            except (ValueError, TypeError) as error:
+                raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
+    return ends
