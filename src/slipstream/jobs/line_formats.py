@@ -25,7 +25,7 @@ from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import Line, is_openai
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.requests import Prompt, further_seeds
+from slipstream.text.requests import Prompt
 from slipstream.text.results import Result, result_of
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
@@ -84,7 +84,7 @@ class Decoder(Protocol):
     def shapes(self) -> Shapes: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]: ...
+    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]: ...
     def scheduler(self) -> Scheduler: ...
 
 
@@ -230,13 +230,7 @@ class PlainLines:
         if not isinstance(chat, bool):
             raise UsageError(f"chat={chat!r:.80}; allowed: true, false")
         params = self._params(item, str(line.id))
-        assert params.seed is not None
-        first = self._decoder.rows([item["prompt"]], replace(params, n=1), chat=chat)[0]
-        rows = [first]
-        for seed in further_seeds(params.seed, params.n):
-            rows += self._decoder.rows([first.tokens], replace(params, n=1, seed=seed), chat=chat)
-            rows[-1].messages = first.messages
-        return PlainRequest(line, digest, rows, self)
+        return PlainRequest(line, digest, self._decoder.sample_rows([item["prompt"]], params, chat=chat)[0], self)
 
     def _params(self, item: Mapping[str, Any], key: str) -> SamplingParams:
         options = {name: value for name, value in item.items() if name not in NO_OPTIONS}
