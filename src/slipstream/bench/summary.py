@@ -38,6 +38,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_above_one(self) -> bool:
+        """Whether the whole interval is; False without one."""
+        return self.low is not None and self.low > 1
+
 
 def speed(tokens: Sequence[int], seconds: RepeatedSeconds) -> Estimate:
     """Tokens per second over all groups: total tokens over the sum of each group's median seconds."""
@@ -140,6 +145,11 @@ class ArmSummary:
     stats: Stats | None = None
     time_split: dict[str, float] | None = None
     tokens_per_forward: float | None = None
+
+    @property
+    def speed_up(self) -> Estimate | None:
+        """Against the reference arm; None where it or this arm has no speed."""
+        return None if self.speed is None else self.speed.speed_up
 
     @property
     def lossless(self) -> bool:

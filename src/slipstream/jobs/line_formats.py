@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from slipstream.text.results import Result, result_of
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
-FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
+OPENAI_LINES = "slipstream.apps.server.batch_runner"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
 
@@ -88,13 +89,6 @@ class Decoder(Protocol):
     def scheduler(self) -> Scheduler: ...
 
 
-class LineFormat(Protocol):
-    """Reads one format, for one decoder."""
-
-    def request_of(self, line: Line, digest: str) -> JobRequest:
-        """The request of a line; an exception says what is not allowed. digest: goes into its answer."""
-
-
 class RequestDigest:
     """Digests of requests, by which a job recognises its answers. acceptance: the rule under which they are decoded."""
 
@@ -111,7 +105,7 @@ class RequestDigest:
                     f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; "
                     "allowed: options for all requests with plain lines only"
                 )
-            _module(line)  # fails now if a package is missing
+            _openai_lines()  # fails now if a package is missing
 
     def of(self, line: Line) -> str:
         """Equal for two requests with the same content under the same options."""
@@ -125,25 +119,31 @@ class LineReader:
     def __init__(self, decoder: Decoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
         self.fingerprint = fingerprint_of(decoder.target, decoder.shapes)
-        self._formats: dict[bool, LineFormat] = {}
         self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
     def request_of(self, line: Line) -> JobRequest:
         """The request of a line."""
-        openai = is_openai(line.item)
-        if openai not in self._formats:
-            self._formats[openai] = _module(line).line_format(self._decoder, self._options, self.fingerprint)
-        return self._formats[openai].request_of(line, self.digests.of(line))
+        reader = self._openai if is_openai(line.item) else self._plain
+        request: JobRequest = reader.request_of(line, self.digests.of(line))
+        return request
+
+    @cached_property
+    def _plain(self) -> PlainLines:
+        return PlainLines(self._decoder, self._options, self.fingerprint)
+
+    @cached_property
+    def _openai(self) -> Any:
+        return _openai_lines().OpenAILines(self._decoder, self._options)
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
         """What the error file says of a line."""
         return refusal_of(line, self.digests.of(line), error)
 
 
-def _module(line: Line) -> Any:
-    """The module of a line's format."""
+def _openai_lines() -> Any:
+    """The module that reads lines in OpenAI's format."""
     try:
-        return import_module(FORMATS["openai" if is_openai(line.item) else "plain"])
+        return import_module(OPENAI_LINES)
     except ModuleNotFoundError as error:
         raise SlipstreamError(NEEDED.format(error.name)) from error
 
@@ -152,7 +152,7 @@ def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """What the error file says of a line, in the line's format."""
     if line.error or not is_openai(line.item):
         return {"line": line.number, "id": line.item.get("id"), "error": error_text(error)}
-    refusal: dict[str, Any] = _module(line).refusal_line(line, digest, error)
+    refusal: dict[str, Any] = _openai_lines().refusal_line(line, digest, error)
     return {"line": line.number} | refusal
 
 
@@ -242,11 +242,6 @@ class PlainLines:
             options["logit_bias"] = {_token_id(name): bias for name, bias in options["logit_bias"].items()}
         params = replace(self.options.params, **options)  # names what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
-
-
-def line_format(decoder: Decoder, options: JobOptions, fingerprint: str) -> PlainLines:
-    """Plain lines for a decoder."""
-    return PlainLines(decoder, options, fingerprint)
 
 
 def _constraint(fields: dict[str, Any]) -> Constraint:

@@ -65,7 +65,7 @@ class OnPaper:
     flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Whether any of the numbers is."""
         return self != OnPaper()
 
@@ -141,7 +141,7 @@ def simulate_command(
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
     _refuse_two_acceptances(grid)
-    is_example = not paper.given and measured == Measured()
+    is_example = not paper.is_given and measured == Measured()
     if is_example:
         paper = EXAMPLE
     _refuse_two_sources(config, measured, paper)
@@ -170,7 +170,7 @@ def simulate_command(
 def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPaper) -> None:
     if sum([measured.target is not None, measured.costs_file is not None, paper.target_params != 0]) != 1:
         raise UsageError("costs come from --target, --costs or --target-params; allowed: exactly one of them")
-    if paper.target_params == 0 and paper.given:
+    if paper.target_params == 0 and paper.is_given:
         raise UsageError("--draft-params, --bandwidth and --flops belong to --target-params; allowed: together with it")
     if measured.target is None and (measured.draft is not None or config != DecoderConfig()):
         raise UsageError("--draft and the decoder's flags belong to --target; allowed: together with it")

@@ -164,11 +164,6 @@ class OpenAILines:
         return tuple(scores.values)
 
 
-def line_format(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
-    """Lines of OpenAI's format for a decoder."""
-    return OpenAILines(decoder, options)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A line whose prompts are rendered; nothing of it is queued."""
@@ -194,7 +189,7 @@ class BatchLines:
         self._source = FileLines(self._store.content(record.input_file_id))
 
     async def run(self) -> bool:
-        """Answer what is not answered yet; returns whether the time for it ran out."""
+        """Answer what is not answered yet; returns whether time ran out."""
         with await asyncio.to_thread(JobOutput, self._store.content(self._record.output)) as output:
             self._output = output
             self._check_answers()
@@ -221,7 +216,7 @@ class BatchLines:
             return expired
 
     async def _begin(self, lines: list[Line], tasks: asyncio.TaskGroup) -> bool:
-        """Begin lines as places become free, in a good order; returns whether the time for them ran out."""
+        """Begin lines as places become free, those with a common beginning together; returns whether time ran out."""
         waiting = deque[Prepared]()
         try:
             for line in lines:

@@ -33,7 +33,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 
 def printable(name: str) -> str:
-    """A name of printable characters; others, such as lone surrogates, are replaced."""
+    """The name with replacement characters for what cannot be printed, such as lone surrogates."""
     return "".join(character if character.isprintable() else "\ufffd" for character in name)
 
 
@@ -57,7 +57,7 @@ class FileRecord:
 
 @dataclass
 class BatchRecord:
-    """A batch. Times are in seconds since 1970; `output` and `errors` are files from the beginning."""
+    """A batch. Times are in seconds since 1970; `output` and `errors` are the ids of its files, from the beginning."""
 
     id: str
     owner: str
@@ -109,7 +109,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    max_bytes: that the files of one key may have together before it uploads another.
+    max_bytes: of the files of one key, above which it may upload no more.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -257,10 +257,10 @@ def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:
 
 
 class LinesUnderWay:
-    """How many servers have ended by themselves while they answered a line: it may be why.
+    """Counts for every line how many servers have died while they answered it: the line may be the cause.
 
-    The file gets "+1" of a line when it begins and "-1" when it is over, so what is left are the ends. unfinished: the
-    ids of batches that go on; what the file says of others is forgotten.
+    A line that begins adds +1 to the file, its end adds -1, so that what a dead server leaves is its count. unfinished:
+    the ids of batches that go on; what the file says of others is forgotten.
     """
 
     def __init__(self, path: Path, unfinished: Collection[str]) -> None:
@@ -269,12 +269,12 @@ class LinesUnderWay:
         self._file: int | None = self._rewritten()
 
     def num_ends(self, key: LineKey) -> int:
-        """How many servers have ended while this line was under way."""
+        """How many servers have died while this line was under way."""
         return self._ends[key]
 
     @contextmanager
     def entered(self, key: LineKey) -> Iterator[None]:
-        """While a line is worked on."""
+        """The line is under way inside the block."""
         self._note(key, 1)
         try:
             yield
@@ -282,7 +282,7 @@ class LinesUnderWay:
             self._note(key, -1)
 
     def close(self, *, orderly: bool) -> None:
-        """Nothing more is noted. orderly: the server was told to end, which is no line's fault."""
+        """Note nothing more. orderly: the server was told to end, which is no line's fault."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -290,7 +290,7 @@ class LinesUnderWay:
                 os.close(self._rewritten())
 
     def _rewritten(self) -> int:
-        """A new file of the ends so far, open for more."""
+        """A new file with the counts so far, open for more."""
         temporary = self._path.with_suffix(".part")
         temporary.write_bytes(b"".join(_change(key, count) for key, count in sorted(self._ends.items())))
         temporary.replace(self._path)

@@ -72,10 +72,6 @@ class TokenCosts:
         """Whether a batch lies between those measured."""
         return min(self.forward) <= batch <= max(self.forward)
 
-    def max_tokens(self, batch: int) -> int:
-        """The most tokens measured at a batch."""
-        return max(self.forward[batch])
-
     def milliseconds(self, batch: int, tokens: Sequence[int]) -> Any:
         """[len(tokens)] milliseconds of rounds of so many tokens; beyond the points measured those at the nearest.
 
@@ -250,21 +246,6 @@ class Costs:
         fit = [i for i, total in enumerate(totals) if total is not None and total < batch * width]
         milliseconds[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
         return milliseconds
-
-    def verifying_trees(self, batch: int, nodes: Sequence[int]) -> Any:
-        """[len(nodes)] milliseconds of rounds that verify trees, but for drafting. nodes: of all rows."""
-        assert self.trees is not None
-        if batch in self.trees.forward and nodes and batch + max(nodes) > (limit := self.trees.max_tokens(batch)):
-            raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {limit}")
-        return self.trees.milliseconds(
-            batch, [self.shapes.tree_total_for(batch + n, batch) or batch + n for n in nodes]
-        )
-
-    def takes_tree(self, batch: int, nodes: int) -> bool:
-        """Whether the allowed shapes take trees of so many nodes in all; where none do, main chains are verified."""
-        if self.trees is None or not self.trees.spans(batch):
-            return False
-        return self.shapes.tree_total_for(batch + nodes, batch) is not None
 
     def to_dict(self) -> dict[str, Any]:
         """All costs as JSON has them; `from_dict` reads them back."""
