@@ -75,9 +75,9 @@ class AnswerWriter(ABC):
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
 
-    @abstractmethod
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         """The part of a chunk that opens a choice, before its first token; None if this form has none."""
+        return None
 
     @abstractmethod
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
@@ -323,10 +323,6 @@ class CompletionWriter(AnswerWriter):
         self.prompts: list[str] = [""] * len(live.jobs)
         self._offsets = [_CharacterCount() for _ in live.jobs]
         self._opened: set[int] = set()
-
-    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """Nothing: the echo comes with the first piece, once its log-probabilities are known."""
-        return None
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; the echoed prompt before the first."""

@@ -126,9 +126,7 @@ class BatchStore:
                 leftover.unlink()
         except OSError as error:
             raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
-        self.files = {
-            record.id: record for record in _read(folder / "files", FileRecord)
-        }  # in the order of their times
+        self.files = {record.id: record for record in _read(folder / "files", FileRecord)}
         self.batches = {record.id: record for record in _read(folder / "batches", BatchRecord)}
 
     def close(self) -> None:
@@ -244,16 +242,15 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:
-    return sorted(_records(folder, cls), key=lambda record: record.created_at)
-
-
-def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:
+    """The records of a folder, the oldest first."""
+    records = []
     for path in sorted(folder.glob("*.json")):
         try:
             values: dict[str, Any] = json.loads(path.read_bytes())
-            yield cls(**values)
+            records.append(cls(**values))
         except (OSError, ValueError, TypeError) as error:
             raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
+    return sorted(records, key=lambda record: record.created_at)
 
 
 class LinesUnderWay:
