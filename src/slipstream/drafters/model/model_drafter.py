@@ -169,8 +169,11 @@ class ModelDrafter:
                 ends = _before_dead_ends(rows, scores[:, 0], ends, j)
                 if max(ends) <= j:
                     break
+            if sampled:
                 distributions.append(sampler.probs(scores))
-            leaders, leader_chances = self._leaders(scores[:, 0], distributions, sampler, 1 + siblings)
+                leaders, leader_chances = self._sampled(scores[:, 0], distributions, sampler)
+            else:
+                leaders, leader_chances = self._leaders(scores, j, sampler, 1 + siblings)
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
                 if isinstance(self.session, ParallelScorer):
@@ -222,40 +225,30 @@ class ModelDrafter:
         is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
         return min(self.steps, min(self.depth, length) if self.depth and is_cut_short else -(-length // width))
 
-    def _leaders(
-        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, count: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The draft's next token and its runners-up [B, count], and the draft model's probability of each.
+    def _leaders(self, scores: Tensor, place: int, sampler: Sampler, count: int) -> tuple[Tensor, Tensor | None]:
+        """A one-hot draft's next token and its runners-up [B, count], and the draft model's confidence in each.
 
-        None for the probabilities where nothing needs them. scores: [B, V]. distributions: of all the draft's tokens;
-        none if `sampler.plain`.
+        None for the confidence where nothing needs it. scores: [B, 1, V] of the draft token at `place`.
         """
-        place = max(0, len(distributions) - 1)
-        if self.stop is None and count == 1:
-            return self._first(scores, distributions, sampler)[:, None], None
-        probs = self._draft_probs(scores, distributions, sampler)
-        if not (sampler.all_greedy or self.coupled):
-            first = sampler.draw(distributions[-1], place, Stream.DRAFT)
-            return first, probs.gather(1, first)
-        return sampler.leaders(probs, place, count)
+        if self.stop is not None or count > 1:
+            return sampler.leaders(scores[:, 0], place, count)
+        return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place)), None
 
-    def _first(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
-        """The draft's next token [B]."""
-        if sampler.plain:
-            return argmax(scores)
-        stream = Stream.TOKEN if sampler.all_greedy or self.coupled else Stream.DRAFT
-        return sampler.draw(distributions[-1], len(distributions) - 1, stream)[:, 0]
+    def _sampled(
+        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next token [B, 1], drawn from the last of the draft's distributions, and its probability.
 
-    def _draft_probs(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
-        """The draft model's probabilities [B, V]; a greedy row's are those of its scores [B, V]."""
-        if sampler.plain:
-            return scores.float().softmax(-1)
+        None for the probability where nothing needs it. scores: [B, V]; a greedy row's probabilities are theirs.
+        """
+        first = sampler.draw(distributions[-1], len(distributions) - 1, Stream.DRAFT)
+        if self.stop is None:
+            return first, None
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
         probs = distributions[-1][:, 0]
-        if not bool(greedy.any()):
-            return probs
-        # softmax gives NaN where a constraint allows no token
-        return torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), probs)
+        if bool(greedy.any()):  # softmax gives NaN where a constraint allows no token
+            probs = torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), probs)
+        return first, probs.gather(1, first)
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]

@@ -25,7 +25,8 @@ class CompiledRace(Race):
         self._find.restype = ctypes.c_int64
         self._lead = library.race_leaders
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._lead.argtypes, self._lead.restype = [pointer, number, number, number, pointer, pointer], None
+        self._lead.argtypes = [pointer, number, number, ctypes.c_float, number, pointer, pointer]
+        self._lead.restype = None
         self._found = torch.empty(vocab_size, dtype=torch.int64)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
@@ -35,14 +36,16 @@ class CompiledRace(Race):
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
 
-    def leaders(self, probs: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-        if count > 2:
-            return super().leaders(probs, bits, count)
-        rows = probs.float().contiguous()
-        tokens, speeds = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 3)
-        for i, key in enumerate([0] * len(rows) if bits is None else bits.tolist()):
-            self._lead(address(rows[i]), rows.shape[1], bits is not None, key, address(tokens[i]), address(speeds[i]))
-        return tokens[:, :count], speeds[:, :count] / speeds[:, 2:].clamp(min=1e-30)
+    def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        if count > 2 or scores.dtype not in (torch.bfloat16, torch.float32):
+            return super().leaders(scores, temperatures, bits, count)
+        rows, is_bfloat16 = scores.contiguous(), scores.dtype == torch.bfloat16
+        tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2)
+        keys = [0] * len(rows) if bits is None else bits.tolist()
+        for i, (temperature, key) in enumerate(zip(temperatures.tolist(), keys, strict=True)):
+            row, results = address(rows[i]), (address(tokens[i]), address(shares[i]))
+            self._lead(row, is_bfloat16, rows.shape[1], temperature, key, *results)
+        return tokens[:, :count], shares[:, :count]
 
     def _winner(self, probs: Tensor, bits: int) -> int:
         contenders = self._found[: self._find(address(probs), len(probs), bits, address(self._found))]
