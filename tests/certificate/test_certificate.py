@@ -9,9 +9,9 @@ from slipstream import SpeculativeDecoder
 from slipstream.certificate import sampled_frequencies
 from slipstream.certificate.checks import OPTIONS, Check, DistributionChecks, TextChecks, Verifier
 from slipstream.certificate.sampled_frequencies import Target, distribution_test
-from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.sampling.processors import BadWords, BatchProcessor, FixedBias, MinTokens
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.wrong_acceptance_rules import WRONG_RULES, load_wrong_rule
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,6 @@ import pytest
 from torch import Tensor
 
 from slipstream import Draft, Drafter, SpeculativeDecoder
-from slipstream.certificate.wrong_rules import WRONG_RULES
 from slipstream.core.acceptance import RULES, Rule, load_rule
 from slipstream.core.rng import Stream, Words, key, words
 from slipstream.core.types import Row
@@ -35,6 +34,7 @@ from tests.support.chi_square import (
     p_value,
 )
 from tests.support.markers import mostly_slow
+from tests.support.wrong_acceptance_rules import WRONG_RULES
 
 LOSSLESS = sorted(rule.name for rule in RULES.values() if rule.lossless)
 DRAFTERS = ["ngram:1-3", "ngram_table:2-3+fill", "suffix:outputs=0", "other", "close", "hesitant", "mixed"]

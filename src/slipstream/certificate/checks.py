@@ -15,16 +15,13 @@ from typing import Any, Literal
 
 from slipstream import drafters
 from slipstream.certificate.parity import Difference, TieJudge, count_differences
-from slipstream.certificate.sampled_frequencies import Target, distribution_test, sample
-from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.certificate.sampled_frequencies import WRONG_RULES, Target, distribution_test, sample
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 
-# wrong rules that the test must catch: a crude one, and a subtle one that is wrong only where all drafts were accepted
-POWER_RULES = ("first-mismatch-kept", "bonus-from-raw-logits")
 FEWEST_RUNS, MOST_RUNS = 480, 4000
 # prompts after which drafts are accepted often, sometimes and rarely, and the target is more or less certain: every
 # wrong rule shows on some of them
@@ -122,7 +119,7 @@ class DistributionChecks:
     def power(self, rule: str) -> Finding:
         """Whether the same test catches a wrong rule with the fewest runs."""
         wrong = [
-            drafting.using(acceptance=load_wrong_rule(rule), num_draft_tokens=_chain(drafting.config.num_draft_tokens))
+            drafting.using(acceptance=WRONG_RULES[rule], num_draft_tokens=_chain(drafting.config.num_draft_tokens))
             for drafting in self._drafting
         ]
         outcome = distribution_test(wrong, self._targets, FEWEST_RUNS)
@@ -140,7 +137,7 @@ class DistributionChecks:
         few, started = 2 * self.decoder.config.max_batch_size, perf_counter()
         sample(self._drafting[0], self._targets[0].prompt, range(few))
         seconds_each = (perf_counter() - started) / few
-        remaining = self.deadline - perf_counter() - seconds_each * FEWEST_RUNS * len(POWER_RULES)
+        remaining = self.deadline - perf_counter() - seconds_each * FEWEST_RUNS * len(WRONG_RULES)
         return int(min(max(remaining / seconds_each, FEWEST_RUNS), MOST_RUNS))
 
 
@@ -284,7 +281,7 @@ class Verifier:
             "seeded text, one by one": texts.seeded,
             **{f"option {name}": partial(texts.option, name) for name in OPTIONS},
             "distribution of sampled text": distributions.sampled,
-            **{f"power: {rule} is caught": partial(distributions.power, rule) for rule in POWER_RULES},
+            **{f"power: {rule} is caught": partial(distributions.power, rule) for rule in WRONG_RULES},
         }
 
     @property

@@ -100,6 +100,12 @@ class EngineAccess:
             self.renew()
             return self.reader.rows(list(prompts), params, chat=chat)
 
+    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]:
+        """The rows of each prompt: as many as its `n`, each with a seed of its own."""
+        with self._use:
+            self.renew()
+            return self.reader.sample_rows(list(prompts), params, chat=chat)
+
     def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
 

@@ -305,7 +305,7 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest
         server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            server.wait_until(lambda: server.service.background.under_way._running == 4)  # more than may run
+            server.wait_until(lambda: len(server.service._submitted) == 4)  # more than may run
             gate.opened.set()
         server.wait_until(lambda: len(ended) == len(LINES))
         assert max(running) == 3
