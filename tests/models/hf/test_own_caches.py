@@ -105,6 +105,7 @@ def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("olmo_hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "rwkv"])
 def test_a_stateful_model_drafts(model_type: str) -> None:
     TEXTS.check_own_drafts(model_type, tiny_model(model_type))
