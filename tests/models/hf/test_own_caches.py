@@ -41,8 +41,9 @@ TEXTS = QueuedTexts(decoder_of)
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
-    assert isinstance(decoder_of(model_type).target.backend, OwnCacheBackend)
-    assert TEXTS.drafted(model_type, right) == TEXTS.expected(model_type)
+    decoder = decoder_of(model_type)
+    assert isinstance(decoder.target.backend, OwnCacheBackend)
+    assert TEXTS.drafted(model_type, right, decoder) == TEXTS.expected(model_type)
 
 
 def not_restored(own: At) -> At:
