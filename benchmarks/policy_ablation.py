@@ -30,6 +30,7 @@ MECHANISMS = (
         "passing over searches that save less than they take", ((planner.Planner, "_searches", lambda *_: True),)
     ),
     Mechanism("trials of what was passed over", ((planner.Pause, "is_due", False),)),
+    Mechanism("the first guess of a draft model that is not used", ((acceptance_model.ModelDrafts, "relax", nothing),)),
     Mechanism("what retrieval leaves to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))),
     Mechanism("what reading a text takes", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),
     Mechanism("how long texts get (64 tokens)", ((planner.TextLengths, "learn", nothing),)),

@@ -255,7 +255,7 @@ class Traits:
     needs_draft_model, needs_cost_model: what `auto` must have before it takes the drafter. With costs the drafter asks
     the planner itself.
     branches: it proposes tokens beside those of its chains, where trees are verified.
-    other_vocabulary: it is for draft models of another vocabulary, for which those of the same one build it.
+    other_vocabulary: it is for draft models of another vocabulary; the drafter `model` becomes this one for them.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
     """
 

@@ -1,13 +1,13 @@
 """Chooses which source drafts for each row, and how many tokens, to maximise expected tokens per second.
 
-Every round each source makes an offer for a row: a lookup says how likely its 1st, 2nd, ... token is to be accepted; of
-a draft model it is known how many tokens it usually drafts, and how many are accepted. Each row takes the draft model
-where that promises more, if its steps cost less than it saves (`model_lengths`). Of all drafts the likeliest tokens are
-verified, as many as make the expected tokens per second of the batch highest (`worth_verifying`). Likelihoods are
-learned for each kind of token and corrected by this row (`acceptance_model.py`); seconds are the calibration, corrected
-by what rounds took (`costs.py`). A draft model that must read a text first pays for that with the tokens that the text
-is expected to have left. A source that was passed over is tried again after 4, 8, ... 64 rounds; a draft model that
-would have to read a text that runs alone, after as many texts.
+A text lookup offers tokens and says how likely its 1st, 2nd, ... is to be accepted; of a draft model it is known how
+many tokens it usually drafts, and how many are accepted. A row takes the draft model where that promises more tokens,
+if this saves time on the rest of the texts (`model_lengths`). Of all drafts the part is verified that makes the batch's
+expected tokens per second highest (`worth_verifying`). Likelihoods are those of each kind of token, corrected by this
+row (`acceptance_model.py`); seconds are the calibration, corrected by what rounds took (`costs.py`). A draft model that
+must read a text first pays for that with the tokens that the text is expected to have left. A source that was passed
+over is tried in the 4th round, then after 8, 16, ... 64 while that brings nothing; a draft model that would have to read
+a text that runs alone, after as many texts.
 
 Dropping a sampled token because of what it is would bias the text, so a sampled draft is never shortened afterwards: it
 only stops growing. `observe` learns; everything else answers and changes nothing.
@@ -69,8 +69,8 @@ class Worth(NamedTuple):
 def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
     """What a token of each row is worth.
 
-    A caller who waits for all rows of a call gains what a round costs by a token of the row that ends last, and only
-    what a row adds to a round by a token of any other. So drafts that put a row ahead of the others are hardly worth
+    For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
+    any other row saves only that row's part of a round. So drafts that put a row ahead of the others are hardly worth
     verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same.
 
     seconds: number of rows -> seconds of a forward without drafts. typical: tokens after which texts end by themselves;
