@@ -7,6 +7,7 @@ answered last and one at a time, so that a line can end a server at most twice.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import AsyncIterator, Collection, Iterable
@@ -42,13 +43,13 @@ class LinesUnderWay:
             self._changed.clear()
             await self._changed.wait()
         self._running = -1 if alone else self._running + 1
-        self._note(key, "begun")
         try:
+            self._note(key, "begun")
             yield
         finally:
-            self._note(key, "suspect" if alone else "over")
             self._running = 0 if alone else self._running - 1
             self._changed.set()
+            self._note(key, "suspect" if alone else "over")
 
     def acquit(self, key: Key) -> None:
         """A suspect has been answered, or refused, and the server lives."""
@@ -72,8 +73,13 @@ class LinesUnderWay:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _note(self, key: Key, stage: Stage) -> None:
-        if self._file is not None:
-            os.write(self._file, _line(key, stage))  # outlives the process; that is enough
+        if self._file is None:
+            return
+        line = _line(key, stage)
+        part = os.write(self._file, line)  # outlives the process; that is enough
+        if part < len(line):
+            os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - part)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _line(key: Key, stage: Stage) -> bytes:
