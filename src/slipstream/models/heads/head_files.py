@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
+from math import inf
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     network = read_eagle3(files, tensors, target)
     name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
     token = files.settings.get(name)
-    if not isinstance(token, int) or not 0 <= token < target.backend.vocab_size:
+    if not is_whole(token, 0, target.backend.vocab_size - 1):
         raise UsageError(
             f"draft head {files.source!r} has {name}={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
         )
@@ -385,7 +386,7 @@ def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
     if named is None:
         return 2, count // 2, count - 3
-    if not isinstance(named, list) or not named or not all(isinstance(i, int) for i in named):
+    if not isinstance(named, list) or not named or not all(is_whole(i, -inf) for i in named):
         raise UsageError(f"draft head {files.source!r} reads layers {named!r}; allowed: a list of layer numbers")
     # `speculators` numbers what enters layers, the others what leaves them
     return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
