@@ -114,8 +114,8 @@ def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
     low, high = -shift, count - 1 - shift
     if not isinstance(named, list) or not named or not all(is_whole(i, low, high) for i in named):
         raise UsageError(
-            f"draft head {files.source!r} reads layers {named!r} of its target; {target!r} has {count}, allowed: a list "
-            f"of numbers from {low} to {high}"
+            f"draft head {files.source!r} reads layers {named!r} of its target; {target!r} has {count}, allowed: a "
+            f"list of numbers from {low} to {high}"
         )
     return tuple(i + shift for i in named)
 

@@ -530,9 +530,7 @@ def check_type(source: str, name: str, tensor: Tensor) -> None:
     """Raise `SlipstreamError` for a tensor of another type than weights have."""
     if tensor.dtype not in TYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise SlipstreamError(
-            f"draft head {source!r}: tensor {name!r} is of type {_short(tensor)}; allowed: {allowed}"
-        )
+        raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {_short(tensor)}; allowed: {allowed}")
 
 
 def _short(tensor: Tensor) -> str:
