@@ -8,9 +8,9 @@ layers hardly change that. An MTP layer's product takes the newest token over, w
 turns what marks a token as hard into another guess, and as many tokens are hard as the chance says; they are always
 guessed wrong, whoever asks. Both systems read the same files.
 
-Plain decoding, fixed draft lengths, "auto" and transformers' `use_mtp` take turns on texts of their own every time.
-Transformers drafts one token with each layer, one text after another; its layers are loaded once here, though it loads
-them for each call. Exit code 1 if a text is not the one that the weights were made for.
+Plain decoding, fixed draft lengths, "auto" and transformers' `use_mtp` take turns on the same texts, new ones in every
+turn. Transformers drafts one token with each layer, one text after another; its layers are loaded once here, though it
+loads them for each call. Exit code 1 if a text is not the one that the weights were made for.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def _batch(
     def ours(decoder: SpeculativeDecoder) -> Arm:
         def generate(prompts: list[list[int]]) -> list[list[int]]:
             decoder.forget()
+            decoder.forget_learned()  # the other arms' texts, which look-ups would find
             return [result.token_ids for result in decoder.generate(prompts, params)]
 
         return Arm(generate)
@@ -180,18 +181,17 @@ def _batch(
     arms = {PLAIN: ours(base.using("none", num_draft_tokens="auto"))}
     arms |= {str(length): ours(base.using("model", num_draft_tokens=length)) for length in lengths}
     arms |= {AUTO: ours(base), THEIR_PLAIN: of_transformers(), THEIRS: of_transformers(use_mtp=True)}
-    length, text = PROMPT + max_tokens, 0
+    length = PROMPT + max_tokens
     for turn in range(repeats + 1):  # the first warms up
+        starts = [(turn * batch + row) * length for row in range(batch)]
+        prompts = [[order[(start + i) % len(order)] for i in range(PROMPT)] for start in starts]
         for name in list(arms)[:: 1 if turn % 2 else -1]:
-            starts = [(text + row) * length for row in range(batch)]
-            prompts = [[order[(start + i) % len(order)] for i in range(PROMPT)] for start in starts]
             started = perf_counter()
             texts = arms[name].generate(prompts)
             taken = perf_counter() - started
             if turn:
                 arms[name].seconds.append(taken / (batch * max_tokens))
                 arms[name].right += sum(map(_is_walk(order, max_tokens), prompts, texts))
-        text += batch
     return arms
 
 

@@ -171,12 +171,18 @@ class RecordedTarget(RecordedModel):
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
         """Whether there is a shape for it."""
-        return self.recording.costs.takes_tree(len(rows), sum(draft.lengths))
+        costs, batch = self.recording.costs, len(rows)
+        is_measured = costs.trees is not None and costs.trees.spans(batch)
+        return is_measured and costs.shapes.tree_total_for(batch + sum(draft.lengths), batch) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """[B, K + 1, V] likeliest where the text goes on."""
-        assert draft.parents is not None
-        self.take(float(self.recording.costs.verifying_trees(len(rows), [sum(draft.lengths)])[0]))
+        costs, batch, nodes = self.recording.costs, len(rows), sum(draft.lengths)
+        assert draft.parents is not None and costs.trees is not None
+        if batch in costs.trees.forward and batch + nodes > (limit := max(costs.trees.forward[batch])):
+            raise UsageError(f"trees of {batch + nodes} tokens were not measured; allowed: up to {limit}")
+        total = costs.shapes.tree_total_for(batch + nodes, batch) or batch + nodes
+        self.take(float(costs.trees.milliseconds(batch, [total])[0]))
         chosen = []
         for row, parents in zip(rows, draft.parents, strict=True):
             text, depths = self._text(row), list[int]()

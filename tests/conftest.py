@@ -28,6 +28,7 @@ from tests.support.markers import left_out
 
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
 USERS_CACHE = os.environ.get("SLIPSTREAM_MODELS")
+FEW_TURNS = 3  # in which each forward of a small model is timed
 
 # the same examples in every run, however busy the machine is
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
@@ -94,9 +95,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture: the cache folder, and what is known of the times of draft models.
 
     Calibrations of small models are not left in the user's cache; real models are looked for there. What a tiny draft
-    model takes is as much as its target, or luck: drafting is decided as if it were not known.
+    model takes is as much as its target, or luck: drafting is decided as if it were not known. Nor are their forwards
+    timed as often as those of real models: nothing that is tested depends on the times.
     """
-    from slipstream.reproducibility.timing import DraftTimes
+    from slipstream.reproducibility import calibration
+    from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes
     from slipstream.wiring import model_pair
 
     marks = {mark.name for mark in item.iter_markers()}
@@ -107,6 +110,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.environ["SLIPSTREAM_MODELS"] = USERS_CACHE
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
     remembered = remembered_draft_times()  # asked for before it is replaced
+    calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
     model_pair.remembered_draft_times = remembered if real else lambda *given: DraftTimes()
 
 

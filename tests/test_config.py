@@ -13,6 +13,7 @@ import pytest
 from slipstream import SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.policies import Fixed
 from tests.support.markers import subcases
 
@@ -132,4 +133,4 @@ def test_fixed_draft_length_is_that_of_every_row(count: int) -> None:
 @subcases("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])
 def test_impossible_draft_length_is_refused(count: Any) -> None:
     with pytest.raises(UsageError, match=rf"^num_draft_tokens={count!r}; allowed: .* 0 to {MAX_DRAFT_TOKENS}"):
-        Fixed(count)
+        LengthChoice.parse(count)

@@ -1,6 +1,6 @@
-"""Take the pictures of the page of `slipstream serve` that the documentation shows, or all, to look at them.
+"""Take the pictures of the server's page and of a report that the documentation shows, or all, to look at them.
 
-    python docs/images/make_screenshots.py                                      # those of the documentation
+    python docs/images/make_screenshots.py --runs FOLDER                        # those of the documentation
     python docs/images/make_screenshots.py --all /tmp/pictures                  # every state of the page
     python docs/images/make_screenshots.py --all /tmp/pictures --runs FOLDER    # and of a benchmark's report
 
@@ -29,7 +29,7 @@ DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 PATIENCE_MS = 600_000  # for an answer on a slow machine
 CODE = "Write a Python function that returns the n-th Fibonacci number, and explain it in a short list."
 LIST = "Repeat this list twice: heron, kingfisher, wagtail, dipper, osprey, bittern, grebe."
-IN_DOCS = ("server-chat", "server-race")
+IN_DOCS = ("server-chat", "server-race", "server-phone-tokens", "report")
 
 
 class Pictures:
@@ -198,8 +198,6 @@ def main() -> None:
     browsers = ("chromium", "google-chrome", "chromium-browser")
     parser.add_argument("--browser", default=next(filter(None, map(shutil.which, browsers)), None))
     options = parser.parse_args()
-    if options.runs is not None and options.all is None:
-        parser.error(f"--runs {str(options.runs)!r} without --all; allowed: with --all FOLDER")
     if options.browser is None:
         parser.error("no Chromium on PATH; install one, or name it with --browser")
     from playwright.sync_api import sync_playwright

@@ -103,6 +103,14 @@ def explained_fields(cls: Any, settings: Any = None) -> Any:
     return cls
 
 
+def changed_repr(settings: Any) -> str:
+    """The repr of a dataclass of settings: what differs from the defaults."""
+    defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(settings)}
+    shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.repr}
+    changed = [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
+    return f"{type(settings).__name__}({', '.join(changed)})"
+
+
 def counted(number: int, noun: str) -> str:
     """1 token, 2 tokens."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import UNREADABLE, check_choice, check_whole, explained_fields, why_unreadable
+from slipstream.checks import UNREADABLE, changed_repr, check_choice, check_whole, explained_fields, why_unreadable
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
@@ -66,6 +66,9 @@ class DecoderConfig:
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments of the target, as JSON")
+
+    def __repr__(self) -> str:
+        return changed_repr(self)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -13,11 +13,11 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import plan
 from slipstream.bench.records import Run, read_records, start
 from slipstream.bench.summary import summarise, wrong_texts
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.acceptance import Rule, block
 from slipstream.models.toy import load_toy
 from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
 from tests.support.vocabularies import decoder_of, fable_model
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 
 def measured(

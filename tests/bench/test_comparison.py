@@ -23,10 +23,10 @@ from slipstream.bench.comparison import (
     summarise,
     within_noise,
 )
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.markers import subcases
 from tests.support.tiny_models import perturbed, shared, tokenizer
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 PROMPTS = [NamedPrompt("the heron, the heron"), NamedPrompt("a fish and a stone, a fish")]
 

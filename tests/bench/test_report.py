@@ -85,14 +85,14 @@ class Reader(HTMLParser):
 
 
 def test_a_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
-    found = total_ratio([[1, 30]], [[10, 40]])
+    found = total_ratio([1, 30], [10, 40])
     assert found is not None and found.value == pytest.approx(31 / 50)
     assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.75)
 
 
 def test_a_ratio_without_anything_below_is_none_and_one_prompt_has_no_interval() -> None:
-    assert total_ratio([[1, 2]], [[0, 0]]) is None and total_ratio([[]], [[]]) is None
-    single = total_ratio([[3]], [[4]])
+    assert total_ratio([1, 2], [0, 0]) is None and total_ratio([], []) is None
+    single = total_ratio([3], [4])
     assert single is not None and (single.value, single.low, single.high) == (0.75, None, None)
 
 

@@ -1,15 +1,17 @@
 """The certificate passes what is exact and fails every rule that is not."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from slipstream import SpeculativeDecoder
 from slipstream.certificate import sampled_frequencies
-from slipstream.certificate.checks import OPTIONS, Check, DistributionChecks, Verifier
+from slipstream.certificate.checks import OPTIONS, Check, DistributionChecks, TextChecks, Verifier
 from slipstream.certificate.sampled_frequencies import Target, distribution_test
-from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
+from slipstream.sampling.processors import BadWords, BatchProcessor, FixedBias, MinTokens
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.wrong_acceptance_rules import WRONG_RULES, load_wrong_rule
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +59,24 @@ def test_lossy_rules_do_not_keep_the_distribution(rule: str) -> None:
     assert not decoder.lossless
     target = Target.of(decoder, decoder.encode("The heron was", chat=False))
     assert not distribution_test([decoder], [target], 600).passed
+
+
+FIXED, WORDS, MINIMUM = FixedBias.apply, BadWords.apply, MinTokens.apply
+BLIND: dict[str, tuple[type[BatchProcessor], Callable[..., None]]] = {
+    "logit_bias": (FixedBias, lambda self, scores, draft, first: FIXED(self, scores[:, :1], draft, first)),
+    "bad_words": (BadWords, lambda self, scores, draft, first: WORDS(self, scores, draft * 0, first)),
+    "min_tokens": (MinTokens, lambda self, scores, draft, first: MINIMUM(self, scores[:, :1], draft, first)),
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_an_option_that_does_not_see_the_draft_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=6)
+    texts = TextChecks(decoder, PROMPTS, max_tokens=40, budget=0.0)
+    assert texts.option(name).outcome == "pass"
+    kind, blind = BLIND[name]
+    monkeypatch.setattr(kind, "apply", blind)
+    assert texts.option(name).outcome == "FAIL"
 
 
 def test_a_blind_test_of_distributions_is_reported_as_having_no_power() -> None:

@@ -112,6 +112,7 @@ def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(g
         assert int(judge._scores(TOKENS, ids, plain.next_logits(ids), params).argmax()) == token
 
 
+@pytest.mark.slow
 @over_options
 def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)

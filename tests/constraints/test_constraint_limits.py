@@ -124,6 +124,7 @@ def test_what_cannot_begin_is_refused_at_once() -> None:
             decoder("suffix", "match").generate("a", request(Constraint(json_schema=schema), 0), chat=False)
 
 
+@pytest.mark.slow
 def test_thousands_of_alternatives() -> None:
     words = [f"word {at}" for at in range(3000)]
     properties = {f"p{at}": {"type": "null"} for at in range(600)}

@@ -388,7 +388,7 @@ def test_arguments_are_read() -> None:
         ("2+", "allowed"),
         ("store=", "allowed"),
         ("outputs=0+store=x.npz", "outputs=0 keeps nothing"),
-        ("store=/no/such/folder/x.npz", "'/no/such/folder' is not a folder"),
+        ("store=/no/such/folder/x.npz", "'/no/such/folder/x.npz' is not a file"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_line(argument: str, told: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 from torch import Tensor
 
 from slipstream import Draft, Drafter, SpeculativeDecoder
-from slipstream.certificate.wrong_rules import WRONG_RULES
 from slipstream.core.acceptance import RULES, Rule, load_rule
 from slipstream.core.rng import Stream, Words, key, words
 from slipstream.core.types import Row
@@ -35,6 +34,7 @@ from tests.support.chi_square import (
     p_value,
 )
 from tests.support.markers import mostly_slow
+from tests.support.wrong_acceptance_rules import WRONG_RULES
 
 LOSSLESS = sorted(rule.name for rule in RULES.values() if rule.lossless)
 DRAFTERS = ["ngram:1-3", "ngram_table:2-3+fill", "suffix:outputs=0", "other", "close", "hesitant", "mixed"]
@@ -231,12 +231,14 @@ def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str)
     assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "rejection"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "rejection"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
     assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
@@ -248,7 +250,8 @@ def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
     assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
 
 
-@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram:1-3", "close"], "ngram:1-3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
 def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
         return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
@@ -257,7 +260,8 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
     assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "llama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_keeping_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS

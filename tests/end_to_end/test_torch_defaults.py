@@ -107,6 +107,7 @@ def test_no_text_is_sampled_from_logits_that_are_nan(rule: str, options: dict[st
         decoder.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=4, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["rejection", "block", "match"])
 def test_a_draft_model_whose_logits_are_nan_changes_no_text(acceptance: str) -> None:
     broken = fresh("llama")

@@ -91,7 +91,7 @@ def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
     assert by_id(out) == alone
     write(source, LINES[:-1])  # a job of a cluster goes on on one machine
     done = subprocess.run([*COMMAND, str(source), str(out), *TOY], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.startswith("0 of 320 answered, 320 before")
+    assert done.returncode == 0 and done.stderr.startswith("0 of 320 answered now, 320 earlier")
 
 
 @needs_ray

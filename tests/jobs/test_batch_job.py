@@ -39,6 +39,7 @@ def test_every_text_is_that_of_the_request_alone_and_of_plain_decoding(
         assert texts[0]["finish_reason"] == alone.finish_reason
 
 
+@pytest.mark.slow
 def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp_path: Path) -> None:
     lines = [*requests(14), chat("c", "The heron", temperature=0.9), chat("d", "A sparrow", logprobs=True)]
     toy().batch(lines, tmp_path / "one.jsonl")

@@ -19,22 +19,34 @@ from tests.support.processes import PATIENCE, started
 pytestmark = pytest.mark.slow
 
 LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0.5) for at in range(20))]
+FORWARDS = 120  # of a job that is killed: enough for many answers, not for all, however late the kill comes
 SERVER = """
 import os, sys
-from tests.jobs.test_job_kill import go_on
+from tests.jobs.test_job_kill import FORWARDS, go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
-        go_on(folder.strip())
+        go_on(folder.strip(), forwards=FORWARDS)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def go_on(folder: str) -> None:
+def go_on(folder: str, forwards: int | None = None) -> None:
+    """Do what is missing of the job; after so many forwards, wait to be killed."""
     torch.set_num_threads(1)
-    toy().batch(LINES, Path(folder) / "out.jsonl")
+    decoder = toy()
+    if forwards is not None:
+        forward, turns = decoder.target.backend.forward, iter(range(forwards))
+
+        def limited(*given: Any, **options: Any) -> Any:
+            if next(turns, None) is None:
+                signal.pause()
+            return forward(*given, **options)
+
+        decoder.target.backend.forward = limited  # type: ignore[method-assign]
+    decoder.batch(LINES, Path(folder) / "out.jsonl")
 
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:

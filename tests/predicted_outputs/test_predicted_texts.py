@@ -110,6 +110,7 @@ def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:
     assert beside.stats.accepted_prediction_tokens is beside.stats.rejected_prediction_tokens is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
 def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
@@ -138,6 +139,7 @@ def test_stop_strings_logprobs_and_several_texts_are_those_without_a_prediction(
 changes = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 8), st.binary(max_size=8)), max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(changes, st.sampled_from(["none", "suffix"]), st.booleans())
 def test_no_edit_of_the_prediction_changes_the_text(

@@ -24,6 +24,8 @@ WITHOUT_THEM = (
     "sys.argv[:1] = ['slipstream']\nmain()"
 )
 COMMAND = [sys.executable, "-c", WITHOUT_THEM]
+OPENERS = ("read_text", "write_text", "open", "fdopen", "TemporaryFile", "NamedTemporaryFile")
+OPENERS += ("run", "Popen", "check_output")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 
@@ -32,13 +34,15 @@ def locale_dependent(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or any(word.arg in (None, "encoding") for word in node.keywords):
             continue
-        words = {word.arg: word.value for word in node.keywords}
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name not in OPENERS:
+            continue
+        words = {word.arg: word.value for word in node.keywords}
         owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
         first = 1 if name == "fdopen" or not owner else 0  # the place of the mode
         mode = words.get("mode") or (node.args[first] if len(node.args) > first else None)
-        is_text = {
+        is_text: dict[str, bool] = {
             "read_text": not node.args,
             "write_text": len(node.args) < 2,
             "open": owner not in ("os", "archive", "_opener") and not (mode and "b'" in ast.unparse(mode)),
@@ -48,8 +52,8 @@ def locale_dependent(source: str) -> Iterator[str]:
             "run": "text" in words,
             "Popen": "text" in words,
             "check_output": "text" in words,
-        }.get(name, False)
-        if is_text:
+        }
+        if is_text[name]:
             yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
 
 

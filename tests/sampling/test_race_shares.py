@@ -37,7 +37,7 @@ def log_loss(certainty: Tensor, happened: Tensor) -> float:
 def test_the_leader_is_the_token_that_is_sampled() -> None:
     target, _ = pair_of_distributions()
     sampler = batch(0.8)
-    leaders, _ = sampler.leaders(target, 3, 1)
+    leaders, _ = sampler.leaders(0.8 * target.log(), 3, 1)
     assert torch.equal(leaders, sampler.draw(target[:, None], 3))
     assert not torch.equal(leaders, sampler.draw(target[:, None], 4))
 
@@ -45,7 +45,7 @@ def test_the_leader_is_the_token_that_is_sampled() -> None:
 def test_the_share_of_a_race_tells_more_than_the_probability() -> None:
     target, draft = pair_of_distributions()
     sampler = batch(0.8)
-    leaders, shares = sampler.leaders(draft, 0, 1)
+    leaders, shares = sampler.leaders(0.8 * draft.log(), 0, 1)
     accepted = leaders[:, 0] == sampler.draw(target[:, None])[:, 0]
     probability = draft.gather(1, leaders)[:, 0]
     assert log_loss(shares[:, 0], accepted) < 0.95 * log_loss(probability, accepted)
@@ -54,12 +54,23 @@ def test_the_share_of_a_race_tells_more_than_the_probability() -> None:
 def test_greedy_rows_run_without_noise() -> None:
     _, draft = pair_of_distributions()
     probs, likeliest = draft.sort(descending=True, stable=True)
-    leaders, shares = batch(0.0).leaders(draft, 0, 2)
+    leaders, shares = batch(0.0).leaders(draft.log(), 0, 2)
     assert torch.equal(leaders, likeliest[:, :2])
     torch.testing.assert_close(shares, probs[:, :2])
     params = [SamplingParams(temperature=temperature) for temperature in (0.0, 50.0)]
     mixed = Sampler([Row(i, [1], one, seed=i) for i, one in enumerate(params)], Race(VOCAB, CPU), VOCAB, CPU)
-    leaders, shares = mixed.leaders(torch.full((2, VOCAB), 1 / VOCAB), 0, 2)
+    leaders, shares = mixed.leaders(torch.zeros(2, VOCAB), 0, 2)
     assert leaders[0].tolist() == [0, 1] and leaders[1].tolist() != [0, 1]
     torch.testing.assert_close(shares[0], torch.full((2,), 1 / VOCAB))
     assert float(shares[1].sum()) > 3 / VOCAB
+
+
+def test_options_that_drop_tokens_count() -> None:
+    _, draft = pair_of_distributions()
+    options = [SamplingParams(temperature=2.0, top_k=3), SamplingParams(temperature=2.0, top_p=0.5, min_p=0.1)]
+    rows = [Row(i, [1], params, seed=i) for i, params in enumerate(options)]
+    sampler = Sampler(rows, Race(VOCAB, CPU), VOCAB, CPU)
+    for scores in (draft[i : i + 2].log() for i in range(0, ROWS, 2)):
+        leaders, shares = sampler.leaders(scores, 1, 1)
+        assert torch.equal(leaders, sampler.draw(sampler.probs(scores[:, None]), 1))
+        assert bool((shares > 0.2).any())

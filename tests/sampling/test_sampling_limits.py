@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
@@ -24,8 +26,8 @@ NEVER = float("-inf")
 NO_DRAFT = torch.zeros(1, 0, dtype=torch.int64)
 
 
-def sampler_of(**options: Any) -> Sampler:
-    row = Row(0, [1, 2, 3], SamplingParams(**options), seed=0, end_ids=frozenset({0}))
+def sampler_of(constraint: Any = None, **options: Any) -> Sampler:
+    row = Row(0, [1, 2, 3], SamplingParams(**options), seed=0, end_ids=frozenset({0}), constraint=constraint)
     return Sampler([row], Race(VOCAB, CPU), VOCAB, CPU)
 
 
@@ -87,6 +89,37 @@ def test_processor_without_state_is_called_like_generate_calls_it() -> None:
     assert processor.contexts[-2:] == [[1, 2, 3, 7], [1, 2, 3, 7, 8]]
     sampler.scores(logits, torch.tensor([[7, 8]]))
     assert processor.contexts[checks:] == [[1, 2, 3], [1, 2, 3, 7], [1, 2, 3, 7, 8]]  # the check is made once
+
+
+def test_a_processor_may_refuse_texts_that_are_none_of_the_rows() -> None:
+    def after_the_prompt(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[1] >= 3, "shorter than the prompt"
+        return scores * 2
+
+    sampler = sampler_of(temperature=1.0, logits_processors=[after_the_prompt])
+    assert torch.equal(sampler.scores(logits_of(1), NO_DRAFT), logits_of(1) * 2)
+    assert not sampler.failures
+
+
+class OneToken:
+    """A constraint that allows any first token and then has a problem."""
+
+    def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
+        return np.array([[255 * (len(output) + j == 0)] * 2 for j in range(len(draft) + 1)], dtype=np.uint8)
+
+    def problem(self, output: Sequence[int]) -> str | None:
+        return "too large" if output else None
+
+
+def test_of_two_failures_the_first_position_counts() -> None:
+    def not_long(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[1] < 6, "too long"
+        return scores
+
+    sampler = sampler_of(temperature=1.0, logits_processors=[not_long], constraint=OneToken())
+    sampler.scores(logits_of(4), torch.tensor([[7, 8, 9]]))
+    position, error = sampler.failures[0]
+    assert (position, str(error)) == (1, "too large")  # as without a draft, not the processor's at 3
 
 
 def test_check_stateless_returns_the_answer_and_leaves_the_scores_alone() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.config import DecoderConfig
 from slipstream.core.types import Row
-from slipstream.reproducibility.timing import GreedyOptions
+from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.tiny_models import tokenizer
 
@@ -30,7 +30,7 @@ def step_logits(pair: ModelPair, text: Sequence[int], steps: int, draft: Sequenc
     scorer = pair.draft_scorer()
     assert scorer is not None and pair.draft_session is not None
     pair.forget()
-    row = Row(0, list(text[:-1]), GreedyOptions(), seed=0)
+    row = Row(0, list(text[:-1]), SamplingParams(temperature=0.0), seed=0)
     for session in (pair.target_session, pair.draft_session):
         session.reserve(1, len(text) + steps + 16)
     pair.target_session.score([row], torch.empty(1, 0, dtype=torch.int64), [0])

@@ -29,17 +29,27 @@ def statements(tree: ast.AST, *, top_level: bool, typing: bool = False) -> Itera
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
+        elif isinstance(node, ast.If) and not typing and _names(node.test, "TYPE_CHECKING"):
             yield from (s for branch in node.orelse for s in statements(branch, top_level=top_level))
         elif isinstance(node, BLOCKS) and not (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             yield from statements(node, top_level=top_level, typing=typing)
+
+
+def _names(test: ast.expr, name: str) -> bool:
+    return any(name in (getattr(node, "id", None), getattr(node, "attr", None)) for node in ast.walk(test))
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
 
 
 @cache
 def imports(name: str, *, top_level: bool = False, typing: bool = False, source: str | None = None) -> frozenset[str]:
     """Modules that a module imports; `from package import module` counts as the module."""
     found = set()
-    for statement in statements(ast.parse(source or FILES[name].read_text()), top_level=top_level, typing=typing):
+    tree = _tree(name) if source is None else ast.parse(source)
+    for statement in statements(tree, top_level=top_level, typing=typing):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
             continue

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import PATIENCE
+
 CHROMIUM = Path("/usr/bin/chromium")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 OPTIONS += "--disable-component-update --disable-sync"
@@ -29,7 +31,7 @@ class Opened:
         options = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | context
         self._contexts.append(self.browser.new_context(**options))
         page = self._contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("console", lambda told: self.problems.append(told.text) if "Policy" in told.text else None)
         prepare(page)

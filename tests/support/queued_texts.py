@@ -27,9 +27,12 @@ class QueuedTexts:
             self._plain[name] = {tuple(one): decoder.generate(list(one), GREEDY).token_ids for one in QUEUE}
         return self._plain[name]
 
-    def drafted(self, name: str, right: int | None) -> list[list[int]]:
-        """Texts from drafts of which the first `right` tokens are right, or 0, 1, ... in turn."""
-        decoder = self._decoder_of(name)
+    def drafted(self, name: str, right: int | None, decoder: SpeculativeDecoder | None = None) -> list[list[int]]:
+        """Texts from drafts of which the first `right` tokens are right, or 0, 1, ... in turn.
+
+        decoder: of this name, where it is loaded already.
+        """
+        decoder = decoder or self._decoder_of(name)
         liar = Liar(self.plain(name), decoder.target.backend.vocab_size, right)
         params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
         prompts = [list(prompt) for prompt in QUEUE]

@@ -21,6 +21,9 @@ from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.processes import PATIENCE
 
+# the server closes a connection that is idle for five seconds, just when httpx would still send on it by default
+BRIEFLY_IDLE = httpx.Limits(keepalive_expiry=1.0)
+
 
 def toy(**settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder("toy", **{"acceptance": "match", "drafter": "suffix", "num_draft_tokens": 4} | settings)
@@ -116,7 +119,7 @@ def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any
             if server.started:
                 break
             time.sleep(0.005)
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE, limits=BRIEFLY_IDLE) as client:
             yield RunningServer(server, server.url, client)
     finally:
         server.should_exit = server.force_exit = True

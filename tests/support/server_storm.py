@@ -13,6 +13,7 @@ import httpx
 
 from tests.support.processes import PATIENCE
 from tests.support.raw_client import RawClient
+from tests.support.running_server import BRIEFLY_IDLE
 
 PROMPTS = ("A heron", "The sparrow was", "Then the wind", "zz", "a fish, a stone, a fish", "You are fast")
 MALFORMED: tuple[tuple[str, bytes], ...] = (
@@ -108,7 +109,8 @@ class Storm:
     async def _run(self) -> None:
         seeds = random.Random(self.seed)
         limit = asyncio.Semaphore(self.at_once)
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=PATIENCE) as client:
+        options: dict[str, Any] = {"base_url": self.url, "timeout": PATIENCE, "limits": BRIEFLY_IDLE}
+        async with httpx.AsyncClient(trust_env=False, **options) as client:
 
             async def one(seed: int) -> None:
                 async with limit:

@@ -6,13 +6,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor
 from random import Random
 
-import numpy as np
-
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import verified_drafts, verifying_milliseconds
 from slipstream.bench.speed_model.round_costs import Costs
 
 
@@ -37,9 +33,8 @@ def play(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, lo
     while waiting or active:
         while waiting and len(active) < load.batch:
             active.append(waiting.popleft())
-        known = verified_drafts(costs, fates, num_draft_tokens, len(active))
-        rounds = [_draw(known, min(num_draft_tokens, remaining - 1), rng) for remaining in active]
-        taken += _milliseconds(costs, known, rounds, num_draft_tokens)
+        rounds = [_draw(fates, min(num_draft_tokens, remaining - 1), rng) for remaining in active]
+        taken += _milliseconds(costs, rounds, num_draft_tokens)
         left = [remaining - fate.accepted - 1 for remaining, fate in zip(active, rounds, strict=True)]
         active = [remaining for remaining in left if remaining > 0]
     return taken
@@ -47,35 +42,27 @@ def play(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, lo
 
 @dataclass(frozen=True)
 class _Fate:
-    """Of a row's draft: its levels, how many tokens are accepted, whether the last of them is off the main chain."""
+    """Of a row's draft: its tokens, and how many are accepted."""
 
     proposed: int
     accepted: int
-    branched: bool
 
 
 def _draw(fates: Acceptance, limit: int, rng: Random) -> _Fate:
-    """What becomes of a draft of at most `limit` levels.
+    """What becomes of a draft of at most `limit` tokens.
 
     One number decides how many are proposed and accepted, so that never more is accepted than proposed; each by itself
     has its own distribution.
     """
     u = rng.random()
     proposed = bisect_left([-p for p in fates.proposed[:limit]], -u)
-    accepted = bisect_left([-p for p in fates.accepted[:limit]], -u)
-    if not accepted or not fates.branched:
-        return _Fate(proposed, accepted, False)
-    beyond = fates.accepted[accepted] if accepted < limit else 0.0
-    ending = fates.accepted[accepted - 1] - beyond
-    return _Fate(proposed, accepted, rng.random() * ending < fates.branched[accepted - 1])
+    return _Fate(proposed, bisect_left([-p for p in fates.accepted[:limit]], -u))
 
 
-def _milliseconds(costs: Costs, known: Acceptance, fates: Sequence[_Fate], asked: int) -> float:
+def _milliseconds(costs: Costs, fates: Sequence[_Fate], asked: int) -> float:
     """Of one round."""
     batch, longest = len(fates), max(fate.proposed for fate in fates)
     if not asked:
         return costs.plain(batch, costs.width_for(1, batch))
-    drafted = round(sum(known.num_nodes(fate.proposed) for fate in fates), 9)
-    ends = sorted({floor(drafted), ceil(drafted)})
-    verifying = float(np.interp(drafted, ends, verifying_milliseconds(costs, known, batch, longest, ends)))
-    return verifying + costs.drafting(batch, longest) + costs.move * sum(fate.branched for fate in fates)
+    verifying = costs.verifying(batch, longest, [sum(fate.proposed for fate in fates)])[0]
+    return float(verifying) + costs.drafting(batch, longest)

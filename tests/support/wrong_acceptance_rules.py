@@ -10,17 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from slipstream.certificate.wrong_rules import (
-    bonus_from_raw_logits,
-    distribution_of_next_position,
-    first_mismatch_kept,
-    greedy_by_softmax,
-    options_twice,
-    recovered_from_p,
-    residual_of_one_token,
-)
-from slipstream.core.acceptance import load_rule, rejection
+from slipstream.certificate.sampled_frequencies import bonus_from_raw_logits, first_mismatch_kept
+from slipstream.core.acceptance import Distributions, Rule, load_rule, rejection
+from slipstream.core.types import Draft
 from tests.support.enumeration import (
     VOCAB,
     Array,
@@ -39,6 +34,65 @@ from tests.support.enumeration import (
 
 UNLIKELY = 0.35
 SEEDS = range(20)
+
+
+def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Subtracts q only at the rejected token, and not everywhere."""
+    if draft.probs is None or draft.width == 0:  # one-hot drafts: the same as the right rule
+        return rejection(p, scores, draft)
+    probs = draft.probs
+
+    def next_token(accepted: Tensor) -> Tensor:
+        column = accepted.clamp(max=draft.width - 1)
+        rejected = draft.tokens.gather(1, column[:, None])
+        distribution = _at(p, accepted).clone()
+        less = (distribution.gather(1, rejected) - _at(probs, column).gather(1, rejected)).clamp(min=0)
+        cut = distribution.scatter(1, rejected, less)
+        return torch.where((accepted < draft.width)[:, None], cut / cut.sum(-1, keepdim=True), distribution)
+
+    return Distributions(rejection(p, scores, draft).keep, next_token)
+
+
+def recovered_from_p(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Samples the token after a rejection from p and not from the residual."""
+    return Distributions(rejection(p, scores, draft).keep, partial(_at, p))
+
+
+def greedy_by_softmax(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Means to be greedy: takes the argmax after a rejection, but accepts with softmax p / q."""
+    right = rejection(scores.softmax(-1), scores, draft)
+    best = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p.dtype)
+    return Distributions(right.keep, partial(_at, best))
+
+
+def options_twice(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Divides by the temperature (here 1/2) what has been divided by it before."""
+    return rejection((2 * p.log()).softmax(-1), scores, draft)
+
+
+def distribution_of_next_position(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Tests token i with the target's distribution of position i + 1."""
+    return rejection(torch.cat([p[:, 1:], p[:, -1:]], dim=1), scores, draft)
+
+
+def _at(distributions: Tensor, position: Tensor) -> Tensor:
+    return distributions[torch.arange(len(distributions)), position]
+
+
+WRONG_RULES: dict[str, Callable[[Tensor, Tensor, Draft], Distributions]] = {
+    "first-mismatch-kept": first_mismatch_kept,
+    "residual-of-one-token": residual_of_one_token,
+    "recovered-from-p": recovered_from_p,
+    "greedy-by-softmax": greedy_by_softmax,
+    "bonus-from-raw-logits": bonus_from_raw_logits,
+    "options-twice": options_twice,
+    "distribution-of-next-position": distribution_of_next_position,
+}
+
+
+def load_wrong_rule(name: str) -> Rule:
+    """A wrong rule that claims to be lossless, as they do."""
+    return Rule(name, True, WRONG_RULES[name])
 
 
 def dropped_if_unlikely(q: Distribution) -> list[tuple[Context, float]]:

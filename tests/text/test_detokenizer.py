@@ -91,6 +91,7 @@ def test_text_by_characters_is_shown_up_to_the_stop_that_is_complete_first(text:
     assert found == any(stop in text for stop in strings)
 
 
+@pytest.mark.slow
 @modest
 @given(st.lists(st.text(st.sampled_from("ab"), max_size=5), max_size=8), st.text(st.sampled_from("ab"), min_size=1))
 def test_one_stop_string_cuts_the_same_however_the_text_is_split(chunks: list[str], stop: str) -> None:

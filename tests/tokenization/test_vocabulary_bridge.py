@@ -73,6 +73,7 @@ def test_a_boundary_one_word_too_near_is_seen() -> None:
     assert read(pair, tokens) == pair.draft.encode(STORY).ids
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.text(max_size=40), st.sampled_from(PAIRS), st.integers(1, 5))
 def test_no_byte_is_lost_or_added_whatever_the_text(text: str, kinds: tuple[str, str], step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -18,9 +19,9 @@ from slipstream.durable_files import locked
 from slipstream.models.heads import head_writer
 from slipstream.models.heads.network import grouped_attention
 from slipstream.models.heads.starting_weights import new_head, starting_weights
-from slipstream.training import training_job, training_run
+from slipstream.training import texts, training_job, training_run
 from slipstream.training.held_out import acceptance
-from slipstream.training.texts import MadeText, TextMaker, read_sources, read_texts, split, user_turn
+from slipstream.training.texts import MadeText, TextMaker, make_texts, read_sources, read_texts, split, user_turn
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
 from slipstream.training.training_run import STATE, State
 from tests.support.head_cases import Written, transcribed
@@ -287,10 +288,59 @@ def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
     assert (tmp_path / "model.safetensors").read_bytes() == (shortly_trained / "model.safetensors").read_bytes()
 
 
+class Clock:
+    """Its seconds pass with every look at it, as on a machine that is busy with something else."""
+
+    def __init__(self, seconds_per_look: float) -> None:
+        self.seconds, self._per_look = 0.0, seconds_per_look
+
+    def __call__(self) -> float:
+        self.seconds += self._per_look
+        return self.seconds
+
+
 @pytest.mark.slow
-def test_no_time_left_ends_with_a_head(tmp_path: Path) -> None:
-    found = train(tmp_path, hours=1 / 3600, num_steps=100_000)
-    assert 0 < found["steps"] < 100_000 and (tmp_path / "config.json").exists()
+def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_run, "monotonic", Clock(100.0))
+    with pytest.raises(UsageError, match=r"--hours 0.1 ended before the first training step; allowed: more"):
+        train(tmp_path, hours=0.1, num_steps=4)
+    assert train(tmp_path, hours=100, num_steps=4)["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds_per_look", [0.1, 0.3, 0.6])
+def test_the_time_limit_holds_however_slow_the_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_look: float
+) -> None:
+    clock, lefts = Clock(seconds_per_look), list[float]()
+    for module in (texts, training_job, training_run):
+        monkeypatch.setattr(module, "monotonic", clock)
+    with small():
+        training = job(tmp_path, hours=0.1, num_steps=100_000, num_tokens=1_000_000)
+        training.show = lambda progress: lefts.append(progress.seconds_left)
+        result = training.run(decoder())
+    assert 0 < result["steps"] < 100_000 and (tmp_path / "config.json").exists()
+    assert clock.seconds < 360 + 20 * seconds_per_look  # a step and a judgement look at it a few times
+    assert lefts[0] <= 360 and lefts[-1] < 20 * seconds_per_look
+    assert all(later <= earlier + 20 * seconds_per_look for earlier, later in pairwise(lefts))
+
+
+def test_texts_under_way_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small():
+        whole = {number: ids for number, ids, *_ in TextMaker(decoder(), (), seed=0).make(0, 8)}
+        monkeypatch.setattr(texts, "monotonic", Clock(0.5))
+        made = make_texts(tmp_path, TextMaker(decoder(), (), seed=0), 1_000_000, seconds=300)
+    assert 2 <= len(made) == len(read_texts(tmp_path))
+    assert all(text.ids == whole[text.number][: len(text.ids)] for text in made)
+    assert any(len(text.ids) < len(whole[text.number]) for text in made)
+
+
+def test_too_little_time_for_two_texts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "monotonic", Clock(1000.0))
+    with pytest.raises(UsageError, match=r"--hours 0.1 and --tokens 3000 end with 0 texts; allowed: enough for two"):
+        train(tmp_path, hours=0.1)
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import random
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,22 +21,32 @@ from tests.support.training_cases import TOKENS, train
 pytestmark = pytest.mark.slow
 
 STEPS = 24
+STEPS_OF_A_LIFE = 7  # of a training that is killed: three do not end it, however late the kill comes
 SERVER = """
 import os, sys
-from tests.training.test_training_kill import go_on
+from tests.training.test_training_kill import STEPS_OF_A_LIFE, go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
-        go_on(folder.strip())
+        go_on(folder.strip(), most=STEPS_OF_A_LIFE)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def go_on(folder: str) -> None:
+def go_on(folder: str, most: int = STEPS) -> None:
+    """Go on with the training; after so many steps, wait to be killed."""
     torch.set_num_threads(1)
-    train(Path(folder), num_steps=STEPS)
+    end, save = how_far(Path(folder))[0] + most, State.save
+
+    def limited(state: State, folder: Path) -> None:
+        if state.step > end:
+            signal.pause()
+        save(state, folder)
+
+    with patch.object(State, "save", limited):
+        train(Path(folder), num_steps=STEPS)
 
 
 def how_far(folder: Path) -> tuple[int, int]:
@@ -59,10 +69,8 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
                 assert time.monotonic() < end, "the training got nowhere"
                 time.sleep(0.002)
             time.sleep(rng.uniform(0.0, 0.05))
-            with suppress(ProcessLookupError):  # it has ended, which the next line says
-                os.kill(child, signal.SIGKILL)
-            if int(server.stdout.readline()) != -signal.SIGKILL:
-                break  # it had ended
+            os.kill(child, signal.SIGKILL)
+            assert int(server.stdout.readline()) == -signal.SIGKILL
             kills.append(how_far(tmp_path))
             if len(kills) % 2:  # as if it had been killed amid a write
                 with open(tmp_path / "texts.jsonl", "ab") as file:

@@ -155,11 +155,6 @@ def label(name: str, *, temperature: bool = True) -> str:
     return ", ".join(parts)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and its noun, in the plural where that is right."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def local_time(text: str) -> str:
     """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
     try:

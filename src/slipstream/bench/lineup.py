@@ -248,7 +248,7 @@ class Judge:
     def judge(self, arm: Arm, group: Group, texts: Sequence[list[int]]) -> list[VerdictName]:
         """One verdict per prompt of the group."""
         is_plain = arm.drafter == PLAIN and arm.fast is None and len(group.prompts) == 1
-        return [self._one(arm, prompt, text, is_plain) for prompt, text in zip(group.prompts, texts, strict=True)]
+        return [self._verdict(arm, prompt, text, is_plain) for prompt, text in zip(group.prompts, texts, strict=True)]
 
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
         """The first difference of an arm's text from the one expected, explained; None if they are equal."""
@@ -263,7 +263,7 @@ class Judge:
             log.warning("the first difference of %s on %s cannot be judged: %s", arm.name, prompt.id, error)
         return difference
 
-    def _one(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
+    def _verdict(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
         params = self.lineup.params_of(arm, prompt)
         if not self.lineup.coupled(arm, params):
             return "not compared"
@@ -280,10 +280,10 @@ class Judge:
         judgement = arm.name, prompt.id, tuple(text)
         if judgement not in self._judged:
             self._judged[judgement] = self.difference(arm, prompt, self._texts[key], text)
-        return _verdict(self._judged[judgement])
+        return _word_for(self._judged[judgement])
 
 
-def _verdict(difference: Difference | None) -> VerdictName:
+def _word_for(difference: Difference | None) -> VerdictName:
     if difference is None:
         return "identical"
     if not difference.compared:

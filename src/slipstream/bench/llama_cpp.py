@@ -191,9 +191,9 @@ class LlamaBaseline:
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], Parts]:
         """The new token ids of each prompt, its end token included, and where the time went."""
         parts = Parts()
-        return [self._one(prompt, options, parts) for prompt, options in zip(prompts, params, strict=True)], parts
+        return [self._text(prompt, options, parts) for prompt, options in zip(prompts, params, strict=True)], parts
 
-    def _one(self, prompt: list[int], params: SamplingParams, parts: Parts) -> list[int]:
+    def _text(self, prompt: list[int], params: SamplingParams, parts: Parts) -> list[int]:
         ends = {*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids}
         self.model.reserve(len(prompt) + params.max_tokens)
         with parts.timed("prefill"):

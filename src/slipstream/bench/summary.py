@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.bench.records import Run, VerdictName
-from slipstream.bench.speed_model.accepted_lengths import LevelCounts
 from slipstream.text.results import Stats
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
@@ -38,6 +37,11 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def is_above_one(self) -> bool:
+        """Whether the whole interval is; False without one."""
+        return self.low is not None and self.low > 1
 
 
 def speed(tokens: Sequence[int], seconds: RepeatedSeconds) -> Estimate:
@@ -129,7 +133,6 @@ class ArmSummary:
     stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
     that is not in PARTS; None for baselines that do not tell. tokens_per_forward: of baselines, where a forward serves
     one row; else None.
-    levels: what its drafts held, over all runs; None for baselines.
     """
 
     arm: str
@@ -142,14 +145,11 @@ class ArmSummary:
     stats: Stats | None = None
     time_split: dict[str, float] | None = None
     tokens_per_forward: float | None = None
-    levels: LevelCounts | None = None
 
     @property
-    def counts(self) -> dict[str, Any] | None:
-        """All that is known of how far drafts got: `Stats.to_dict()` and `LevelCounts.to_dict()`."""
-        if self.stats is None or self.levels is None:
-            return None
-        return self.stats.to_dict() | self.levels.to_dict()
+    def speed_up(self) -> Estimate | None:
+        """Against the reference arm; None where it or this arm has no speed."""
+        return None if self.speed is None else self.speed.speed_up
 
     @property
     def lossless(self) -> bool:
@@ -235,7 +235,6 @@ def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
         stats=total,
         time_split=_time_split(total, runs),
         tokens_per_forward=_per_forward(runs),
-        levels=LevelCounts.of(decoded for run in runs for decoded in run.rounds or ()) if counted else None,
     )
 
 

@@ -3,7 +3,7 @@
     grid = Grid(drafters=("ngram", "model"), lengths=range(9), temperatures=(0.0, 0.8))
     arms = grid.arms()                                  # a benchmark of these arms, see slipstream.bench
     series = series_of(summarise_by_temperature(runs, "none~0"))
-    [best_of(one) for one in series]
+    [best_of(entry) for entry in series]
 
 A sweep is a benchmark whose arms form a grid; it leaves the same records and is gone on with in the same way.
 """
@@ -153,14 +153,14 @@ def best_of(series: Series) -> Best | None:
     Lengths are compared by their speed-ups, which pair the prompts and repeats of both arms.
     """
     measured = [
-        (cell, cell.summary.speed, cell.summary.speed.speed_up)
+        (cell, cell.summary.speed, ratio)
         for cell in series.cells
-        if cell.summary.speed is not None and cell.summary.speed.speed_up is not None
+        if cell.summary.speed is not None and (ratio := cell.summary.speed_up) is not None
     ]
     if len(measured) < len(series.cells) or measured[0][0].length != 0:
         return None
     cell, speed, ratio = max(measured, key=lambda entry: (entry[2].value, -entry[0].length))
-    certain = cell.length == 0 or (ratio.low is not None and ratio.low > 1)
+    certain = cell.length == 0 or ratio.is_above_one
     parity = parity_of([cell.summary])
     return Best(series.name, series.batch, cell.length, speed.tokens_per_second.value, ratio, certain, parity)
 

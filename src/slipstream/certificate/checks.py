@@ -15,16 +15,13 @@ from typing import Any, Literal
 
 from slipstream import drafters
 from slipstream.certificate.parity import Difference, TieJudge, count_differences
-from slipstream.certificate.sampled_frequencies import Target, distribution_test, sample
-from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.certificate.sampled_frequencies import WRONG_RULES, Target, distribution_test, sample
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 
-# wrong rules that the test must catch: a crude one, and a subtle one that is wrong only where all drafts were accepted
-POWER_RULES = ("first-mismatch-kept", "bonus-from-raw-logits")
 FEWEST_RUNS, MOST_RUNS = 480, 4000
 # prompts after which drafts are accepted often, sometimes and rarely, and the target is more or less certain: every
 # wrong rule shows on some of them
@@ -43,11 +40,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.2},
     "presence_penalty": {"presence_penalty": 0.8},
     "frequency_penalty": {"frequency_penalty": 0.5},
-    "logit_bias": {"logit_bias": {0: -5.0, 5: 3.0}},
-    "bad_words": {"bad_words": ["red", "green blue"]},
+    "logit_bias": {},
+    "bad_words": {},
     "min_tokens": {"min_tokens": 12},
     "stop": {"stop": ["e,", "blue"]},
     "all together": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
+}
+# what else an option is given: token ids of the text without it, which it therefore changes, behind its beginning
+AIMED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "logit_bias": lambda text: {"logit_bias": dict.fromkeys(text[2::5], -30.0)},
+    "bad_words": lambda text: {"bad_words": [text[at : at + 2] for at in range(1, len(text) - 1, 4)]},
+    "min_tokens": lambda text: {"stop_token_ids": sorted(set(text[8:]))},
 }
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
 
@@ -116,7 +119,7 @@ class DistributionChecks:
     def power(self, rule: str) -> Finding:
         """Whether the same test catches a wrong rule with the fewest runs."""
         wrong = [
-            drafting.using(acceptance=load_wrong_rule(rule), num_draft_tokens=_chain(drafting.config.num_draft_tokens))
+            drafting.using(acceptance=WRONG_RULES[rule], num_draft_tokens=_chain(drafting.config.num_draft_tokens))
             for drafting in self._drafting
         ]
         outcome = distribution_test(wrong, self._targets, FEWEST_RUNS)
@@ -134,7 +137,7 @@ class DistributionChecks:
         few, started = 2 * self.decoder.config.max_batch_size, perf_counter()
         sample(self._drafting[0], self._targets[0].prompt, range(few))
         seconds_each = (perf_counter() - started) / few
-        remaining = self.deadline - perf_counter() - seconds_each * FEWEST_RUNS * len(POWER_RULES)
+        remaining = self.deadline - perf_counter() - seconds_each * FEWEST_RUNS * len(WRONG_RULES)
         return int(min(max(remaining / seconds_each, FEWEST_RUNS), MOST_RUNS))
 
 
@@ -196,14 +199,18 @@ class TextChecks:
         pairs = [self._pair(self._seeded, [p.prompt], [replace(params, seed=i)]) for i, p in enumerate(self.prompts)]
         return self._finding(pairs)
 
-    def option(self, option: dict[str, Any]) -> Finding:
+    def option(self, name: str) -> Finding:
         """One text under a sampling option."""
+        option = OPTIONS[name]
         if option.get("temperature") and not self._seeded.coupled:
             return not_applicable("this rule does not couple draws")
         if self.decoder.tokenizer is None:
             return not_applicable("no tokenizer")
-        params = SamplingParams(**{"max_tokens": self._length(OPTION_TOKENS), "seed": 7, **option})
-        return self._finding([self._pair(self._seeded, [PATTERN], [params], chat=False)])
+        params = SamplingParams(max_tokens=self._length(OPTION_TOKENS), seed=7)
+        if name in AIMED:
+            text = self._plain.generate(PATTERN, params, chat=False).token_ids
+            option = option | AIMED[name](text)
+        return self._finding([self._pair(self._seeded, [PATTERN], [replace(params, **option)], chat=False)])
 
     def _length(self, planned: int) -> int:
         return max(min(planned, SHORTEST), int(planned * self._affordable))
@@ -272,9 +279,9 @@ class Verifier:
             "greedy text, one by one": texts.greedy,
             "greedy text, in a batch": texts.batch,
             "seeded text, one by one": texts.seeded,
-            **{f"option {name}": partial(texts.option, option) for name, option in OPTIONS.items()},
+            **{f"option {name}": partial(texts.option, name) for name in OPTIONS},
             "distribution of sampled text": distributions.sampled,
-            **{f"power: {rule} is caught": partial(distributions.power, rule) for rule in POWER_RULES},
+            **{f"power: {rule} is caught": partial(distributions.power, rule) for rule in WRONG_RULES},
         }
 
     @property

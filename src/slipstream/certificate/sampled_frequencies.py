@@ -1,15 +1,22 @@
-"""Compares the frequencies of many sampled texts with the distribution computed from the target's own logits."""
+"""Compares the frequencies of many sampled texts with the distribution computed from the target's own logits.
+
+A test that passes wrong rules shows nothing, so two of them are here for it to catch. They are not registered: no user
+can choose one by accident.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from slipstream.core.acceptance import Distributions, Rule, rejection
 from slipstream.core.rng import Race
-from slipstream.core.types import Row
+from slipstream.core.types import Draft, Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler
@@ -129,3 +136,35 @@ def exact_distribution(decoder: SpeculativeDecoder, prompt: list[int]) -> dict[T
                 longer[*text, token] = weight * float(probs[0, 0, token])
         distribution = longer
     return distribution
+
+
+def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Commits the rejected token as well, and goes on behind it."""
+    right = rejection(p, scores, draft).keep
+    keep = torch.zeros_like(right)
+    keep[:, 1:] = right[:, :-1]
+    keep[:, -1] += right[:, -1]
+    return Distributions(keep, partial(_at, p))
+
+
+def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Forgets the sampling options where all drafts were accepted: the bonus token comes from the raw logits."""
+    right = rejection(p, scores, draft)
+
+    def next_token(accepted: Tensor) -> Tensor:
+        raw = _at(scores.softmax(-1), accepted)
+        bonus = (accepted == draft.width) & (draft.width > 0)
+        return torch.where(bonus[:, None], raw, right.next_token(accepted))
+
+    return Distributions(right.keep, next_token)
+
+
+def _at(distributions: Tensor, position: Tensor) -> Tensor:
+    return distributions[torch.arange(len(distributions)), position]
+
+
+# a crude rule, and a subtle one that is wrong only where all drafts were accepted; both claim to be lossless
+WRONG_RULES = {
+    "first-mismatch-kept": Rule("first-mismatch-kept", True, first_mismatch_kept),
+    "bonus-from-raw-logits": Rule("bonus-from-raw-logits", True, bonus_from_raw_logits),
+}

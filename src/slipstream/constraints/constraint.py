@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.checks import arguments_named, is_text
+from slipstream.checks import arguments_named, changed_repr, is_text
 from slipstream.constraints.grammar_text import (
     WHITESPACE,
     choice_grammar,
@@ -70,6 +70,9 @@ class Constraint:
         object.__setattr__(self, "text", self._grammar(kinds[0]))
         trial = check_grammar(kinds[0], self.text, self.regex or self.text)
         object.__setattr__(self, "megabytes", trial.megabytes)
+
+    def __repr__(self) -> str:
+        return changed_repr(self)
 
     def _grammar(self, kind: str) -> str:
         if kind == "json_schema":

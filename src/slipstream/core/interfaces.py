@@ -45,9 +45,9 @@ class Sampler(Protocol):
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
 
-    def leaders(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """[B, count] the tokens of probs [B, V] that lead in the race of position `first`, the likeliest ones in greedy
-        rows, and [B, count] their shares of it."""
+    def leaders(self, scores: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """[B, count] the tokens that lead in the race of position `first` if these are the target's scores [B, V], the
+        likeliest ones in greedy rows, and [B, count] their shares of it."""
 
     def draw_at(self, probs: Tensor, offsets: Tensor, width: int) -> Tensor:
         """[B] one token per row from probs [B, V], at offsets[i] <= width positions after row i's tokens."""

@@ -113,12 +113,16 @@ class Race:
                 return flat.view_as(probs)
         return probs / _exponential(self._steps + bits[:, None])
 
-    def leaders(self, probs: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """The `count` fastest tokens of each row, the fastest first, and each one's share of the sum of all speeds.
 
-        probs: [N, V]. bits: [N] keys; None for races without noise, which the likeliest tokens win. Both [N, count].
+        scores: [N, V], of which softmax(scores / temperature) is the distribution. temperatures: [N]; a race at 0 has
+        no noise, and its speeds are softmax(scores). bits: [N] keys, None if all are without noise. Both [N, count].
         """
-        speeds = remaining = probs if bits is None else self.speeds(probs, bits)
+        is_noisy = temperatures[:, None] > 0
+        warped = scores.float() / torch.where(is_noisy, temperatures[:, None].clamp(min=1e-30), 1.0)
+        probs = warped.softmax(-1).nan_to_num_(0.0)
+        speeds = remaining = probs if bits is None else torch.where(is_noisy, self.speeds(probs, bits), probs)
         tokens = [argmax(speeds)]
         for _ in range(1, count):
             remaining = remaining.scatter(1, tokens[-1][:, None], 0.0)

@@ -36,7 +36,7 @@ class LengthChoice:
     @staticmethod
     def parse(value: object) -> LengthChoice:
         """Read `num_draft_tokens` as the user wrote it; UsageError says what is allowed."""
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DRAFT_TOKENS:
             return LengthChoice("fixed", value)
         match = SPELLED.fullmatch(value) if isinstance(value, str) else None
         if match is None:

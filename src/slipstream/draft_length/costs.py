@@ -116,7 +116,9 @@ class CostModel:
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
-    _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # kept until something is learned
+    # both kept until something is learned
+    _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _draft_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict)  # by what `verify` is asked
     _last_step: int = -1
 
@@ -148,6 +150,7 @@ class CostModel:
         self._learn_forward(self._forward(count, longest, drafted), verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
+            self._draft_seconds.clear()
 
     def _learn_forward(self, forward: Forward, seconds: float) -> None:
         if seconds <= 0:
@@ -156,6 +159,7 @@ class CostModel:
         surprise = self._learned.learn(forward.plain, forward.measured, seconds, correction)
         self._corrections[forward.shape] = correction + SHAPE * surprise
         self._verify_seconds.clear()
+        self._draft_seconds.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
         """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
@@ -199,23 +203,24 @@ class CostModel:
 
     def step(self, rows: int) -> float:
         """Seconds of one more step of the draft model: what drafts took per step of late, but at most as measured."""
-        observed = self._of_drafts(rows, lambda steps, seconds: seconds / steps)
-        if observed is None:
-            return self._assumed_step(rows)
-        return min(observed, self._assumed_step(rows)) if self.steps else observed
+        return self._drafts(rows)[0]
 
     def beginning(self, rows: int) -> float:
         """Seconds that a draft takes besides its steps: searching, planning, weights that are not in the caches."""
-        step = self.step(rows)
-        return max(0.0, self._of_drafts(rows, lambda steps, seconds: seconds - steps * step) or 0.0)
+        return self._drafts(rows)[1]
 
-    def _of_drafts(self, rows: int, number: Callable[[int, float], float]) -> float | None:
-        """The median of a number of the latest drafts, scaled from the nearest number of rows; None without any."""
-        nearest = min(self._drafting, key=lambda count: abs(count - rows), default=None)
-        if nearest is None:
-            return None
-        scale = self._assumed_step(rows) / self._assumed_step(nearest)
-        return scale * median(number(steps, seconds) for steps, seconds in self._drafting[nearest])
+    def _drafts(self, rows: int) -> tuple[float, float]:
+        """`step` and `beginning`, by the latest drafts of the nearest number of rows."""
+        if rows not in self._draft_seconds:
+            step, beginning = self._assumed_step(rows), 0.0
+            nearest = min(self._drafting, key=lambda count: abs(count - rows), default=None)
+            if nearest is not None:
+                scale, latest = step / self._assumed_step(nearest), self._drafting[nearest]
+                observed = scale * median(seconds / steps for steps, seconds in latest)
+                step = min(observed, step) if self.steps else observed
+                beginning = max(0.0, median(scale * seconds - steps * step for steps, seconds in latest))
+            self._draft_seconds[rows] = step, beginning
+        return self._draft_seconds[rows]
 
     def _assumed_step(self, rows: int) -> float:
         if self.steps:

@@ -21,12 +21,6 @@ class Fixed:
 
     count: int
 
-    def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or not 0 <= self.count <= MAX_DRAFT_TOKENS:
-            raise UsageError(
-                f"num_draft_tokens={self.count!r}; allowed: 'auto' or a whole number from 0 to {MAX_DRAFT_TOKENS}"
-            )
-
     def observe(self, rows: Sequence[Row]) -> None:
         pass
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
@@ -121,7 +121,10 @@ class JobState:
         self.report.seconds = monotonic() - self._begun
         return self.report
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Close the output, so that another process may continue the job."""
         self._output.close()
 
@@ -177,19 +180,6 @@ def _key(line: Line) -> str:
     return str(line.id)
 
 
-def run_through(
-    files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str, work: Callable[[JobState], None]
-) -> JobReport:
-    """Open a job, work on it, and close it, however that ends."""
-    state = JobState(files, digests, report, fingerprint)
-    try:
-        work(state)
-        state.finish()
-    finally:
-        state.close()
-    return report
-
-
 class BatchJob:
     """Answers every line of a job once, and writes answers in the order in which they end."""
 
@@ -203,15 +193,13 @@ class BatchJob:
 
         SlipstreamError if the files are another job's or cannot be written; what is finished stays in them.
         """
-        reader = self._reader
+        with JobState(self._files, self._reader.digests, self.report, self._reader.fingerprint) as state:
+            self._decode(state, on_progress)
+            state.finish()
+        return self.report
 
-        def work(state: JobState) -> None:
-            self._decode(state, state.pending(), on_progress)
-
-        return run_through(self._files, reader.digests, self.report, reader.fingerprint, work)
-
-    def _decode(self, state: JobState, pending: Iterator[Line], on_progress: Progress) -> None:
-        pool = RequestPool(self._decoder)
+    def _decode(self, state: JobState, on_progress: Progress) -> None:
+        pool, pending = RequestPool(self._decoder), state.pending()
         self.report.work = pool.work
         more = True
         while more or pool.unfinished:

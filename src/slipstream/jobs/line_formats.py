@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -25,12 +26,12 @@ from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import Line, is_openai
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.requests import Prompt, further_seeds
+from slipstream.text.requests import Prompt
 from slipstream.text.results import Result, result_of
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
-FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
+OPENAI_LINES = "slipstream.apps.server.batch_runner"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
 
@@ -54,7 +55,7 @@ class JobOptions:
         if self.params.seed is not None:
             raise UsageError(
                 f"seed={self.params.seed} for all requests of a job; allowed: a seed in a line, or none: each request "
-                "then has one that follows from its id"
+                "then gets one from its id"
             )
         if self.params.logits_processors:
             raise UsageError("logits_processors in a job, whose requests are data; allowed: none")
@@ -84,15 +85,8 @@ class Decoder(Protocol):
     def shapes(self) -> Shapes: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]: ...
+    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]: ...
     def scheduler(self) -> Scheduler: ...
-
-
-class LineFormat(Protocol):
-    """Reads one format, for one decoder."""
-
-    def request_of(self, line: Line, digest: str) -> JobRequest:
-        """The request of a line; an exception says what is not allowed. digest: goes into its answer."""
 
 
 class RequestDigest:
@@ -111,7 +105,7 @@ class RequestDigest:
                     f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; "
                     "allowed: options for all requests with plain lines only"
                 )
-            _module(line)  # fails now if a package is missing
+            _openai_lines()  # fails now if a package is missing
 
     def of(self, line: Line) -> str:
         """Equal for two requests with the same content under the same options."""
@@ -125,25 +119,31 @@ class LineReader:
     def __init__(self, decoder: Decoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
         self.fingerprint = fingerprint_of(decoder.target, decoder.shapes)
-        self._formats: dict[bool, LineFormat] = {}
         self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
     def request_of(self, line: Line) -> JobRequest:
         """The request of a line."""
-        openai = is_openai(line.item)
-        if openai not in self._formats:
-            self._formats[openai] = _module(line).line_format(self._decoder, self._options, self.fingerprint)
-        return self._formats[openai].request_of(line, self.digests.of(line))
+        reader = self._openai if is_openai(line.item) else self._plain
+        request: JobRequest = reader.request_of(line, self.digests.of(line))
+        return request
+
+    @cached_property
+    def _plain(self) -> PlainLines:
+        return PlainLines(self._decoder, self._options, self.fingerprint)
+
+    @cached_property
+    def _openai(self) -> Any:
+        return _openai_lines().OpenAILines(self._decoder, self._options)
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
         """What the error file says of a line."""
         return refusal_of(line, self.digests.of(line), error)
 
 
-def _module(line: Line) -> Any:
-    """The module of a line's format."""
+def _openai_lines() -> Any:
+    """The module that reads lines in OpenAI's format."""
     try:
-        return import_module(FORMATS["openai" if is_openai(line.item) else "plain"])
+        return import_module(OPENAI_LINES)
     except ModuleNotFoundError as error:
         raise SlipstreamError(NEEDED.format(error.name)) from error
 
@@ -152,7 +152,7 @@ def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """What the error file says of a line, in the line's format."""
     if line.error or not is_openai(line.item):
         return {"line": line.number, "id": line.item.get("id"), "error": error_text(error)}
-    refusal: dict[str, Any] = _module(line).refusal_line(line, digest, error)
+    refusal: dict[str, Any] = _openai_lines().refusal_line(line, digest, error)
     return {"line": line.number} | refusal
 
 
@@ -230,13 +230,7 @@ class PlainLines:
         if not isinstance(chat, bool):
             raise UsageError(f"chat={chat!r:.80}; allowed: true, false")
         params = self._params(item, str(line.id))
-        assert params.seed is not None
-        first = self._decoder.rows([item["prompt"]], replace(params, n=1), chat=chat)[0]
-        rows = [first]
-        for seed in further_seeds(params.seed, params.n):
-            rows += self._decoder.rows([first.tokens], replace(params, n=1, seed=seed), chat=chat)
-            rows[-1].messages = first.messages
-        return PlainRequest(line, digest, rows, self)
+        return PlainRequest(line, digest, self._decoder.sample_rows([item["prompt"]], params, chat=chat)[0], self)
 
     def _params(self, item: Mapping[str, Any], key: str) -> SamplingParams:
         options = {name: value for name, value in item.items() if name not in NO_OPTIONS}
@@ -248,11 +242,6 @@ class PlainLines:
             options["logit_bias"] = {_token_id(name): bias for name, bias in options["logit_bias"].items()}
         params = replace(self.options.params, **options)  # names what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
-
-
-def line_format(decoder: Decoder, options: JobOptions, fingerprint: str) -> PlainLines:
-    """Plain lines for a decoder."""
-    return PlainLines(decoder, options, fingerprint)
 
 
 def _constraint(fields: dict[str, Any]) -> Constraint:

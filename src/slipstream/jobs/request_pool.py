@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -47,7 +47,6 @@ class RequestPool:
         self._queue: deque[JobRequest] = deque()
         self._numbers = count()
         self._running: dict[int, JobRequest] = {}  # by the index of a row
-        self._open: Counter[int] = Counter()  # rows that have not ended, by request
         self.work = Work()
 
     @property
@@ -69,15 +68,13 @@ class RequestPool:
         ended = self._begin()
         rounds = self._scheduler.step()
         self.work.note(rounds)
-        for round in rounds:
-            if round.finish_reason is not None:
-                request = self._running.pop(round.row)
-                self._open[id(request)] -= 1
-                if not self._open[id(request)]:
-                    del self._open[id(request)]
-                    for row in request.rows:
-                        row.call_rows = ()  # rows that refer to each other would be kept
-                    ended.append(request)
+        finished_rows = [round.row for round in rounds if round.finish_reason is not None]
+        requests = {id(request): request for request in map(self._running.pop, finished_rows)}
+        for request in requests.values():
+            if all(row.finish_reason is not None for row in request.rows):
+                for row in request.rows:
+                    row.call_rows = ()  # rows that refer to each other would be kept
+                ended.append(request)
         return ended
 
     def await_together(self) -> None:
@@ -92,13 +89,11 @@ class RequestPool:
         empty = []
         while self._queue and len(self._running) < self._most:
             request = self._queue.popleft()
-            self._open[id(request)] = len(request.rows)
             for row in request.rows:
                 row.index = next(self._numbers)
                 self._running[row.index] = request
                 self._scheduler.add(row)
             if not request.rows:
-                del self._open[id(request)]
                 empty.append(request)
         return empty
 

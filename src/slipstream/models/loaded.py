@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
@@ -12,6 +12,7 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.models.draft_vocabulary import RestrictedHead
+    from slipstream.models.hf.model_view import ModelView
 
 
 PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
@@ -20,26 +21,6 @@ MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
 # load options that select a repository's files
 WHICH_FILES = ("code_revision", "revision", "subfolder")
-
-
-class View(Protocol):
-    """Watches the changes that the owner of a loaded model makes to it."""
-
-    @property
-    def copies_weights(self) -> bool:
-        """Whether copies were made of the weights, which do not follow when their values change."""
-
-    def is_same_model(self) -> bool:
-        """Whether the model still has the same modules and parameters, whatever the parameters' values."""
-
-    def has_same_weights(self) -> bool:
-        """Whether the weights have the values of the last `accept_weights`, or else of the beginning."""
-
-    def accept_weights(self) -> None:
-        """Remember the values that the weights have now."""
-
-    def num_writes(self) -> int:
-        """How often weights were changed in place; cheap enough to ask in every round."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +45,7 @@ class Loaded:
     arithmetic: str = ""
     source: str = ""
     rounding: str = "none"
-    view: View | None = None
+    view: ModelView | None = None
 
     @property
     def plain_model(self) -> Any:
@@ -81,13 +62,14 @@ class Loaded:
 class LoadOptions:
     """How to load models.
 
-    fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or says why it cannot;
-    "auto" packs weights of models it loads itself and captures graphs; False does neither.
-    quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
+    fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
+    why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
+    quantise: the draft model's weights: "int4" and "int8" quantise them or refuse, "auto" uses int4 where that is
+    faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
-    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what an ordinary
-    checkpoint's weights are quantised to at load, see `DecoderConfig.quantize`; quantise is the draft model's.
+    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what the target's
+    weights are quantised to at load, see `DecoderConfig.quantize`.
     """
 
     dtype: str = "auto"

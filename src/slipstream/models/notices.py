@@ -1,4 +1,4 @@
-"""Messages of loading a model: that long work begins, and that something runs slower than it could.
+"""Messages of loading a model: that long work begins and how far it is, and what runs slower than it could.
 
 Long work happens once per machine: models are converted, kernels compiled, forwards measured.
 `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 log = logging.getLogger("slipstream")
 
@@ -27,6 +33,25 @@ def announce(message: str) -> None:
         log.info(message)
     elif not is_silenced() and sys.stderr is not None:
         print(f"slipstream: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(description: str, message: str, *columns: ProgressColumn, **task: Any) -> Iterator[Progress]:
+    """A bar on standard error that goes when the work is done; where that is no terminal, the message.
+
+    columns: besides the description and the bar; task: as in `Progress.add_task`. The bar's task is its only one.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    is_shown = console.is_terminal and not is_silenced()
+    if not is_shown:
+        announce(message)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), *columns
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        progress.add_task(description, **task)
+        yield progress
 
 
 @cache

@@ -13,8 +13,8 @@ MANY = 10_000  # objects: as many are looked through in a fraction of a millisec
 def paused_collection() -> Iterator[None]:
     """No collection of cycles inside the block; what it made counts as old afterwards.
 
-    Importing PyTorch and transformers makes millions of objects that stay; looking through them over and over takes a
-    seventh of the time, and once as young objects, right afterwards, a fifth of a second.
+    Importing PyTorch and transformers makes millions of objects that stay. Collections meanwhile take a seventh of the
+    time, and the one right afterwards, which would look at all of them as young objects, a fifth of a second.
     """
     if not gc.isenabled():
         yield
@@ -23,7 +23,7 @@ def paused_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        # unfrozen objects join the oldest generation, and none is looked at; to count frozen ones each is walked to
+        # this moves all objects to the oldest generation; counting frozen ones, if there are any, walks to each of them
         if gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()

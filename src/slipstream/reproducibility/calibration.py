@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.trees import TreeForwards
 from slipstream.models.backend_capabilities import RaggedForwards, is_shape_independent
-from slipstream.models.notices import announce, is_silenced
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -54,20 +49,6 @@ Report = Callable[[float], None]  # called with the share of the work that is do
 
 def silent(share: float) -> None:
     """A `Report` that shows nothing."""
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Report]:
-    """A bar on standard error that goes when the work is done; where that is no terminal, one line."""
-    err = Console(stderr=True)
-    if is_silenced() or not err.is_terminal:
-        announce(f"{description} ...")
-        yield silent
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(description, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
 
 
 class Stages:
@@ -164,12 +145,10 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     if unit is None:
         return Calibration((), ATTENDED_UNITS[-1], times)
     lengths = trials.attended_lengths()
-    calibration = _agreeing_shapes(trials, Reading(unit, lengths, times), stages)
-    return (
-        calibration
-        if calibration.prompts or not lengths
-        else _agreeing_shapes(trials, Reading(unit, (), times), stages)
-    )
+    calibration = _agreeing_shapes(trials, unit, lengths, times, stages)
+    if calibration.prompts or not lengths:
+        return calibration
+    return _agreeing_shapes(trials, unit, (), times, stages)
 
 
 def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Calibration | None:
@@ -187,38 +166,26 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How much of the KV cache forwards read, and what is known by then: the times of forwards of one row."""
+def _agreeing_shapes(
+    trials: Trials, unit: int, lengths: tuple[int, ...], times: dict[int, float], stages: Stages
+) -> Calibration:
+    """What agrees with the reference if forwards read these lengths of the KV cache, or multiples of the unit.
 
-    unit: int
-    lengths: tuple[int, ...]
-    milliseconds: dict[int, float]
-
-
-def _agreeing_shapes(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
-    """What agrees with the reference when the KV cache is read this way."""
-    set_attended_lengths(trials.backend, reading.unit, reading.lengths)
+    times: milliseconds of one row's forwards, by width.
+    """
+    set_attended_lengths(trials.backend, unit, lengths)
     alone = [width for width in stages.over(SHARES["alone"], trials.widths) if trials.agrees_alone(width)]
     agreeing = [width for width in stages.over(SHARES["batches"], alone) if trials.agrees_in_batches(width)]
     if REFERENCE not in agreeing:
-        return Calibration(tuple(agreeing), reading.unit, reading.milliseconds)
+        return Calibration(tuple(agreeing), unit, times)
     others = [width for width in trials.widths if width not in alone and trials.agrees_in_batches(width, STEPS)]
     chunks = stages.over(SHARES["prompts"], trials.chunks)
     prompts, widths = trials.prompts_agree(chunks), sorted((*agreeing, *others))
     ragged = prompts and trials.prompts_agree_together()
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
-    milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths, reading.milliseconds)
-    return Calibration(
-        tuple(agreeing),
-        reading.unit,
-        reading.milliseconds,
-        prompts,
-        tuple(others),
-        reading.lengths,
-        milliseconds,
-    )
+    milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths, times)
+    return Calibration(tuple(agreeing), unit, times, prompts, tuple(others), lengths, milliseconds)
 
 
 def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:

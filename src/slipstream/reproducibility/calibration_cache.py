@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
 from slipstream.checks import is_number, is_whole
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
@@ -21,8 +22,8 @@ from slipstream.models.cache_folder import cache_folder, read_measured, save_mea
 from slipstream.models.cpu.processor import processor
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
-from slipstream.models.notices import warn_slower
-from slipstream.reproducibility.calibration import Calibration, calibrate, progress_bar
+from slipstream.models.notices import progress_bar, warn_slower
+from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.timing import DraftTimes
 
 if TYPE_CHECKING:
@@ -100,8 +101,10 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     cached = read_measured(FOLDER, identity, _calibration)
     if cached is not None:
         return cached
-    with progress_bar(f"measuring how {loaded.name!r} runs here (once)") as progress:
-        calibration = calibrate(loaded.backend, max_batch_size, progress)
+    what, columns = f"measuring how {loaded.name!r} runs here (once)", (TaskProgressColumn(), TimeRemainingColumn())
+    with progress_bar(what, f"{what} ...", *columns, total=1.0) as bar:
+        task = bar.task_ids[0]
+        calibration = calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, completed=share))
     if calibration.agrees or loaded.source:  # weights in memory have no name: others of the same sizes may be sound
         _save(identity, asdict(calibration))
     return calibration
@@ -136,10 +139,8 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 
 def _identity(loaded: Loaded) -> str:
     """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
-    flags, settings = (
-        sorted(processor().flags),
-        {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)},
-    )
+    flags = sorted(processor().flags)
+    settings = {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)}
     mkldnn: Any = torch.backends.mkldnn
     machine = [
         f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",

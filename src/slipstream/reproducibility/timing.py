@@ -19,6 +19,7 @@ from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer
 from slipstream.core.rng import argmax
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
+from slipstream.sampling.params import SamplingParams
 
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens are whose, over and over
 FEW_ROWS = 3  # rows
@@ -81,7 +82,7 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
 
 @dataclass(frozen=True)
 class ForwardTimes:
-    """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
+    """Times forwards of tokens [N]; slot i holds the first starts[i] of them, slot 0 as many as `start`.
 
     Shapes of few tokens, which most verifications have, get more turns than others even where they take long: what a
     drafted token costs is the difference of two of them, and two or three turns leave it to chance.
@@ -151,17 +152,6 @@ class ForwardTimes:
 
 
 @dataclass(frozen=True)
-class GreedyOptions:
-    """The `RequestOptions` of the rows that are timed."""
-
-    temperature: float = 0.0
-    min_tokens: int = 0
-    max_tokens: int = 1 << 20
-    num_draft_tokens: int | None = None
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True)
 class DraftTimes:
     """Milliseconds. steps: of a step of the draft model, by the rows that draft; token: of a token that it reads."""
 
@@ -194,7 +184,7 @@ def _step_seconds(scorer: DraftScorer, num_rows: int, length: int, seed: int) ->
     """Seconds of each step of a draft for `num_rows` new texts of `length` tokens; the first step reads the texts."""
     backend, generator = scorer.backend, torch.Generator().manual_seed(20240229 + seed)
     texts = torch.randint(0, backend.vocab_size, (num_rows, length), generator=generator).tolist()
-    rows = [Row(i, text, GreedyOptions(), seed=0) for i, text in enumerate(texts)]
+    rows = [Row(i, text, SamplingParams(temperature=0.0), seed=0) for i, text in enumerate(texts)]
     drafted, seconds = torch.zeros(num_rows, STEPS, dtype=torch.int64, device=backend.device), []
     for step in range(STEPS):
         started = perf_counter()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from slipstream.checks import arguments_named, check_whole, explained_fields, is_number, is_text, is_whole
+from slipstream.checks import arguments_named, changed_repr, check_whole, explained_fields, is_number, is_text, is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError, setting
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
+MAX_TEXTS = 1024  # of a prompt
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
@@ -34,6 +35,9 @@ OTHER_NAMES = {  # of other libraries, and what to write here
     "logits_processor": "logits_processors=[...]",
     **dict.fromkeys(("schema", "json_schema", "response_format"), "constraint=Constraint(json_schema=...)"),
     **dict.fromkeys(("regex", "grammar", "choice"), "constraint=Constraint(...)"),
+    "tools": "decoder.chat(messages, tools=...)",
+    "stream": "decoder.stream(prompt)",
+    **dict.fromkeys(("system", "system_prompt"), "a message {'role': 'system', 'content': ...}"),
 }
 
 
@@ -94,7 +98,7 @@ class SamplingParams:
             check_whole("seed", self.seed, 0)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0)
-        check_whole("n", self.n, 1)
+        check_whole("n", self.n, 1, MAX_TEXTS)
         if self.n > 1 and self.temperature == 0:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
@@ -174,9 +178,7 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         """What differs from the defaults."""
-        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
-        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name]]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        return changed_repr(self)
 
 
 explained_fields(SamplingParams)

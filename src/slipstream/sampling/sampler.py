@@ -35,6 +35,7 @@ class Sampler:
         self.race, self.vocab_size, self.device = race, vocab_size, device
         self.all_greedy = all(row.params.temperature == 0 for row in rows)
         self._groups = list(_groups(self.rows, device))
+        self._temperatures = torch.tensor([params_of(row).temperature for row in rows], device=device)
         self._seeds: dict[Stream, Words] = {}
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in processors if processor.active]
@@ -44,7 +45,8 @@ class Sampler:
     @property
     def failures(self) -> dict[int, tuple[int, Exception]]:
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
-        return {row: failure for processor in self._processors for row, failure in processor.failures.items()}
+        found = [item for processor in self._processors for item in processor.failures.items()]
+        return dict(sorted(found, key=lambda item: -item[1][0]))
 
     def drafted(self) -> None:
         """Forget what failed while a draft was scored: on the draft model's logits, and perhaps on other tokens."""
@@ -191,22 +193,19 @@ class Sampler:
         keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
-    def leaders(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """The tokens of probs [B, V] that lead in the race of position `first` and their shares of it, [B, count] both.
+    def leaders(self, scores: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """The tokens that lead in the race of position `first` and their shares of it, [B, count] both.
 
-        The first is the target's own token if its distribution is this one. Greedy rows have no noise: their likeliest
+        The first is the target's own token if its scores are these, [B, V]. Greedy rows have no noise: their likeliest
         tokens lead, and the shares are probabilities.
         """
-        likeliest = [not params_of(row).temperature for row in self.rows]
-        if all(likeliest):
-            return self.race.leaders(probs, None, count)
+        if self.all_greedy:
+            return self.race.leaders(scores, self._temperatures, None, count)
+        for warp, rows in self._groups:
+            if warp.options.keeps_some:
+                scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
         bits = self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0])
-        raced = self.race.leaders(probs, bits, count)
-        if not any(likeliest):
-            return raced
-        greedy = torch.tensor(likeliest, device=probs.device)[:, None]
-        tokens, shares = self.race.leaders(probs, None, count)
-        return torch.where(greedy, tokens, raced[0]), torch.where(greedy, shares, raced[1])
+        return self.race.leaders(scores, self._temperatures, bits, count)
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
         """One token per row from distributions [B, V] -> [B], `offsets[i]` positions after row i's committed tokens.

@@ -31,6 +31,11 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some tokens only are kept, by their rank or probability."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class Highest(NamedTuple):
     """The highest scores of each position, descending, and their tokens: [N, count] each."""

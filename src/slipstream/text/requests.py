@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.checks import counted
 from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.core.rng import key
 from slipstream.core.types import Row
@@ -354,7 +355,9 @@ def _params_of_each(params: Any, count: int) -> list[Any]:
     default = SamplingParams() if params is None else params
     all_params = list(params) if isinstance(params, list | tuple) else [default] * count
     if len(all_params) != count:
-        raise UsageError(f"params: {len(all_params)} given for {count} prompts; allowed: one, or one per prompt")
+        raise UsageError(
+            f"params: {len(all_params)} given for {counted(count, 'prompt')}; allowed: one, or one per prompt"
+        )
     return all_params
 
 

@@ -271,6 +271,9 @@ class Stream(Iterator[Chunk]):
         self._chunks = chunks
         self._result: Result | None = None
 
+    def __repr__(self) -> str:
+        return f"Stream({'not at its end' if self._result is None else repr(self._result)})"
+
     def __next__(self) -> Chunk:
         try:
             return next(self._chunks)
@@ -298,6 +301,9 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     def __init__(self, stream: Stream, thread: Executor) -> None:
         self._stream, self._thread = stream, thread
+
+    def __repr__(self) -> str:
+        return f"Async{self._stream!r}"
 
     async def __anext__(self) -> Chunk:
         chunk = await asyncio.get_running_loop().run_in_executor(self._thread, next, self._stream, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -31,8 +32,7 @@ SHORTEST = 8  # tokens of an answer that is kept
 LONGEST = 2048  # tokens of a text that are kept
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)  # of answers, in turn
 OPENED = 0.7  # share of the invented questions that begin with an opening
-BATCH = 32  # texts made at a time
-FEWEST = 8  # texts that are made even if the time is over
+FIRST_BATCH, BATCH = 8, 32  # texts made at a time, at first and later
 PROBES = "Qx", "7y"  # contents of messages that differ from their first character to their last
 OPENINGS = """\
 Write a short story about|Compose a poem about|Compose an engaging travel blog post about|Draft a professional email
@@ -53,6 +53,7 @@ INVENTING, ANSWERING = "inventing prompts", "answering prompts"
 # what is made now, tokens of all texts and of what is unfinished, seconds as in `MadeText`
 ShowTexts = Callable[[str, int, float], None]
 ShowRound = Callable[[str, int], None]  # what is made now, tokens of what is unfinished
+IsOver = Callable[[], bool]  # whether the time for making texts has passed
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,15 @@ class TextMaker:
             self._check(source)
 
     def make(
-        self, first: int, count: int, show: ShowRound = lambda *_: None
+        self, first: int, count: int, show: ShowRound = lambda *_: None, is_over: IsOver = lambda: False
     ) -> Iterator[tuple[int, list[int], int, bool]]:
         """Number, ids, start and greediness of texts number `first` to `first + count - 1`; some may yield none.
 
-        Each comes once it and those before it have ended; what is not asked for is not made.
+        Each comes once it and those before it have ended; what is not asked for is not made. When `is_over`, answers
+        end where they are.
         """
         numbers = [n for n in range(first, first + count) if not (self._only_texts and n >= len(self._sources))]
-        prompts = self._prompts(numbers, show)
+        prompts = self._prompts(numbers, show, is_over)
         rows, texts = dict[int, Row](), dict[int, list[int]]()
         for n in numbers:
             source = self._sources[n % len(self._sources)] if self._sources else None
@@ -136,7 +138,7 @@ class TextMaker:
                     texts[n] = self._decoder.encode(source.text)
             elif n in prompts:
                 rows[n] = self._row(prompts[n], self._temperature(n), n, source is None or source.chat)
-        ended = self._ended(ANSWERING, list(rows.values()), show)
+        ended = self._ended(ANSWERING, list(rows.values()), show, is_over)
         for n in sorted({*rows, *texts}):
             if n in texts:
                 ids, start, greedy = texts[n], 1, False
@@ -152,17 +154,18 @@ class TextMaker:
         """Whether there is nothing to make from this number on."""
         return self._only_texts and number >= len(self._sources)
 
-    def _ended(self, doing: str, rows: Sequence[Row], show: ShowRound) -> Iterator[Row]:
-        """These rows in their order, each once it and those before it have ended."""
-        unfinished, rounds = sum(len(row.tokens) for row in rows), self._decoder.run(rows)
-        for row in rows:
-            while row.finish_reason is None and (newest := next(rounds, None)) is not None:
-                unfinished += len(newest.tokens)
-                show(doing, unfinished)
-            unfinished -= len(row.tokens)
-            yield row
+    def _ended(self, doing: str, rows: Sequence[Row], show: ShowRound, is_over: IsOver) -> Iterator[Row]:
+        """These rows in their order, each once it and those before it have ended; all as they are when `is_over`."""
+        unfinished = sum(len(row.tokens) for row in rows)
+        with closing(self._decoder.run(rows)) as rounds:
+            for row in rows:
+                while row.finish_reason is None and not is_over() and (newest := next(rounds, None)) is not None:
+                    unfinished += len(newest.tokens)
+                    show(doing, unfinished)
+                unfinished -= len(row.tokens)
+                yield row
 
-    def _prompts(self, numbers: Sequence[int], show: ShowRound) -> dict[int, Any]:
+    def _prompts(self, numbers: Sequence[int], show: ShowRound, is_over: IsOver) -> dict[int, Any]:
         """What is answered in each text; without those that the model invented nothing for."""
         if self._sources:
             return {n: self._sources[n % len(self._sources)].prompt for n in numbers}
@@ -179,8 +182,8 @@ class TextMaker:
         rows = self._decoder.rows([self._prefix + openings[n] for n in numbers], params)
         questions = {
             n: self._decoder.decode(row.tokens[len(self._prefix) :]).strip()
-            for n, row in zip(numbers, self._ended(INVENTING, rows, show), strict=True)
-            if row.error is None
+            for n, row in zip(numbers, self._ended(INVENTING, rows, show, is_over), strict=True)
+            if row.error is None and row.finish_reason is not None
         }
         return {n: question for n, question in questions.items() if question}
 
@@ -265,7 +268,7 @@ def make_texts(
 ) -> list[MadeText]:
     """The texts of a folder, with further ones until they have so many tokens or so many seconds are over.
 
-    A text is kept once it and those before it have ended.
+    A text is kept once it and those before it have ended. When the time is over, those under way are kept as they are.
     """
     texts, begun = read_texts(folder), monotonic()
     before = texts[-1].seconds if texts else 0.0
@@ -282,18 +285,19 @@ def make_texts(
         cut(file, size_of_whole_lines(file))
         file.seek(0, 2)
 
-        def is_enough() -> bool:
-            return count >= num_tokens or (len(texts) >= FEWEST and passed() > seconds)
+        def is_over() -> bool:
+            return passed() > seconds
 
-        while not is_enough() and not maker.is_exhausted(number):
-            for parts in maker.make(number, BATCH, report):
+        while count < num_tokens and not is_over() and not maker.is_exhausted(number):
+            size = min(BATCH, FIRST_BATCH + number)  # so that little time is enough for some texts
+            for parts in maker.make(number, size, report, is_over):
                 text = MadeText(*parts, round(passed(), 1))
                 append(file, (json.dumps(asdict(text)) + "\n").encode())
                 texts.append(text)
                 count += len(text.ids)
-                if is_enough():
+                if count >= num_tokens:
                     break
-            number += BATCH
+            number += size
             if not texts and number > 4 * BATCH:
                 raise SlipstreamError(f"the target answers nothing: the first {number} texts were empty")
     report(maker.begins_with, 0)

@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -86,13 +87,16 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is. completed, total: of the unit, tokens of the texts or steps; latest: the newest judgement."""
+    """How far a run is. completed, total: of the unit, tokens of the texts or steps; latest: the newest judgement.
+
+    seconds_left: of the whole run, at most.
+    """
 
     doing: str
     completed: int
     total: int
-    unit: str = "tokens"
-    seconds_left: float | None = None
+    unit: str
+    seconds_left: float
     latest: dict[str, Any] | None = None
 
 
@@ -133,17 +137,27 @@ class TrainingJob:
                     f"{str(folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that the "
                     "training began with, or another folder"
                 )
+            made = monotonic()
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
-                raise UsageError(f"--tokens {settings.num_tokens} makes {len(texts)} texts; allowed: more")
+                raise UsageError(
+                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} end with {len(texts)} texts; "
+                    "allowed: enough for two or more"
+                )
             decoder.forget()  # the KV cache will be overwritten
             judging = batches(held, frozen.device)
             if state is None:
                 state = self._first_state(frozen, texts, learned, held)
+                state.seconds += monotonic() - made
             config = new_head(decoder.target, LONGEST + STEPS, state.token_ids)
             head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
             run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)
             self._train(decoder, run, judging)
+            if not state.step:
+                raise UsageError(
+                    f"--hours {settings.hours:g} ended before the first training step; allowed: more, with which the "
+                    "same command continues"
+                )
             return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
 
     @property
@@ -161,11 +175,9 @@ class TrainingJob:
         maker = TextMaker(decoder, self._sources, settings.seed)
 
         def show(doing: str, tokens: int, passed: float) -> None:
+            seconds_left = max(0.0, self._max_seconds - passed)
             tokens = min(tokens, settings.num_tokens)
-            needed = passed / tokens * (settings.num_tokens - tokens) if tokens else None
-            is_over = passed > seconds  # after that, texts are made until there are enough to train
-            seconds_left = None if needed is None or is_over else min(needed, seconds - passed)
-            self.show(TrainingProgress(doing, tokens, settings.num_tokens, seconds_left=seconds_left))
+            self.show(TrainingProgress(doing, tokens, settings.num_tokens, "tokens", seconds_left))
 
         return make_texts(settings.folder, maker, settings.num_tokens, seconds, show)
 
@@ -202,14 +214,15 @@ class TrainingJob:
         if run.state.step >= run.state.planned and run.state.judgements:  # its files may have been lost since
             last = {item.name: run.state.judgements[-1][item.name] for item in fields(Judgement)}
             self._write(decoder, run.head, run.state, Judgement(**last))
-        self.show(TrainingProgress("judging the head", run.state.step, run.state.planned, "steps"))
-        shown, begun, first = 0, run.seconds, run.state.step
+
+        def show(doing: str, state: State) -> None:
+            latest = state.judgements[-1] if state.judgements else None
+            self.show(TrainingProgress(doing, state.step, state.planned, "steps", run.seconds_left, latest))
+
+        show("judging the head", run.state)
+        shown = 0
         for state in run.steps(judge):
-            needed = (run.seconds - begun) / (state.step - first) * (state.planned - state.step)
-            seconds_left = max(0.0, min(needed, self._max_seconds - run.seconds))  # the time may end the run first
-            self.show(
-                TrainingProgress("training", state.step, state.planned, "steps", seconds_left, state.judgements[-1])
-            )
+            show("training", state)
             if len(state.judgements) != shown:
                 shown = len(state.judgements)
                 _write_lines(folder / PROGRESS, state.judgements)

@@ -86,8 +86,8 @@ Judge = Callable[[TrainableHead, State], Judgement]
 class TrainingRun:
     """Trains a head on texts, from a state on.
 
-    judge: what the head is worth after a step; it also writes its files. max_seconds: of all runs together, after
-    which the last step ends.
+    judge: what the head is worth after a step; it also writes its files. max_seconds: of all runs together, with the
+    last judgement; a step that would take longer is left out.
     """
 
     def __init__(
@@ -105,26 +105,49 @@ class TrainingRun:
             optimiser.load_state_dict(saved)
         self._seconds_before, self._begun = state.seconds, monotonic()
         self._saved, self._saving, self._judging = monotonic(), 0.0, 0.0
+        self._num_timed, self._stepping = 0, 0.0  # steps of this run, and their seconds
 
     @property
     def seconds(self) -> float:
         """The seconds of all runs so far."""
         return self._seconds_before + monotonic() - self._begun
 
+    @property
+    def seconds_left(self) -> float:
+        """Until the last judgement has ended: what the planned steps need, and no more than the time allows."""
+        allowed = max(0.0, self._max_seconds - self.seconds)
+        if not self._num_timed:
+            return allowed
+        steps = self.state.planned - self.state.step
+        return min(allowed, steps * self._stepping / self._num_timed + self._judging * self._num_judgements_left)
+
+    @property
+    def _num_judgements_left(self) -> int:
+        return JUDGED - self.state.step * JUDGED // self.state.planned
+
     def steps(self, judge: Judge) -> Iterator[State]:
         """The state after each step."""
-        state, first, begun = self.state, self.state.step, monotonic()
+        state = self.state
         if not state.judgements:
             self._judge(judge)
         while state.step < state.planned:
+            begun = monotonic()
             loss = self._step()
+            if loss is None:
+                break
+            self._num_timed, self._stepping = self._num_timed + 1, self._stepping + monotonic() - begun
             state.losses.append(loss)
             state.step += 1
-            self._shorten(state.step - first, monotonic() - begun)
+            self._shorten()
             if self._is_due():
                 self._judge(judge)
             elif monotonic() - self._saved > max(SAVE_SECONDS, self._saving / SAVE_SHARE):
                 self.save()
+            yield state
+        if state.step < state.planned:  # the time is over
+            state.planned = state.step
+            if state.losses:
+                self._judge(judge)
             yield state
 
     def save(self) -> None:
@@ -153,18 +176,19 @@ class TrainingRun:
         step, planned = self.state.step, self.state.planned
         return step == planned or step * JUDGED // planned > (step - 1) * JUDGED // planned
 
-    def _shorten(self, steps: int, seconds: float) -> None:
+    def _shorten(self) -> None:
         """Plan fewer steps where there is no time for all, after the first steps and whenever the head was judged."""
-        state, remaining = self.state, self._max_seconds - self.seconds
-        if remaining <= 0:
+        state, is_due = self.state, self._is_due()
+        step_seconds = self._stepping / self._num_timed
+        remaining = self._max_seconds - self.seconds - self._judging * is_due
+        if remaining < step_seconds + self._judging:
             state.planned = state.step
-        elif steps == TIMED or (steps > TIMED and self._is_due()):
-            judging = self._judging * (JUDGED - state.step * JUDGED // state.planned)
-            fitting = state.step + int(max(0.0, remaining - judging) * steps / seconds)
-            state.planned = max(state.step, min(state.planned, fitting))
+        elif self._num_timed == TIMED or (self._num_timed > TIMED and is_due):
+            training = remaining - self._judging * self._num_judgements_left
+            state.planned = max(state.step, min(state.planned, state.step + int(training / step_seconds)))
 
-    def _step(self) -> float:
-        """Learn from the texts of this step; the mean loss of a token."""
+    def _step(self) -> float | None:
+        """Learn from the texts of this step; the mean loss of a token, or None if the time ended before the step."""
         step, planned = self.state.step, self.state.planned
         share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / LAST)
         total, count = 0.0, 0
@@ -173,6 +197,8 @@ class TrainingRun:
             for group in optimiser.param_groups:
                 group["lr"] = rate * share
         for batch in batches(self._chosen(step), self._device):
+            if self._max_seconds - self.seconds < self._judging:
+                return None
             loss, counted = self.head.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total, count = total + float(loss.detach()), count + counted

@@ -1,19 +1,25 @@
-"""Whether what a drafter returned is a draft: one line names the drafter and what is allowed."""
+"""Checks what a drafter returns; messages name the drafter and what is allowed.
+
+Every drafter must return a `Draft`. A user's must also leave the texts alone and give probabilities with the sum 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.loop import Propose
 from slipstream.core.rounds import RowDraft
 from slipstream.core.trees import check_parents
-from slipstream.core.types import Draft
+from slipstream.core.types import Draft, Row
 from slipstream.errors import UsageError
 
 INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
+NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -62,10 +68,44 @@ def _check_tensor(
     """Raise UsageError unless this is such a tensor on the target's device. shape: None for any size."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{what} of type {type(value).__name__}; allowed: a tensor")
-    sizes = len(value.shape) == len(shape) and all(
+    has_shape = len(value.shape) == len(shape) and all(
         n in (size, None) for n, size in zip(shape, value.shape, strict=True)
     )
-    if not sizes or value.dtype not in dtypes or value.device.type != backend.device.type:
-        given = f"{list(value.shape)} of {value.dtype} on {value.device}"
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise UsageError(f"{what} {given}; allowed: [{wanted}] of {dtypes[0]} on {backend.device}")
+    if not has_shape or value.dtype not in dtypes or value.device.type != backend.device.type:
+        returned = f"{list(value.shape)} of {value.dtype} on {value.device}"
+        sizes_allowed = ", ".join("any" if n is None else str(n) for n in shape)
+        raise UsageError(f"{what} {returned}; allowed: [{sizes_allowed}] of {dtypes[0]} on {backend.device}")
+
+
+def users_draft(
+    name: str,
+    constrain: Callable[[Sequence[Row], Propose], Draft],
+    vocab_size: int,
+    rows: Sequence[Row],
+    propose: Propose,
+) -> Draft:
+    """The draft of a user's drafter; refused if the drafter changed a text, or its probabilities are no distribution.
+
+    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
+    """
+    texts = [row.tokens[:] for row in rows]
+    try:
+        draft = constrain(rows, propose)
+    finally:
+        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
+        for row, text in changed:
+            row.tokens[:] = text
+    if changed:
+        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
+    if draft.probs is not None:
+        columns = torch.arange(draft.width, device=draft.tokens.device)
+        probs = draft.probs[columns < draft.lengths_on_device].float()
+        sums = probs.sum(-1)
+        wrong = (sums - 1).abs() > NEAR_ONE
+        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
+        if wrong.any():
+            total = float(sums[wrong][0])
+            raise UsageError(
+                f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
+            )
+    return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))

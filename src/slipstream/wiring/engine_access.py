@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +100,13 @@ class EngineAccess:
             self.renew()
             return self.reader.rows(list(prompts), params, chat=chat)
 
-    def run(self, rows: Sequence[Row]) -> Iterator[Round]:
+    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]:
+        """The rows of each prompt: as many as its `n`, each with a seed of its own."""
+        with self._use:
+            self.renew()
+            return self.reader.sample_rows(list(prompts), params, chat=chat)
+
+    def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
 
         Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.

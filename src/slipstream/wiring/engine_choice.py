@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -15,8 +15,8 @@ from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import Engine, Propose
-from slipstream.core.types import Draft, Row, Traits
+from slipstream.core.loop import Engine
+from slipstream.core.types import Draft, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
@@ -26,13 +26,11 @@ from slipstream.models.cpu.compiled_race import race
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
-from slipstream.wiring.draft_check import check_draft
+from slipstream.wiring.draft_check import check_draft, users_draft
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
-
-NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ def choose_engine(
     lengths = LengthChoice.parse(config.num_draft_tokens)
     parts = EngineParts(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
     check_confidence(lengths, config.num_draft_tokens, parts.name)
-    guarded = GuardedEngine.of(parts.engine(), models.target_session, models.draft_session)
-    return EngineChoice(guarded, parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
+    return EngineChoice(parts.engine(), parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
 
 
 def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
@@ -93,7 +90,7 @@ class EngineParts:
 
     @property
     def name(self) -> str:
-        """The drafter's."""
+        """The name of the drafter."""
         return name_of(self.picked)
 
     @property
@@ -113,19 +110,26 @@ class EngineParts:
             return self.is_built_in or not self.traits.samples
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
-    def engine(self) -> Engine:
+    def engine(self) -> GuardedEngine:
         """The drafter, policy and rule, with what edits drafts: predictions, constraints, the vocabulary's limits."""
         target, traits = self.models.target_session, self.traits
         planner = self._planner() if self.lengths.kind == "auto" else None
         policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
-        reader = self.models.draft_reader
-        engine = Engine(
-            target, drafter, policy, Sampler, self.acceptance, reader, make_race=race, check_draft=check_draft
+        engine = GuardedEngine(
+            target,
+            drafter,
+            policy,
+            Sampler,
+            self.acceptance,
+            self.models.draft_reader,
+            make_race=race,
+            check_draft=check_draft,
+            sessions=[session for session in (target, self.models.draft_session) if session is not None],
         )
         if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
             engine.constrain = ForcedDrafts(target)
         if not self.is_built_in:
-            engine.constrain = partial(_users_draft, self.name, engine.constrain, target.backend.vocab_size)
+            engine.constrain = partial(users_draft, self.name, engine.constrain, target.backend.vocab_size)
         if traits.has_own_cache:
             engine.drafts_for = partial(drafts_for, policy)
         if not why_no_predictions(self.models, self.lengths):
@@ -236,40 +240,6 @@ def line_ends(target: Loaded) -> Callable[[int], bool]:
     if tokenizer is None:
         return lambda token: False
     return cache(lambda token: "\n" in tokenizer.decode([token]))
-
-
-def _users_draft(
-    name: str,
-    constrain: Callable[[Sequence[Row], Propose], Draft],
-    vocab_size: int,
-    rows: Sequence[Row],
-    propose: Propose,
-) -> Draft:
-    """The draft of a user's drafter; refused if the drafter changed a text, or its probabilities are no distribution.
-
-    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
-    """
-    texts = [row.tokens[:] for row in rows]
-    try:
-        draft = constrain(rows, propose)
-    finally:
-        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
-        for row, text in changed:
-            row.tokens[:] = text
-    if changed:
-        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
-    if draft.probs is not None:
-        columns = torch.arange(draft.width, device=draft.tokens.device)
-        probs = draft.probs[columns < draft.lengths_on_device].float()
-        sums = probs.sum(-1)
-        wrong = (sums - 1).abs() > NEAR_ONE
-        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
-        if wrong.any():
-            total = float(sums[wrong][0])
-            raise UsageError(
-                f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
-            )
-    return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 
 def name_of(choice: object) -> str:

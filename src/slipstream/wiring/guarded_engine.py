@@ -3,8 +3,8 @@
 A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
 alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
 which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
-fail, a plain row tells whether they or the engine are at fault. What a signal handler raises
-is no row's fault and reaches the caller.
+fail, a plain row tells whether they or the engine are at fault. What a signal handler raises is no row's fault and
+reaches the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
 
@@ -43,12 +43,6 @@ class GuardedEngine(Engine):
 
     sessions: Sequence[Session] = ()
     _ended: list[Round] = field(default_factory=list, init=False)  # to be reported with the next step
-
-    @classmethod
-    def of(cls, engine: Engine, *sessions: Session | None) -> GuardedEngine:
-        """A guarded engine of the parts of another."""
-        parts = {part.name: getattr(engine, part.name) for part in fields(Engine)}
-        return cls(**parts, sessions=[session for session in sessions if session is not None])
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """The rows' batch; an empty one if a row's options cannot be prepared, which `step` then reports."""

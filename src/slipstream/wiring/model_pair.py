@@ -29,7 +29,7 @@ from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
@@ -123,7 +123,7 @@ class ModelPair:
         unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
         """
         models = [self.target] if self.draft is None else [self.target, self.draft]
-        changed = [loaded for loaded in models if loaded.view is not None and _is_changed(loaded.view)]
+        changed = [loaded for loaded in models if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:
             rewritten = [loaded.view for loaded in models if loaded.view and not loaded.view.has_same_weights()]
             if rewritten:
@@ -283,11 +283,6 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
     return tokenizer_in(tokenizer, name)
 
 
-def _is_changed(view: View) -> bool:
-    """Whether a model has to be looked at anew."""
-    return not view.is_same_model() or (view.copies_weights and not view.has_same_weights())
-
-
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
     """What reads a part of long prompts, unless they are read in full; "auto" reads what fits the model's context."""
     length = config.draft_context
@@ -322,15 +317,14 @@ def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bo
     """Whether the package's own head drafts: for the embedded model, on a processor, if nothing else is chosen."""
     if config.load_options:  # ranks of tensor parallelism must draft alike
         return False
-    chosen = config.drafter, config.draft_dtype, config.draft_vocabulary, config.draft_context
-    return target == EMBEDDED and set(chosen) == {"auto"} and loaded.backend.device.type == "cpu"
+    return target == EMBEDDED and config.drafter == "auto" and loaded.backend.device.type == "cpu"
 
 
 def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     """The MTP layers in the target's checkpoint, where drafts are to come from a draft model and none is named."""
     name = config.drafter.partition(":")[0]
     drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
-    if not drafts or PLAN in config.load_options or any(getattr(config, name) != "auto" for name in OF_MODELS):
+    if not drafts or PLAN in config.load_options:
         return None
     if not isinstance(target.backend, HiddenStates):
         return None
@@ -339,6 +333,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     options = load_options_of(config)
     if not brings_mtp(target, options):
         return None
+    _refuse_settings_of_models(config, "the target's MTP layers")
     try:
         return load_mtp(target, options)
     except SlipstreamError as error:
@@ -437,4 +432,4 @@ def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
         raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
     for name in OF_MODELS:
         if (value := getattr(config, name)) != "auto":
-            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto'")
+            raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto', or another draft model")

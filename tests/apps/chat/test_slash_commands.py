@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from slipstream import SamplingParams, drafters
+from slipstream import SamplingParams
 from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS, complete
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from tests.support import tiny_models
 from tests.support.chat_fakes import face, refused, toy, type_in
 from tests.support.markers import subcases
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 
 def test_help_lists_every_command_and_explains_one() -> None:
@@ -158,19 +158,6 @@ def test_stats_reset_and_save(tmp_path: Path) -> None:
     assert chat.turns == [] and chat.system == "Once" and type_in(chat, "/stats") == "0 turns, 0 interrupted"
 
 
-def test_filler_is_the_tables_fill_or_says_that_there_is_none(monkeypatch) -> None:
-    chat = toy()
-    assert type_in(chat, "/fill on") == "fill: on, drafter: ngram_table:fill"
-    type_in(chat, "The heron looked at the water. The heron")
-    assert chat.last.stats.num_draft_tokens > 0
-    assert type_in(chat, "/filler off") == "fill: off, drafter: ngram_table"
-    assert type_in(chat, "/drafter ngram_table:4", "/fill on") == "fill: on, drafter: ngram_table:4+fill"
-    assert type_in(chat, "/fill off") == "fill: off, drafter: ngram_table:4"
-    assert type_in(chat, "/drafter ngram", "/fill off") == "fill: off, drafter: ngram"
-    monkeypatch.setattr(drafters, "names", lambda: ["ngram"])
-    assert "'ngram_table'" in refused(chat, "/fill on")
-
-
 def test_quit_closes() -> None:
     for line in ("/quit", "/exit"):
         chat = toy()
@@ -238,7 +225,6 @@ def test_any_sampling_option_can_be_set_and_unset(line: str, name: str, value: o
         ("/acceptance luck", "allowed"),
         ("/speculative maybe", "allowed: on, off"),
         ("/debug 1", "allowed: on, off"),
-        ("/fill 1", "allowed: on, off"),
         ("/cache empty", "allowed: on, off, clear"),
         ("/length 0", "max_tokens=0; allowed"),
         ("/length long", "max_tokens='long'; allowed"),

@@ -91,7 +91,6 @@ COMMAND_LINES = [
     ("/seed 7", "seed: 7"),
     ("/sampling nucleus 0.7 0.9", "temperature=0.7, top_k=0, top_p=0.9"),
     ("/set repetition_penalty 1.1", "repetition_penalty: 1.1"),
-    ("/fill off", "fill: off"),
     ("/system A fable.", "system: A fable."),
     ("/debug on", "debug: on"),
     ("/retry", "accepted/drafted"),

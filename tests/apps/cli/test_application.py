@@ -11,11 +11,11 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
-from slipstream.apps.cli import compare, demo
-from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.apps.cli import compare, demo, verify
 from slipstream.config import DecoderConfig
 from tests.support.command_line import run
 from tests.support.markers import subcases
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
@@ -130,7 +130,9 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
     arguments = ("verify", *TOY, "--draft", "toy:2", "--prompt-file", str(prompts), "--budget", "1")
     code, out, _ = run(capsys, monkeypatch, *arguments)
     assert code == 0 and "VERIFIED" in out
-    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "distribution-of-next-position")
+    right, wrong = verify.load_decoder, load_wrong_rule("distribution-of-next-position")
+    monkeypatch.setattr(verify, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
+    code, out, err = run(capsys, monkeypatch, *arguments)
     assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
 
 

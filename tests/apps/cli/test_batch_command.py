@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.apps.cli import batch_requests, consoles, serve
+from slipstream.apps.cli import batch, consoles, serve
 from slipstream.apps.cli.consoles import err
 from slipstream.config import SERVED, DecoderConfig
 from tests.support.command_line import run
@@ -28,7 +28,7 @@ def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypat
     toy().batch(source, tmp_path / "python.jsonl")
     assert by_id(out) == by_id(tmp_path / "python.jsonl")
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and told.startswith("0 of 9 answered, 9 before in ")
+    assert code == 0 and told.startswith("0 of 9 answered now, 9 earlier in ")
 
 
 def test_the_settings_of_a_file_take_the_place_of_flags(
@@ -50,7 +50,7 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
     job = ("batch", str(source), str(out), *TOY)
     assert run(capsys, monkeypatch, *job)[0] == 0
     code, _, told = run(capsys, monkeypatch, *job, "--config", str(file))
-    assert code == 0 and told.startswith("0 of 2 answered, 2 before in "), told
+    assert code == 0 and told.startswith("0 of 2 answered now, 2 earlier in "), told
     file.write_text('{"acceptance": "block"}')  # the control: what it says counts
     assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
 
@@ -146,10 +146,10 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Console(stderr=True, force_terminal=True, width=100, record=True)
-    for module in (batch_requests, consoles):
+    for module in (batch, consoles):
         monkeypatch.setattr(module, "err", terminal)
     seen: list[str] = []
-    progress = batch_requests._progress()
+    progress = batch._progress()
     with progress as show:
         from slipstream.jobs.batch_job import JobReport
         from slipstream.jobs.request_pool import Work
@@ -163,6 +163,6 @@ def test_a_log_gets_a_line_now_and_then(tmp_path: Path, capsys: Capture, monkeyp
     source, out = write(tmp_path / "in.jsonl", requests(3)), tmp_path / "out.jsonl"
     told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
     assert len(told.splitlines()) == 1, told  # the control: a short job has its last line alone
-    monkeypatch.setattr(batch_requests, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(batch, "LINE_SECONDS", 0.0)
     told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
     assert len(told.splitlines()) > 1 and all(" of 3 answered" in line for line in told.splitlines()), told

@@ -10,9 +10,9 @@ import pytest
 from slipstream.apps.cli import measuring as bench
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from tests.support.command_line import run
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 pytestmark = pytest.mark.slow
 

@@ -116,9 +116,18 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
         assert "standard input is not valid UTF-8 at byte 0" in message
 
 
-@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("2>&-", 0)])
-def test_closed_standard_streams_are_empty_ones(closed: str, code: int) -> None:
-    words = [*COMMAND, "generate", *TOY, "--max-tokens", "4", *([] if closed == "<&-" else PROMPT)]
+ON_PAPER = ("simulate", "--alpha", "0.5", "--target-params", "8e9", "--bandwidth", "1e12", "--flops", "1e14")
+ON_PAPER += ("--length", "2", "--batch", "1")
+GENERATE = ("generate", *TOY, "--max-tokens", "4")
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [("<&-", GENERATE, 2), (">&-", ON_PAPER, 0), ("2>&-", (*GENERATE, *PROMPT), 0)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_closed_standard_streams_are_empty_ones(closed: str, arguments: tuple[str, ...], code: int) -> None:
+    words = [*COMMAND, *arguments]
     done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
     assert done.returncode == code and "Traceback" not in done.stderr
     assert ("standard input is empty" in done.stderr) == (closed == "<&-") and bool(done.stdout) == (closed == "2>&-")
@@ -141,10 +150,6 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 1 and lines == ["error: standard output: No space left on device"]
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-
-
-ON_PAPER = ("simulate", "--alpha", "0.5", "--target-params", "8e9", "--bandwidth", "1e12", "--flops", "1e14")
-ON_PAPER += ("--length", "2", "--batch", "1")
 
 
 @pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ON_PAPER])

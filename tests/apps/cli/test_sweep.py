@@ -7,8 +7,8 @@ import pytest
 
 from slipstream.apps.cli import measuring as command
 from slipstream.bench.records import FILE, read_records
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from tests.support import command_line
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 pytestmark = pytest.mark.slow
 

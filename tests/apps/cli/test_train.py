@@ -80,8 +80,8 @@ def test_ctrl_c_among_the_texts_keeps_those_that_ended(
     tokens = sum(len(text.ids) for text in kept)
     kept_in = f"{out / 'texts.jsonl'} holds {tokens} tokens of texts"
     assert last == f"error: interrupted; {kept_in}; the same command continues"
-    assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, [\d:]+ left", before_last)
-    assert "inventing prompts: 0 of 2000 tokens" in err.splitlines()
+    assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, at most [\d:]+ left", before_last)
+    assert "inventing prompts: 0 of 2000 tokens, at most 3:00:00 left" in err.splitlines()
     assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 2000 tokens, .* left", line) for line in err.splitlines())
     monkeypatch.setattr(texts, "append", append)
     code, _, err = train(capsys, monkeypatch, target, out)

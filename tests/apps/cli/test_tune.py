@@ -11,10 +11,10 @@ from slipstream.apps.cli import tune as command
 from slipstream.bench.records import read_records
 from slipstream.bench.tuning import search
 from slipstream.bench.tuning.search import SCREENING, Meter
-from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.config import DecoderConfig
 from tests.support import command_line
 from tests.support.toy_runs import ticking
+from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 pytestmark = pytest.mark.slow
 LINES = [{"prompt": f"The {word}", "category": kind} for kind in ("birds", "fish") for word in ("heron", "sparrow")]

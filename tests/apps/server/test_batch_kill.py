@@ -19,8 +19,9 @@ from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.slow
 LINES = [chat(f"c{at}", "The heron and the", temperature=0.4, max_tokens=30 + at) for at in range(40)]
+# Imports all that a server needs once, then has one fork of itself serve after the other.
 SERVE = """
-import sys
+import os, sys
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.running_server import toy
@@ -35,43 +36,51 @@ def load():
     decoder.target.backend.forward = allowed
     return decoder
 
-serve(ServerSettings(port=0, batch_folder=sys.argv[1]), load, lambda server: print(server.url, flush=True))
+def ready(server):
+    print(os.getpid(), server.url, flush=True)
+
+while True:
+    if (child := os.fork()) == 0:
+        serve(ServerSettings(port=0, batch_folder=sys.argv[1]), load, ready)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
 def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
     """A line that is alone under way is given up, by design: the servers are killed while several are."""
     batch, data = "", "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    for killed in (True, True, False):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with started("-c", SERVE, str(tmp_path / "b"), **pipes) as server:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with started("-c", SERVE, str(tmp_path / "b"), **pipes) as servers:
+        for killed in (True, True, False):
+            assert servers.stdout is not None
+            server, url = servers.stdout.readline().split()
             with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
                 if not batch:
                     file = client.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]
                     wanted = {"input_file_id": file, "endpoint": "/v1/chat/completions"}
                     batch = client.post("/v1/batches", json=wanted).json()["id"]
                 if killed:
-                    told = followed(server, client, batch, lambda new: new > 0)
+                    told = followed(servers, client, batch, lambda new: new > 0)
                     assert told["status"] == "in_progress"
                 else:
-                    told = followed(server, client, batch)
+                    told = followed(servers, client, batch)
                     found = client.get(f"/v1/files/{told['output_file_id']}/content").text
-            os.kill(server.pid, signal.SIGKILL)
+            if killed:
+                os.kill(int(server), signal.SIGKILL)
     output = write(tmp_path / "output.jsonl", found.splitlines())
     toy(max_batch_size=8).batch(LINES, tmp_path / "job.jsonl")
     assert by_id(output) == by_id(tmp_path / "job.jsonl") and len(by_id(output)) == len(LINES)
 
 
 def followed(
-    server: subprocess.Popen[str], client: httpx.Client, batch: str, enough: Callable[[int], bool] = lambda new: False
+    servers: subprocess.Popen[str], client: httpx.Client, batch: str, enough: Callable[[int], bool] = lambda new: False
 ) -> dict[str, Any]:
-    """What is told of a batch once it has ended, or this server itself has answered enough lines.
+    """What is told of a batch once it has ended, or the running server itself has answered enough lines.
 
-    Each look allows the server five forwards.
+    Each look allows it five forwards.
     """
-    assert server.stdin is not None
+    assert servers.stdin is not None
     end, before = time.monotonic() + PATIENCE, None
     while time.monotonic() < end:
         told: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
@@ -80,6 +89,6 @@ def followed(
         before = counts["completed"] if before is None else before
         if told["status"] == "completed" or enough(counts["completed"] - before):
             return told
-        print(5, file=server.stdin, flush=True)
+        print(5, file=servers.stdin, flush=True)
         time.sleep(0.005)
     raise AssertionError(f"the batch did not go on: {told}")

@@ -309,7 +309,7 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest
         server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            server.wait_until(lambda: server.service.background.under_way._running == 4)  # more than may run
+            server.wait_until(lambda: len(server.service._submitted) == 4)  # more than may run
             gate.opened.set()
         server.wait_until(lambda: len(ended) == len(LINES))
         assert max(running) == 3
@@ -422,12 +422,12 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"batch_folder='.*file' cannot be used: "):
         serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)
-    (tmp_path / "lines-under-way").write_text("5\n")
-    with pytest.raises(SlipstreamError, match=r"lines-under-way' is not what a server has written: "):
+    (tmp_path / "interrupted-lines").write_text("5\n")
+    with pytest.raises(SlipstreamError, match=r"interrupted-lines' is not what a server has written: "):
         serve(ServerSettings(port=0, batch_folder=str(tmp_path)), toy, lambda server: None)
 
 
-@pytest.mark.parametrize("place", ["jobs.job_output.append", "apps.server.lines_under_way.LinesUnderWay._note"])
+@pytest.mark.parametrize("place", ["jobs.job_output.append", "apps.server.batch_store.LinesUnderWay._note"])
 def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
     place: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

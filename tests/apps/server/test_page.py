@@ -69,13 +69,6 @@ def test_a_round_tells_what_its_prediction_gave_it() -> None:
     assert shown(None) == [("accepted", "suffix"), ("accepted", "suffix"), ("recovered", None)]
 
 
-def test_an_installation_without_the_files_says_so(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.apps.server.web_app._page_file", lambda name: None)
-    answer = server.http.get("/")
-    assert answer.status_code == 200
-    assert "files of the page are missing" in answer.text and "/v1/chat/completions" in answer.text
-
-
 @browsers
 @pytest.mark.slow
 def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.processes import PATIENCE, started
+from tests.support.processes import started
 
+# Imports all that servers need once, then forks one for each line: what of it hangs.
 SERVE = """
-import sys, threading, time
+import os, sys, threading, time
 from slipstream.apps.server import launch
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
@@ -26,7 +30,7 @@ class Stuck(ToyTokenizer):
 
 def load():
     decoder = toy_with(Stuck())
-    if sys.argv[1] == "engine":
+    if stuck_part == "engine":
         forward = decoder.target.backend.forward
         def stuck(*given, **more):
             while True:
@@ -35,32 +39,47 @@ def load():
     return decoder
 
 def ready(server):
-    if sys.argv[1] == "lock":  # a thread that lets no other run, from the moment the server is to end
+    if stuck_part == "lock":  # a thread that lets no other run, from the moment the server is to end
         def hog():
             import re
             while server.service.state != "draining":
                 time.sleep(0.01)
             re.match("(a+)+$", "a" * 60 + "b")
         threading.Thread(target=hog, daemon=True).start()
-    print(server.url, flush=True)
+    print(os.getpid(), server.url, flush=True)
 
 launch.CLOSING_SECONDS = 1.0
 launch.FORCED_SECONDS = 0.1
 import slipstream.apps.server.service as service
 service.ENGINE_STOP_SECONDS = 0.1
-serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
+for line in sys.stdin:
+    stuck_part, errors = line.split()
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
+        sys.exit()
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[subprocess.Popen[str]]:
+    with started("-c", SERVE, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stuck", ["texts", "engine", "lock"])
-def test_a_signal_ends_the_process_whatever_its_threads_do(stuck: str) -> None:
-    with started("-c", SERVE, stuck, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
-        assert server.stdout is not None and server.stderr is not None
-        url = server.stdout.readline().strip()
-        for prompt in ("stuck 1", "stuck 2", "stuck 3") if stuck == "texts" else ("A heron",) * (stuck == "engine"):
-            with pytest.raises(httpx.TimeoutException):
-                httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, trust_env=False, timeout=0.3)
-        server.send_signal(signal.SIGTERM)
-        server.wait(PATIENCE)
-        assert "Traceback" not in server.stderr.read()
+def test_a_signal_ends_the_process_whatever_its_threads_do(
+    stuck: str, servers: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert servers.stdin is not None and servers.stdout is not None
+    print(stuck, tmp_path / "errors", file=servers.stdin, flush=True)
+    server, url = servers.stdout.readline().split()
+    for prompt in ("stuck 1", "stuck 2", "stuck 3") if stuck == "texts" else ("A heron",) * (stuck == "engine"):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, trust_env=False, timeout=0.3)
+    os.kill(int(server), signal.SIGTERM)
+    assert servers.stdout.readline() == "ended\n"
+    assert "Traceback" not in (tmp_path / "errors").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.apps.server.lines_under_way import LinesUnderWay
+from slipstream.apps.server.batch_store import LinesUnderWay
 from slipstream.core.types import Row
 from tests.support.job_cases import by_id, chat
 from tests.support.running_server import PATIENCE, RunningServer, running_server, toy
@@ -195,35 +194,24 @@ def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_pat
     assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
 
 
-def test_a_line_that_was_the_only_one_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_single_line_that_ends_servers_is_tried_twice(tmp_path: Path) -> None:
     assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
+    assert served_batch(tmp_path / "b", None) == (False, None)
     lived, found = served_batch(tmp_path / "b", None)
     assert lived and found[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
 
 
-def test_of_a_server_that_is_told_to_end_no_line_is_suspected(tmp_path: Path) -> None:
-    async def work() -> None:
-        path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
-        for orderly, fatal, suspects in ((True, set(), set()), (False, set(), set(keys[:2]))):
-            lines = LinesUnderWay(path, ["b"])
-            async with lines.entered(keys[0]), lines.entered(keys[1]):
-                async with lines.entered(keys[2]):
-                    pass
-                lines.close(orderly=orderly)
-            lines = LinesUnderWay(path, ["b"])
-            assert (lines.fatal, lines.suspects) == (fatal, suspects)
-            lines.close(orderly=False)
+def test_servers_that_end_by_themselves_count_against_the_lines_under_way(tmp_path: Path) -> None:
+    path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
+    for orderly, ends in ((True, [0, 0, 0]), (False, [1, 1, 0]), (True, [1, 1, 0]), (False, [2, 2, 0])):
         lines = LinesUnderWay(path, ["b"])
-        assert lines.suspects == set(keys[:2])  # until they were tried
-        async with lines.entered(keys[0]):
-            other = asyncio.ensure_future(lines.entered(keys[2]).__aenter__())
-            await asyncio.sleep(0)
-            assert not other.done()
-            with path.open("ab") as file:
-                file.write(b'["b", 2')  # a dying process writes no more
-            lines.close(orderly=False)
-        await other
-        assert LinesUnderWay(path, ["b"]).fatal == {keys[0]} and LinesUnderWay(path, ["b"]).fatal == {keys[0]}
-        assert LinesUnderWay(path, ["c"]).fatal == set()
-
-    asyncio.run(work())
+        with lines.entered(keys[0]), lines.entered(keys[1]):
+            with lines.entered(keys[2]):
+                pass
+            lines.close(orderly=orderly)
+        with path.open("ab") as file:
+            file.write(b'["b", 2')  # a dying process writes no more
+        lines = LinesUnderWay(path, ["b"])
+        assert [lines.num_ends(key) for key in keys] == ends
+        lines.close(orderly=False)
+    assert LinesUnderWay(path, ["c"]).num_ends(keys[0]) == 0

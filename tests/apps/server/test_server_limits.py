@@ -84,7 +84,14 @@ def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> N
             server.wait_until(lambda: server.service.num_waiting == 1)
             with server.openai(max_retries=8) as client:
                 refused = threading.Event()
-                server.service.metrics.rejected = lambda reason: refused.set()
+                add = server.service.metrics.add
+
+                def count(name: str, *rest: Any, **more: Any) -> None:
+                    add(name, *rest, **more)
+                    if name == "slipstream:rejected":
+                        refused.set()
+
+                server.service.metrics.add = count
                 with in_thread(lambda: client.completions.create(model="toy", prompt="A heron", max_tokens=3)) as found:
                     assert refused.wait(PATIENCE)
                     gate.opened.set()

@@ -59,8 +59,8 @@ def test_those_of_a_transformer_do_not_either() -> None:
             max_batch_size=3,
         )
 
-    storm, _ = stormed(load, 80)
-    assert len(storm.texts) > 20 and wrong_texts(storm, load()) == 0
+    storm, _ = stormed(load, 50)
+    assert len(storm.texts) > 12 and wrong_texts(storm, load()) == 0
 
 
 @pytest.mark.slow

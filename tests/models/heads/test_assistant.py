@@ -111,7 +111,7 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["large", "small, one step"])
+@pytest.mark.parametrize("kind", ["large", pytest.param("small, one step", marks=pytest.mark.exhaustive)])
 def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of a row that sees one key more than the target has read."""
     assert drafts_agree(decoder_of(written(kind)), kind)
@@ -178,7 +178,13 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"fast": True}, {"fast": "auto", "quantize": "int8"}], ids=["packed", "int8"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"fast": True}, id="packed"),
+        pytest.param({"fast": "auto", "quantize": "int8"}, marks=pytest.mark.exhaustive, id="int8"),
+    ],
+)
 def test_packed_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
     plain = decoder.using("none", num_draft_tokens="auto")

@@ -260,7 +260,9 @@ def test_layers_draft_by_themselves_only_where_nothing_else_is_chosen() -> None:
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").drafter_name == "hybrid"
     for chosen in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
         assert decoder_of(target, **chosen).draft is None
-    with pytest.raises(SlipstreamError, match="draft_dtype='int4', but there is no draft model"):
+    with pytest.raises(
+        SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto', or another"
+    ):
         decoder_of(target, drafter="auto", num_draft_tokens="auto", draft_dtype="int4")
 
 

@@ -24,7 +24,6 @@ from slipstream.draft_length.acceptance_model import BINS
 from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.models.heads.head_files import HeadFiles
-from slipstream.reproducibility.timing import GreedyOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import prompts, tokenizer
@@ -153,7 +152,7 @@ def estimates(folder: Path, name: str, *, shift: int = 0) -> list[bool]:
     for end, expected in zip(steps.ends, recorded, strict=True):
         drafted = steps.text[end : end + len(expected)]
         step_logits(pair, steps.text[:end], 1)  # reads the text and scores the block
-        row = Row(0, steps.text[:end], GreedyOptions(), seed=0)
+        row = Row(0, steps.text[:end], SamplingParams(temperature=0.0), seed=0)
         computed = [
             scorer.acceptance([row], torch.tensor([drafted[: i + shift]])[:, : i + shift].long())
             for i in range(len(expected) - shift)

@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from http.client import HTTPException, HTTPMessage
@@ -24,60 +23,18 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.apps.chat.conversation import ChatDisplay
 
-LINE_END = re.compile(r"\r\n|\n|\r")
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
-WORDS = ("message", "detail", "errors", "msg", "reason", "error_message")  # what went wrong, as servers name it
+REASONS = ("error", "message", "detail", "msg", "errors", "reason")  # what went wrong, as servers name it
+ENDS = ("stop", "length", "error")  # of answers that need no remark
 MAX_WHOLE_BYTES = 4 << 20  # of an answer that comes whole
 MAX_PAGE_LENGTH = 1 << 14  # characters of a page that are read
-MAX_EXCERPT_LENGTH = 300  # characters of what came instead of one
+MAX_EXCERPT_LENGTH = 300  # characters of what came instead of an answer
 TAGS = re.compile(r"(?is)<(script|style)\b.*?</\1>|<[^<>]{0,1000}>")
 TIMEOUT_SECONDS = 600.0  # without a sign of life
 ALWAYS = ("temperature", "max_tokens")  # the defaults of servers differ
 LEFT_OUT = ("n", "logprobs", "logits_processors")  # a chat has one text, shows no probabilities and sends no code
 COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
-
-
-@dataclass(frozen=True)
-class ServerEvent:
-    """One event. kind: "message" where none is named."""
-
-    kind: str
-    data: str
-
-
-def events_of(pieces: Iterable[bytes]) -> Iterator[ServerEvent]:
-    """The events of a stream as they come; one that the stream ends in counts, as servers leave out the empty line."""
-    kind, data = "", list[str]()
-    for line in _lines(pieces):
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if name == "data":
-            data.append(value)
-        elif name == "event":
-            kind = value
-        elif not line:
-            if data:
-                yield ServerEvent(kind or "message", "\n".join(data))
-            kind, data = "", []
-    if data:
-        yield ServerEvent(kind or "message", "\n".join(data))
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """The lines of UTF-8 text, without the mark that it may begin with."""
-    decoder, rest, after_return = getincrementaldecoder("utf-8-sig")("replace"), "", False
-    for piece in pieces:
-        text = decoder.decode(piece)
-        if not text:
-            continue
-        # a carriage return ends its line at once, for what follows may take long; a line feed behind it is a part of it
-        rest += text[1:] if after_return and text[0] == "\n" else text
-        after_return = text[-1] == "\r"
-        *lines, rest = LINE_END.split(rest)
-        yield from lines
-    if rest:
-        yield rest
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -114,50 +71,62 @@ class RemoteApi:
     def models(self) -> list[str]:
         """The names of its models."""
         with self._failing(), self._open("/v1/models", None) as answer:
-            answer_fields = _json(answer.read())
-        if _is_error(answer_fields):
-            raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(answer_fields))}")
-        listed = answer_fields.get("data")
-        ids = [item.get("id") for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-        return [name for name in ids if isinstance(name, str)]
+            answer_fields = _object(answer.read())
+        self._raise_error_in(answer_fields)
+        listed = _dictionaries(answer_fields.get("data"))
+        return [item["id"] for item in listed if isinstance(item.get("id"), str)]
 
     def pieces(self, body: dict[str, Any], note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
         """The text of a streamed chat completion as it comes. SlipstreamError says what came where that is no text.
 
         note: called with a line about what came besides a text.
         """
-        parts, head = AnswerParts(), bytearray()
+        parts = AnswerParts()
         with self._failing(), self._open("/v1/chat/completions", body) as answer:
-            for event in events_of(_bytes_of(answer, head)):
-                if event.data.strip() == "[DONE]":
-                    parts.is_over = True
-                    break
-                chunk = _json(event.data)
-                if event.kind == "error" or _is_error(chunk):
-                    raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
-                if parts.has_choices and not chunk and event.data.strip():  # text would be missing without a word
-                    raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(event.data)}")
-                if text := parts.take(chunk):
-                    yield text
             kind = answer.headers.get_content_type()
+            if kind == "text/event-stream":
+                for chunk in self._chunks(answer, parts):
+                    if text := parts.take(chunk):
+                        yield text
+            else:
+                data = answer.read(MAX_WHOLE_BYTES).decode(errors="replace")
+                self._raise_error_in(_object(data))
+                if text := parts.take(_object(data)):
+                    yield text
+                if not parts.has_choices:
+                    what = f"{kind} ({_excerpt(data)})" if data else "nothing"
+                    raise SlipstreamError(f"{self.url} sent {what} instead of a streamed answer")
+                parts.is_over = True
+                note(f"{self.url} sent its answer whole, not as a stream")
         if not parts.has_choices:
-            answer_fields = _json(bytes(head))
-            if _is_error(answer_fields):
-                raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(answer_fields))}")
-            if text := parts.take(answer_fields):
-                yield text
-            if not parts.has_choices:
-                raise SlipstreamError(f"{self.url} sent {_described(bytes(head), kind)} instead of a streamed answer")
-            parts.is_over = True
-            note(f"{self.url} sent its answer whole, not as a stream")
+            raise SlipstreamError(f"{self.url} sent events without an answer")
         if not parts.is_over:
             raise SlipstreamError(f"{self.url} broke off: the stream ended before the answer did")
-        if (besides := parts.besides) and parts.has_text:
-            note(f"the answer also has {besides}")
-        elif besides:
-            raise SlipstreamError(f"{self.url}: the answer has no text, but {besides}")
-        elif not parts.has_text:
-            note("the answer is empty")
+        if parts.end not in ENDS:
+            note(f"the answer ended by {_harmless(parts.end)!r}")
+        if not parts.has_text:
+            note("the answer has no text, but reasoning, which is not shown" if parts.thinks else "the answer is empty")
+
+    def _chunks(self, answer: Any, parts: AnswerParts) -> Iterator[dict[str, Any]]:
+        """The objects that a stream's events hold, one a line, up to [DONE]."""
+        for line in answer:
+            name, _, data = line.decode(errors="replace").strip().partition(":")
+            if name != "data":
+                continue
+            if data.strip() == "[DONE]":
+                parts.is_over = True
+                return
+            chunk = _object(data)
+            self._raise_error_in(chunk)
+            if not chunk:  # text would be missing without a word
+                raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(data)}")
+            yield chunk
+
+    def _raise_error_in(self, answer: dict[str, Any]) -> None:
+        """SlipstreamError if this says what went wrong: in OpenAI's form, vLLM's, FastAPI's, or those of others."""
+        failed = [choice for choice in _dictionaries(answer.get("choices")) if choice.get("finish_reason") == "error"]
+        if answer.get("error") or failed or ("choices" not in answer and any(map(answer.get, REASONS))):
+            raise SlipstreamError(f"{self.url}: {_reason_in(failed[0] if failed else answer)}")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"content-type": "application/json"}
@@ -193,49 +162,30 @@ def _is_address(url: str) -> bool:
 
 @dataclass
 class AnswerParts:
-    """What has come of an answer. has_choices: a chunk with choices has come; is_over: the answer has ended."""
+    """What has come of an answer. has_choices: a chunk with choices has come; is_over: the answer has ended.
+
+    end: the finish reason; thinks: reasoning has come.
+    """
 
     has_choices: bool = False
     is_over: bool = False
     has_text: bool = False
-    refusal: str = ""
-    tools: list[str] = field(default_factory=list)
     thinks: bool = False
-    filtered: bool = False
+    end: str = "stop"
 
     def take(self, chunk: dict[str, Any]) -> str:
-        """The text of a chunk, or of a whole answer; parts of another shape have none."""
-        texts = []
+        """The text of a chunk, or of a whole answer, a refusal included; parts of another shape have none."""
+        text = ""
         for choice in _dictionaries(chunk.get("choices")):
             self.has_choices = True
-            self.is_over |= choice.get("finish_reason") is not None
-            self.filtered |= choice.get("finish_reason") == "content_filter"
+            if choice.get("finish_reason") is not None:
+                self.is_over, self.end = True, str(choice["finish_reason"])
             part = choice.get("delta") or choice.get("message")
             if isinstance(part, dict):
-                texts.append(_text(part.get("content")))
-                self.refusal += _text(part.get("refusal"))
+                text += _text(part.get("content")) + _text(part.get("refusal"))
                 self.thinks |= bool(part.get("reasoning_content") or part.get("reasoning"))
-                functions = [call.get("function") for call in _dictionaries(part.get("tool_calls"))]
-                functions.append(part.get("function_call"))
-                self.tools += [
-                    str(function["name"])
-                    for function in functions
-                    if isinstance(function, dict) and function.get("name")
-                ]
-        self.has_text |= any(texts)
-        return "".join(texts)
-
-    @property
-    def besides(self) -> str:
-        """What came and is no text, in words; empty for nothing."""
-        named = ", ".join(repr(name) for name in self.tools)
-        parts = [
-            f"a refusal: {_harmless(self.refusal)}" if self.refusal else "",
-            f"calls of tools, which this chat cannot answer: {_harmless(named)}" if self.tools else "",
-            "reasoning, which is not shown" if self.thinks and not self.has_text else "",
-            "an end by the server's content filter" if self.filtered else "",
-        ]
-        return " and ".join(filter(None, parts))
+        self.has_text |= bool(text)
+        return text
 
 
 def _dictionaries(values: Any) -> list[dict[str, Any]]:
@@ -247,29 +197,19 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "".join(_text(part.get("text")) for part in _dictionaries(value))
 
 
-def _bytes_of(answer: Any, head: bytearray) -> Iterator[bytes]:
-    """What comes, as it comes; its beginning stays in `head`."""
-    while piece := answer.read1(1 << 16):
-        head += piece[: max(0, MAX_WHOLE_BYTES - len(head))]
-        yield piece
-
-
-def _described(data: bytes, kind: str) -> str:
-    """What came instead of an answer."""
-    text = _excerpt(data.decode(errors="replace"))
-    return f"{kind} ({text})" if text else "nothing"
-
-
 def _reason(error: HTTPError) -> str:
     if 300 <= error.code < 400:
         return _harmless(f"it is elsewhere: {error.headers.get('location')}")
     try:
-        return _reason_in(error.read().decode(errors="replace"))
+        data = error.read().decode(errors="replace")
     except (OSError, HTTPException):  # the status was all that came
         return NO_REASON
+    fields = _object(data)
+    return _reason_in(fields) if fields else _excerpt(data) or NO_REASON
 
 
-def _json(data: bytes | str) -> dict[str, Any]:
+def _object(data: bytes | str) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -279,35 +219,12 @@ def _json(data: bytes | str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _is_error(fields: dict[str, Any]) -> bool:
-    """Whether this says what went wrong: OpenAI's form, vLLM's, FastAPI's, and those of others."""
-    if not isinstance(fields.get("choices"), list):
-        return bool(fields.get("error")) or any(map(fields.get, WORDS))
-    failed = any(
-        choice.get("error") or choice.get("finish_reason") == "error" for choice in _dictionaries(fields["choices"])
-    )
-    return failed or bool(fields.get("error"))
-
-
-def _reason_in(text: str) -> str:
-    """What the other end says went wrong."""
-    fields = _json(text)
-    if not fields and not text.lstrip().startswith(("{", "[")):
-        return _excerpt(text) or NO_REASON
-    reasons = [_said(fields.get(name)) for name in ("error", *WORDS)]
-    reasons += [_said(choice.get("error")) for choice in _dictionaries(fields.get("choices"))]
-    return _excerpt(next(filter(None, reasons), "")) or NO_REASON
-
-
-def _said(value: Any) -> str:
-    """The words of an error, whatever they stand in."""
-    if isinstance(value, list):
-        return "; ".join(filter(None, map(_said, value)))
+def _reason_in(fields: dict[str, Any]) -> str:
+    """What the other end says went wrong; where it is no text, its JSON."""
+    value = next(filter(None, map(fields.get, REASONS)), None)
     if isinstance(value, dict):
-        words = next(filter(None, (_said(value.get(name)) for name in ("message", "msg", "detail", "error"))), "")
-        place = value.get("loc")
-        return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) and words else words
-    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        return _reason_in(value)
+    return NO_REASON if value is None else _excerpt(value if isinstance(value, str) else json.dumps(value))
 
 
 def _excerpt(text: str) -> str:

@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, float]] = {
 NOT_TYPED = ("logits_processors", "constraint", "n", "logprobs")
 OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED)
 SWITCH = ("on", "off")
-ALIASES = {"/gamma": "/draft-length", "/length-of-draft": "/draft-length", "/filler": "/fill", "/exit": "/quit"}
+ALIASES = {"/gamma": "/draft-length", "/length-of-draft": "/draft-length", "/exit": "/quit"}
 
 
 def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
@@ -152,21 +152,6 @@ def _drafter(chat: Chat, text: str) -> None:
         chat.decoder = chat.decoder.using(text)
     off = "" if chat.speculative else " (not in use: speculative is off)"
     chat.display.show(f"drafter: {chat.decoder.drafter_name}{off}")
-
-
-@_command(
-    "/fill on|off", "drafter ngram_table, which drafts the target's next best tokens if it knows no others", SWITCH
-)
-def _fill(chat: Chat, text: str) -> None:
-    name, _, argument = chat.decoder.drafter_name.partition(":")
-    sizes = argument.removesuffix("fill").removesuffix("+") if name == "ngram_table" else ""
-    if text and "ngram_table" not in drafters.names():
-        raise UsageError("/fill needs the drafter 'ngram_table', which is not installed")
-    if text and (_only("fill", text, SWITCH) == "on" or name == "ngram_table"):
-        filled = (f"{sizes}+fill" if sizes else "fill") if text == "on" else sizes
-        chat.decoder = chat.decoder.using(f"ngram_table:{filled}".removesuffix(":"))
-    name = chat.decoder.drafter_name
-    chat.display.show(f"fill: {_word(name.endswith('fill'))}, drafter: {name}")
 
 
 @_command("/draft-length N|auto", "tokens drafted per round; 0 drafts nothing", ("auto",))

@@ -20,7 +20,7 @@ from slipstream.models.cpu.thread_placement import bind_threads
 
 CORES = bind_threads(os.environ)  # before PyTorch is imported
 
-from slipstream.apps.cli.application import MODULES, app  # noqa: E402
+from slipstream.apps.cli.application import app  # noqa: E402
 from slipstream.apps.cli.command_classes import COMMANDS  # noqa: E402
 from slipstream.apps.cli.consoles import out, print_error  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
@@ -28,7 +28,7 @@ from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
 
 for _name in (name for names in COMMANDS.values() for name in names):
-    import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself
+    import_module(f"{__name__}.{_name}")  # registers itself
 
 
 @app.callback(invoke_without_command=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from slipstream import drafters
 from slipstream.apps.cli.command_classes import WIDTH, Command, Group, unknown_command
-from slipstream.apps.cli.consoles import err
+from slipstream.apps.cli.consoles import err, print_error
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import STANDARD, write_text
 from slipstream.config import DecoderConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from slipstream.text.requests import Prompt
 
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help", "--help-all"]}
-MODULES = {"batch": "batch_requests"}  # of commands whose name another module has
 EXAMPLES = (
     "slipstream demo",
     'slipstream generate "Why is the sky blue?"',
@@ -115,6 +115,16 @@ def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig
     if flags != (defaults or DecoderConfig()):
         raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
     return DecoderConfig.from_json(file, defaults)
+
+
+@contextmanager
+def interruptible(outcome: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C is one line, which says what is saved and how to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_error(f"interrupted; {outcome()}")
+        raise typer.Exit(130) from None
 
 
 def prompt_set(choice: PromptChoice) -> list[NamedPrompt]:

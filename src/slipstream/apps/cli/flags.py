@@ -82,17 +82,20 @@ def _biases(pairs: list[str]) -> dict[int, float]:
     return biases
 
 
-def _text_of(path: str | None) -> str | None:
+def _read(flag: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{flag} {str(file)!r} cannot be read: {why_unreadable(error)}; allowed: a file of UTF-8 text"
+        ) from error
+
+
+def _prediction(path: str | None) -> str | None:
     """The text of --prediction's file."""
     if path is None:
         return None
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--prediction {path!r} cannot be read: {why_unreadable(error)}; allowed: a file of UTF-8 text"
-        ) from error
-    if not text:
+    if not (text := _read("--prediction", Path(path))):
         raise UsageError(f"--prediction {path!r} is empty; allowed: a file of UTF-8 text")
     return text
 
@@ -146,7 +149,7 @@ WRITTEN = {
     "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "K"),
-    "prediction": Written(str | None, _text_of, "FILE", "; a file of UTF-8 text"),
+    "prediction": Written(str | None, _prediction, "FILE", "; a file of UTF-8 text"),
 }
 
 
@@ -465,15 +468,6 @@ class Structure:
                 )
             return params
         return replace(params, constraint=Constraint(**kinds, whitespace=self.whitespace))
-
-
-def _read(flag: str, file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{flag} {str(file)!r} cannot be read: {why_unreadable(error)}; allowed: a readable text file"
-        ) from None
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:

@@ -114,8 +114,8 @@ def _batch(
     """All texts together; neither Ctrl-C nor a text that fails takes the others' report."""
     from slipstream.text.results import Stats
 
-    texts, each = _n_times(decoder, requests, [params_for(prompt, params) for prompt in prompts], chat)
-    rows = decoder.rows(texts, each, chat=chat)
+    groups = decoder.sample_rows(requests, [params_for(prompt, params) for prompt in prompts], chat=chat)
+    rows = [row for group in groups for row in group]
     _run(decoder, rows)
     results: list[dict[str, Any]] = []
     for i, row in enumerate(rows):
@@ -150,26 +150,6 @@ def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug
     stats = Stats.of(row.rounds, lossless=decoder.lossless)
     reason = row.finish_reason or "interrupted"
     return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | details
-
-
-def _n_times(
-    decoder: SpeculativeDecoder, requests: list[Prompt], params: list[SamplingParams], chat: bool
-) -> tuple[list[Prompt], list[SamplingParams]]:
-    """Every prompt `n` times, with the seeds that `SpeculativeDecoder.generate` would give its texts."""
-    n = params[0].n
-    if n == 1:
-        return requests, params
-    singles = [replace(each, n=1) for each in params]
-    rows = decoder.rows(requests, singles, chat=chat)
-    seeded = [replace(each, seed=seed) for each, row in zip(singles, rows, strict=True) for seed in _seeds(row, n)]
-    return [row.tokens for row in rows for _ in range(n)], seeded
-
-
-def _seeds(row: Row, n: int) -> list[int]:
-    """The seeds of a request's `n` texts; the first has the row's own."""
-    from slipstream.text.requests import further_seeds
-
-    return [row.seed, *further_seeds(row.seed, n)]
 
 
 def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:

@@ -6,17 +6,15 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.application import load_decoder, warn_lossy
-from slipstream.apps.cli.consoles import err, print_error
+from slipstream.apps.cli.application import interruptible, load_decoder, warn_lossy
+from slipstream.apps.cli.consoles import err
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.report import target_tokenizer
 from slipstream.bench.arms import Arm
@@ -56,7 +54,8 @@ class Benchmark:
         if finished(earlier) >= {measurement.key for measurement in planned}:
             err.print(f"all {len(earlier)} measurements are there already")
             return header, earlier
-        with interruptible(folder):
+        where = shlex.quote(str(folder))
+        with interruptible(lambda: f"finished runs are saved: the same command with --out {where} continues"):
             lineup = Lineup(load_decoder(self.models, self.config), self.arms, self.params, chat=self.chat)
             _announce_lossy(lineup)
             runs = Runner(lineup, planned, folder).run(earlier)
@@ -107,17 +106,6 @@ def fail_on_wrong_texts(summaries: Sequence[ArmSummary]) -> None:
             f"arm {arm.arm}, batch {arm.batch}: {arm.verdicts['different']} of {sum(arm.verdicts.values())} texts "
             "differ from plain decoding and are no ties"
         )
-
-
-@contextmanager
-def interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C is one line that says how to continue, and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        where = shlex.quote(str(folder))
-        print_error(f"interrupted; finished runs are saved: the same command with --out {where} continues")
-        raise typer.Exit(130) from None
 
 
 def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequence[Run]) -> Iterator[Run]:

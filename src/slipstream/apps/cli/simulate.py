@@ -65,7 +65,7 @@ class OnPaper:
     flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Whether any of the numbers is."""
         return self != OnPaper()
 
@@ -78,17 +78,6 @@ class Grid:
         float | None,
         option(GRID, "--alpha", text="acceptance per token, independent of position", metavar="NUMBER", min=0, max=1),
     ] = None
-    sibling_alpha: Annotated[
-        list[float],
-        option(
-            GRID,
-            "--sibling-alpha",
-            text="draft trees: beside each draft token another, accepted in its place this often; again for a third",
-            metavar="NUMBER",
-            min=0,
-            max=1,
-        ),
-    ] = ()  # type: ignore[assignment]
     stats: Annotated[
         Path | None,
         option(GRID, "--stats", text="or what a run accepted: a folder of bench, --json of compare", metavar="RUN"),
@@ -98,7 +87,7 @@ class Grid:
     ] = None
     length: Annotated[
         list[int],
-        option(GRID, "--length", text="draft length, of trees their depth; several times", metavar="N", min=1),
+        option(GRID, "--length", text="draft length; several times", metavar="N", min=1),
     ] = ()  # type: ignore[assignment]
     batch: Annotated[
         list[int], option(GRID, "--batch", text="rows decoded together; several times", metavar="N", min=1)
@@ -121,7 +110,6 @@ class RecordedArm:
 
 EXAMPLE = OnPaper(target_params=8e9, draft_params=5e8, bandwidth=1e12, flops=1e14)
 EXAMPLE_ALPHA = 0.7
-TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 
 
 @command(
@@ -153,12 +141,12 @@ def simulate_command(
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
     _refuse_two_acceptances(grid)
-    is_example = not paper.given and measured == Measured()
+    is_example = not paper.is_given and measured == Measured()
     if is_example:
         paper = EXAMPLE
     _refuse_two_sources(config, measured, paper)
     recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
-    acceptance = _assumed(grid) if recorded is None else recorded.acceptance
+    acceptance = (EXAMPLE_ALPHA if grid.alpha is None else grid.alpha) if recorded is None else recorded.acceptance
     costs = _costs(config, measured, paper, grid, recorded)
     if save_costs is not None:
         costs.save(save_costs)
@@ -182,7 +170,7 @@ def simulate_command(
 def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPaper) -> None:
     if sum([measured.target is not None, measured.costs_file is not None, paper.target_params != 0]) != 1:
         raise UsageError("costs come from --target, --costs or --target-params; allowed: exactly one of them")
-    if paper.target_params == 0 and paper.given:
+    if paper.target_params == 0 and paper.is_given:
         raise UsageError("--draft-params, --bandwidth and --flops belong to --target-params; allowed: together with it")
     if measured.target is None and (measured.draft is not None or config != DecoderConfig()):
         raise UsageError("--draft and the decoder's flags belong to --target; allowed: together with it")
@@ -210,40 +198,22 @@ def _costs(
     from slipstream.bench.speed_model.probe import measure_costs
     from slipstream.decoder import SpeculativeDecoder
 
-    if grid.sibling_alpha:
-        deepest = max(grid.length, default=TREE_DEPTH)
-        config = replace(config, num_draft_tokens=f"{deepest}x{1 + len(grid.sibling_alpha)}")
-    if recorded is not None and recorded.arm is not None:
-        config = _as_in(recorded.arm, config)
-    decoder = SpeculativeDecoder(measured.target, measured.draft, **vars(config))
+    if recorded is not None and recorded.arm is not None and config.drafter == "auto":
+        config = replace(config, drafter=recorded.arm.drafter or "auto")
+    chains = replace(config, num_draft_tokens="chain")  # trees are not predicted
+    decoder = SpeculativeDecoder(measured.target, measured.draft, **vars(chains))
     err.print(f"measuring for {measured.seconds:g} s ...")
-    usual = TREE_DEPTH if grid.sibling_alpha else 8 if recorded is None else max(1, recorded.acceptance.longest)
+    usual = 8 if recorded is None else max(1, recorded.acceptance.longest)
     batches = grid.batch or sorted({1, 4, *(recorded.stats if recorded else ())})
     lengths = range(1, max(grid.length, default=usual) + 2)
     return measure_costs(decoder, batches, lengths, seconds=measured.seconds)
 
 
-def _as_in(arm: Arm, config: DecoderConfig) -> DecoderConfig:
-    """The settings under which what the arm drafted is measured: its drafter, and trees as wide as its own."""
-    if config.drafter == "auto" and arm.drafter is not None:
-        config = replace(config, drafter=arm.drafter)
-    return replace(config, num_draft_tokens=arm.num_draft_tokens) if isinstance(arm.num_draft_tokens, str) else config
-
-
 def _refuse_two_acceptances(grid: Grid) -> None:
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
-    if grid.stats is not None and grid.sibling_alpha:
-        raise UsageError("--sibling-alpha beside --stats, which says itself what trees accepted; allowed: with --alpha")
     if grid.arm is not None and (grid.stats is None or not grid.stats.is_dir()):
         raise UsageError(f"--arm {grid.arm} names an arm of a benchmark; allowed: together with --stats FOLDER")
-
-
-def _assumed(grid: Grid) -> Acceptance:
-    from slipstream.bench.speed_model.accepted_lengths import Acceptance
-
-    alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
-    return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
 
 
 def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
@@ -267,7 +237,7 @@ def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
     """name: of the arm; None for the only one that drafts."""
     from slipstream.bench.arms import PLAIN, parse_arm
     from slipstream.bench.records import read_records
-    from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
+    from slipstream.bench.speed_model.accepted_lengths import Acceptance
     from slipstream.bench.summary import summarise, total_stats
 
     _, runs = read_records(folder)
@@ -287,11 +257,9 @@ def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
     def is_plain(other: Arm) -> bool:
         return other.drafter == PLAIN and (other.fast, other.temperature) == (arm.fast, arm.temperature)
 
-    stats = {s.batch: s.counts for s in summaries if s.arm == name and s.counts}
-    plain = {s.batch: s.counts for s in summaries if s.counts and is_plain(parse_arm(s.arm))}
-    levels = LevelCounts.total([s.levels for s in summaries if s.arm == name and s.levels])
-    total = total_stats(list(stats.values())).to_dict() | levels.to_dict()
-    return RecordedArm(Acceptance.from_stats(total), arm, stats, plain)
+    stats = {s.batch: s.stats.to_dict() for s in summaries if s.arm == name and s.stats}
+    plain = {s.batch: s.stats.to_dict() for s in summaries if s.stats and is_plain(parse_arm(s.arm))}
+    return RecordedArm(Acceptance.from_stats(total_stats(list(stats.values())).to_dict()), arm, stats, plain)
 
 
 def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, float]]:

@@ -162,14 +162,11 @@ def print_simulation(
 
 
 def simulation_table(simulation: Simulation) -> TerminalTable:
-    """Speed-ups by draft length or tree depth, a column per batch."""
-    trees = bool(simulation.chains)
-    first = ("tree\ndepth", "draft\ntokens") if trees else ("draft\nlength",)
-    columns = (*first, "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.batches))
+    """Speed-ups by draft length, a column per batch."""
+    columns = ("draft\nlength", "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.batches))
     rows: list[Row] = [
         [
             str(length),
-            *([f"{simulation.nodes[length]:.3g}"] if trees else []),
             f"{simulation.tokens[length]:.2f}",
             *(_speed_up(simulation, batch, length) for batch in simulation.batches),
         ]

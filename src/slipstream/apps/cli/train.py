@@ -10,10 +10,15 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from slipstream.apps.cli.application import announce_loading, command, load_decoder, quiet_libraries, write_json
-from slipstream.apps.cli.consoles import clock_time, err, out, print_error, progress_bar
+from slipstream.apps.cli.application import (
+    announce_loading,
+    command,
+    interruptible,
+    load_decoder,
+    quiet_libraries,
+    write_json,
+)
+from slipstream.apps.cli.consoles import clock_time, err, out, progress_bar
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import SERVED, DecoderConfig
@@ -54,7 +59,12 @@ class TrainOptions:
     ] = "2M"
     hours: Annotated[
         float,
-        option(TRAINING, "--hours", text="time in all, at most half of it for the texts", metavar="NUMBER"),
+        option(
+            TRAINING,
+            "--hours",
+            text="time in all once the model is loaded, at most half of it for the texts",
+            metavar="NUMBER",
+        ),
     ] = 3.0
     steps: Annotated[
         int | None,
@@ -88,15 +98,12 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
     interruption.
     """
     job = _job(options)
-    try:
+    with interruptible(lambda: f"{job.saved}; the same command continues"):
         announce_loading(Models(options.target))
         served = replace(config, acceptance=SERVED.acceptance)
         decoder = load_decoder(Models(options.target), served, is_announced=True)
         with _progress() as job.show:
             result = job.run(decoder)
-    except KeyboardInterrupt:
-        print_error(f"interrupted; {job.saved}; the same command continues")
-        raise typer.Exit(130) from None
     out.sentence(
         f"{result['tokens_per_round']:.2f} tokens per round on held-out texts after {result['steps']} steps; estimated "
         f"{result['tokens_per_second']:.0f} tokens/s with {result['num_draft_tokens']} draft tokens, "
@@ -161,7 +168,7 @@ def _progress() -> Iterator[Show]:
             nonlocal last_news, last_line
             judgement = "" if progress.latest is None else _judgement(progress.latest)
             how_far = f"{progress.completed} of {progress.total} {progress.unit}"
-            time_left = "" if progress.seconds_left is None else f"{clock_time(progress.seconds_left)} left"
+            time_left = f"at most {clock_time(progress.seconds_left)} left"
             if err.is_terminal:
                 description = ", ".join(filter(None, (how_far, time_left, judgement)))
                 completed, total = progress.completed, progress.total

@@ -11,13 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from slipstream.apps.cli.application import command, config_from, load_decoder, prompt_set, write_json
-from slipstream.apps.cli.consoles import err, out, print_error, progress_bar
+from slipstream.apps.cli.application import command, config_from, interruptible, load_decoder, prompt_set, write_json
+from slipstream.apps.cli.consoles import err, out, progress_bar
 from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
@@ -125,7 +124,7 @@ def tune_command(
         groups(prompts, batch)  # refuses a batch larger than the prompts
     folder = options.out_folder or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
     _refuse_used(folder)
-    with _interruptible(folder):
+    with interruptible(lambda: _what_is_saved(folder)):
         models = Models(options.target, options.drafts[0] if options.drafts else None)
         space = SearchSpace(load_decoder(models, config), options.drafts, params, chat=not options.raw)
         arms = [space.plain, *(space.arm(at_length(kind, options.longest)) for kind in predictable(options.drafts))]
@@ -216,22 +215,11 @@ def _watched(budget: float) -> Iterator[ShowProgress]:
         yield show_progress
 
 
-@contextmanager
-def _interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C is one line that says what is saved, and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        from slipstream.bench.records import FILE
+def _what_is_saved(folder: Path) -> str:
+    from slipstream.bench.records import FILE
 
-        saved = (
-            f"finished runs are saved in {folder / FILE}" if (folder / FILE).exists() else "nothing was measured yet"
-        )
-        message = (
-            f"interrupted; {saved}, no advice yet: what to measure depends on times, so start anew with another --out"
-        )
-        print_error(message)
-        raise typer.Exit(130) from None
+    saved = f"finished runs are saved in {folder / FILE}" if (folder / FILE).exists() else "nothing was measured yet"
+    return f"{saved}, no advice yet: what to measure depends on times, so start anew with another --out"
 
 
 def _refuse_used(folder: Path) -> None:

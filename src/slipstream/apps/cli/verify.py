@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from slipstream.apps.cli.application import command, config_from, demo_data, load_decoder, prompt_set, write_json
@@ -45,7 +44,6 @@ def verify_command(
     choice: PromptChoice,
     extent: Extent,
     config: DecoderConfig,
-    wrong_rule: Annotated[str | None, typer.Option("--wrong-rule", hidden=True)] = None,
     json_file: Json = None,
 ) -> None:
     """Check that the text is exactly the target's own.
@@ -55,10 +53,6 @@ def verify_command(
     config = config_from(config, models.config_file)
     prompts = _prompts(choice)
     decoder = load_decoder(models, config)
-    if wrong_rule is not None:
-        from slipstream.certificate.wrong_rules import load_wrong_rule
-
-        decoder = decoder.using(acceptance=load_wrong_rule(wrong_rule))
     checks = _run(decoder, prompts, extent)
     from slipstream.apps.cli import tables
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Count = Callable[[Scope, int], None]  # called with the status of every answer
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
 PAGE = "/page/"
@@ -96,15 +92,13 @@ def _digest(key: str) -> bytes:
 
 
 class Access:
-    """An ASGI layer that lets requests through to an app, or refuses them; `scope["state"]` says whose they are.
+    """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
 
-    owner: the name of the key; caller: what takes turns with other callers: the key's owner, or the client's address
-    if there are no keys.
-
-    count: see `Count`.
+    It adds to `scope["state"]`: owner, the name of the key; caller, with whom others take turns: the key's owner, or
+    the client's address if there are no keys.
     """
 
-    def __init__(self, app: App, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
         self._app, self._keys, self._settings, self._count = app, keys, settings, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +121,7 @@ class Access:
         size, ended = 0, False
         until = asyncio.get_running_loop().time() + self._settings.request_timeout
 
-        async def receiving() -> MutableMapping[str, Any]:
+        async def receiving() -> Message:
             nonlocal size, ended
             if ended:
                 return await receive()
@@ -147,7 +141,7 @@ class Access:
     def _finished(self, scope: Scope, send: Send) -> Send:
         """Count every answer, and add the header that forbids browsers to guess its type."""
 
-        async def sending(message: MutableMapping[str, Any]) -> None:
+        async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
                 self._count(scope, message["status"])
@@ -160,7 +154,7 @@ class Access:
         self._check_origin(_headers(scope, b"origin"), host)
         self._check_length(_headers(scope, b"content-length"), self._largest(scope))
         path: str = scope["path"]
-        if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._asks_first(scope):
+        if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._is_allowed_preflight(scope):
             return ""
         headers = _headers(scope, b"authorization")
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
@@ -169,8 +163,8 @@ class Access:
             raise ApiError(401, "no valid API key; send 'Authorization: Bearer KEY'", code="invalid_api_key")
         return owner
 
-    def _asks_first(self, scope: Scope) -> bool:
-        """Whether this is a preflight request for a listed site; browsers send those without the key."""
+    def _is_allowed_preflight(self, scope: Scope) -> bool:
+        """Whether a browser asks for a listed site what is allowed, which it does without a key."""
         is_preflight = bool(_headers(scope, b"access-control-request-method"))
         return is_preflight and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
 

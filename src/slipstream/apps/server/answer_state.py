@@ -190,7 +190,7 @@ def shares(round: Round, facts: ModelFacts) -> list[Share]:
 
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
-    """OpenAI's count of tokens; chunks have it too, so it reads no rounds. A prompt with `n` answers counts once."""
+    """OpenAI's token counts, of totals, as every chunk may have them. A prompt with `n` answers counts once."""
     predicted: dict[str, Any] = {}
     if any(choice.job.row.prediction for choice in choices):
         details = {
@@ -209,9 +209,9 @@ def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
 
 
 def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Acceptance of an answer, in the shape that AIPerf reads: a round is a step, and the histogram is by accepted.
+    """Acceptance of an answer in the form that AIPerf reads, where a round is a step.
 
-    As everywhere, tokens that a constraint forced are no drafter's.
+    The histogram counts rounds by accepted draft tokens. Tokens that a constraint forced are left out, as everywhere.
     """
     unforced = [round.without_forced for round in rounds]
     accepted = [round.num_accepted_tokens for round in unforced]
@@ -248,7 +248,7 @@ def timings(choice: ChoiceState) -> dict[str, Any]:
 def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
     """A round as the page shows it: every token with its origin, and what the round cost.
 
-    source: of an accepted token "prediction" or its drafter, of the round its drafter.
+    The source of an accepted token is "prediction" or a drafter; that of the round is its drafter.
     """
     round = piece.round
     assert round is not None

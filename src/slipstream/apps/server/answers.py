@@ -51,7 +51,7 @@ class EventStream(StreamingResponse):
 
 
 class AnswerWriter(ABC):
-    """Makes the answer of a request, whole or in chunks, of its events. Abstract: the kinds of answers differ."""
+    """Turns a request's events into its answer, whole or in chunks; subclasses know the form of each endpoint."""
 
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
@@ -75,13 +75,13 @@ class AnswerWriter(ABC):
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
 
-    @abstractmethod
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """The first chunk of a choice, sent before its first token; None for none."""
+        """The part of a chunk that opens a choice, before its first token; None if this form has none."""
+        return None
 
     @abstractmethod
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """A choice's parts of the chunks for a piece: usually one; none if there is nothing to send."""
+        """What a piece adds to `choices`, a chunk each: usually one part; none if there is nothing to send."""
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
@@ -175,9 +175,10 @@ class AnswerWriter(ABC):
 
 
 class ToolWatch:
-    """Watches one choice. tools: those that the request offers; without any, all text is passed on.
+    """Separates the text of one choice from the tool calls in it.
 
-    several: whether an answer may have more than one call; else those after the first are left out.
+    tools: those that the request offers; without any, all text is passed on. several: whether an answer may have more
+    than one call; if not, the first is kept.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[di
 
 
 class ChatWriter(AnswerWriter):
-    """Messages of the assistant."""
+    """Writes chat completions."""
 
     prefix = "chatcmpl-"
     whole_kind = "chat.completion"
@@ -311,7 +312,7 @@ class _CharacterCount:
 
 
 class CompletionWriter(AnswerWriter):
-    """Texts. prompts: those of the choices as text, to be echoed; empty for none."""
+    """Writes text completions. prompts: each choice's prompt as text, to be echoed; empty for no echo."""
 
     prefix = "cmpl-"
     whole_kind = chunk_kind = "text_completion"
@@ -322,10 +323,6 @@ class CompletionWriter(AnswerWriter):
         self.prompts: list[str] = [""] * len(live.jobs)
         self._offsets = [_CharacterCount() for _ in live.jobs]
         self._opened: set[int] = set()
-
-    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """Nothing: the echo comes with the first piece, once its log-probabilities are known."""
-        return None
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; the echoed prompt before the first."""
@@ -380,7 +377,7 @@ class CompletionWriter(AnswerWriter):
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities of the likeliest tokens and the chosen one. Of two with one text the likelier gets it."""
+        """The likeliest tokens and the chosen one, by text; where two have the same text, the likelier has it."""
         named: dict[str, float] = {}
         for token, logprob in entry.top:
             name = self.token_name(token)

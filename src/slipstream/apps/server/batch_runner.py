@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
-from slipstream.apps.server.batch_store import BatchRecord, BatchStore
+from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.request_reading import count_unknown_fields
@@ -52,7 +52,8 @@ URLS: dict[str, type[ChatFields | CompletionFields]] = {
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 TIMED_PARTS = ("timings", "metrics")  # parts of an answer that differ from run to run
 VARYING_USAGE = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
-FATAL = "the server ended while it answered this line and no other; it is not tried again"
+FATAL = "servers ended while they answered this line; it is not tried again"
+MAX_ENDS = 2  # of servers while a line was under way, the second time alone in its batch
 LINES_AT_ONCE = 1024  # lines read and put in order at a time
 MAX_PROBLEMS = 100  # that a batch repeats
 ROOM_SECONDS = 60.0  # after which a batch that found its disk full tries again
@@ -165,11 +166,6 @@ class OpenAILines:
         return tuple(scores.values)
 
 
-def line_format(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
-    """Lines of OpenAI's format for a decoder."""
-    return OpenAILines(decoder, options)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A line whose prompts are rendered; nothing of it is queued."""
@@ -195,7 +191,7 @@ class BatchLines:
         self._source = FileLines(self._store.content(record.input_file_id))
 
     async def run(self) -> bool:
-        """Answer what is not answered yet; returns whether the time for it ran out."""
+        """Answer what is not answered yet; returns whether time ran out."""
         with await asyncio.to_thread(JobOutput, self._store.content(self._record.output)) as output:
             self._output = output
             self._check_answers()
@@ -210,8 +206,11 @@ class BatchLines:
                         lines := await asyncio.to_thread(lambda: list(islice(pending, LINES_AT_ONCE)))
                     ):
                         expired = await self._begin(lines, tasks)
-                for line in () if expired else self._last:
-                    expired = expired or await self._answered_alone(line)
+                for line in self._last:  # any of them may have ended a server: one at a time
+                    if expired := expired or self._is_expired:
+                        break
+                    if (prepared := await self._prepared(line)) is not None:
+                        await self._answer(prepared)
             except* Exception as group:
                 failure = group.exceptions[0]
             if failure is not None:
@@ -219,18 +218,21 @@ class BatchLines:
             return expired
 
     async def _begin(self, lines: list[Line], tasks: asyncio.TaskGroup) -> bool:
-        """Begin lines as places become free, in a good order; returns whether the time for them ran out."""
+        """Begin lines as places become free, those with a common beginning together; returns whether time ran out."""
         waiting = deque[Prepared]()
         try:
             for line in lines:
-                if self._key(line) in self._under_way.suspects:
+                num_ends = self._under_way.num_ends(self._key(line))
+                if num_ends >= MAX_ENDS:
+                    await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
+                elif num_ends:
                     self._last.append(line)
                 elif (prepared := await self._prepared(line)) is not None:
                     waiting.append(prepared)
             waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
             while waiting:
                 await self._places.acquire()
-                if time.time() >= self._record.expires_at:
+                if self._is_expired:
                     self._places.release()
                     return True
                 tasks.create_task(self._answer_beside(waiting.popleft()))
@@ -239,33 +241,18 @@ class BatchLines:
             for prepared in waiting:  # that never began
                 self._service.release(prepared.live)
 
-    def _key(self, line: Line) -> tuple[str, int]:
-        return self._record.id, line.number
+    @property
+    def _is_expired(self) -> bool:
+        return time.time() >= self._record.expires_at
 
-    async def _answered_alone(self, line: Line) -> bool:
-        """A line that may have ended a server, beside no other; returns whether the time for it ran out."""
-        async with self._under_way.entered(self._key(line)):
-            if time.time() >= self._record.expires_at:
-                return True
-            if (prepared := await self._read(line)) is not None:
-                await self._answer(prepared)
-        self._under_way.acquit(self._key(line))
-        return False
+    def _key(self, line: Line) -> LineKey:
+        return self._record.id, line.number
 
     async def _answer_beside(self, prepared: Prepared) -> None:
         try:
-            async with self._under_way.entered(self._key(prepared.line)):
-                await self._answer(prepared)
+            await self._answer(prepared)
         finally:
             self._places.release()
-
-    async def _prepared(self, line: Line) -> Prepared | None:
-        """A line that can be answered; None for others, which are in the error file then."""
-        if self._key(line) in self._under_way.fatal:
-            await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
-            return None
-        async with self._under_way.entered(self._key(line)):
-            return await self._read(line)
 
     def _check_answers(self) -> None:
         """Refuse to go on with a batch that another model began."""
@@ -278,7 +265,7 @@ class BatchLines:
     def _pending(self) -> Iterator[Line]:
         return (line for line in self._source if str(line.id) not in self._output.answered)
 
-    async def _read(self, line: Line) -> Prepared | None:
+    async def _prepared(self, line: Line) -> Prepared | None:
         """A line with its prompts rendered; None for a wrong one, which is in the error file then."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
         live: LiveRequest | None = None
@@ -286,7 +273,8 @@ class BatchLines:
             fields = read_fields(line)
             check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
-            writer = await service.prepare(live, fields)
+            with self._under_way.entered(self._key(line)):
+                writer = await service.prepare(live, fields)
             service.count_unknown(fields)
             return Prepared(line, digest, live, writer)
         except BaseException as error:
@@ -298,9 +286,10 @@ class BatchLines:
     async def _answer(self, prepared: Prepared) -> None:
         """Answer one line; a failure goes to the error file."""
         try:
-            self._service.submit(prepared.live, prepared.live.jobs)
-            answer = answer_line(prepared.line, prepared.digest, await prepared.writer.collect())
-            await self._write(self._answered, answer)
+            with self._under_way.entered(self._key(prepared.line)):
+                self._service.submit(prepared.live, prepared.live.jobs)
+                answer = answer_line(prepared.line, prepared.digest, await prepared.writer.collect())
+                await self._write(self._answered, answer)
         except Exception as error:
             await self._refuse(prepared.line, prepared.digest, error)
         finally:

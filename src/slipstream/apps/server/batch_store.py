@@ -6,10 +6,12 @@ a path.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.durable_files import locked, replaced, sync
 from slipstream.errors import SlipstreamError, UsageError, first_line
 
@@ -26,13 +27,14 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 24 * 3600  # seconds of the only completion window
 MAX_RECORDS = 10_000  # files, and batches, of a key
 MAX_UPLOADS = 4  # of a key at a time
+LineKey = tuple[str, int]  # the id of a batch, and the number of a line
 
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
 def printable(name: str) -> str:
-    """A name of printable characters; others, such as lone surrogates, are replaced."""
+    """The name with replacement characters for what cannot be printed, such as lone surrogates."""
     return "".join(character if character.isprintable() else "\ufffd" for character in name)
 
 
@@ -56,7 +58,7 @@ class FileRecord:
 
 @dataclass
 class BatchRecord:
-    """A batch. Times are in seconds since 1970; `output` and `errors` are files from the beginning."""
+    """A batch. Times are in seconds since 1970; `output` and `errors` are the ids of its files, from the beginning."""
 
     id: str
     owner: str
@@ -108,7 +110,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    max_bytes: that the files of one key may have together before it uploads another. under_way: lines that are being
+    max_bytes: of the files of one key, above which it may upload no more. under_way: lines that are being
     answered.
     """
 
@@ -124,13 +126,11 @@ class BatchStore:
             self._lock = lock
             for leftover in (folder / "uploads").iterdir():
                 leftover.unlink()
-        self.files = {
-            record.id: record for record in _read(folder / "files", FileRecord)
-        }  # in the order of their times
+        self.files = {record.id: record for record in _read(folder / "files", FileRecord)}
         self.batches = {record.id: record for record in _read(folder / "batches", BatchRecord)}
         with _usable(folder):
             unfinished = {record.id for record in self.batches.values() if record.is_unfinished}
-            self.under_way = LinesUnderWay(folder / "lines-under-way", unfinished)
+            self.under_way = LinesUnderWay(folder / "interrupted-lines", unfinished)
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -262,13 +262,78 @@ def _usable(folder: Path) -> Iterator[None]:
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:
-    return sorted(_records(folder, cls), key=lambda record: record.created_at)
-
-
-def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:
+    """The records of a folder, the oldest first."""
+    records = []
     for path in sorted(folder.glob("*.json")):
         try:
             values: dict[str, Any] = json.loads(path.read_bytes())
-            yield cls(**values)
+            records.append(cls(**values))
         except (OSError, ValueError, TypeError) as error:
             raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
+    return sorted(records, key=lambda record: record.created_at)
+
+
+class LinesUnderWay:
+    """Counts for every line how many servers have died while they answered it: the line may be the cause.
+
+    A line that begins adds +1 to the file, its end adds -1, so that what a dead server leaves is its count. unfinished:
+    the ids of batches that go on; what the file says of others is forgotten.
+    """
+
+    def __init__(self, path: Path, unfinished: Collection[str]) -> None:
+        self._path = path
+        self._ends = Counter({key: count for key, count in _read_ends(path).items() if count and key[0] in unfinished})
+        self._file: int | None = self._rewritten()
+
+    def num_ends(self, key: LineKey) -> int:
+        """How many servers have died while this line was under way."""
+        return self._ends[key]
+
+    @contextmanager
+    def entered(self, key: LineKey) -> Iterator[None]:
+        """The line is under way inside the block."""
+        self._note(key, 1)
+        try:
+            yield
+        finally:
+            self._note(key, -1)
+
+    def close(self, *, orderly: bool) -> None:
+        """Note nothing more. orderly: the server was told to end, which is no line's fault."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            if orderly:
+                os.close(self._rewritten())
+
+    def _rewritten(self) -> int:
+        """A new file with the counts so far, open for more."""
+        temporary = self._path.with_suffix(".part")
+        temporary.write_bytes(b"".join(_change(key, count) for key, count in sorted(self._ends.items())))
+        temporary.replace(self._path)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def _note(self, key: LineKey, change: int) -> None:
+        if self._file is None:
+            return
+        line = _change(key, change)
+        part = os.write(self._file, line)  # outlives the process; that is enough
+        if part < len(line):
+            os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - part)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _change(key: LineKey, change: int) -> bytes:
+    return json.dumps([*key, change]).encode() + b"\n"
+
+
+def _read_ends(path: Path) -> Counter[LineKey]:
+    ends = Counter[LineKey]()
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):  # a dying process may leave a line unfinished
+            try:
+                batch, number, change = json.loads(line)
+                ends[batch, number] += change
+            except (ValueError, TypeError) as error:
+                raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error
+    return ends

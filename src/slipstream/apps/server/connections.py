@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -13,27 +11,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 REQUEST_ARRIVAL_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """max_connections: beyond which the oldest without a whole request is closed; twice as many are never kept.
+class BoundedConnection(H11Protocol):
+    """A connection that gives way to others while it has no request, and is closed if its client reads nothing.
 
-    stalled: seconds after which a client that reads nothing is given up.
+    max_connections: with more, the one that has waited longest for a request is closed; more than twice as many are
+    never kept. stalled_seconds: how long a client may read nothing. waiting_since: when it began to wait for a request.
     """
 
-    max_connections: int
-    stalled: float
-
-    def protocol(self) -> Any:
-        """The factory of connections that uvicorn calls."""
-        return partial(BoundedConnection, self)
-
-
-class BoundedConnection(H11Protocol):
-    """One connection under these limits. waiting_since: when it began to wait for the request that it waits for."""
-
-    def __init__(self, limits: ConnectionLimits, **arguments: Any) -> None:
+    def __init__(self, max_connections: int, stalled_seconds: float, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._limits = limits
+        self._max_connections, self._stalled_seconds = max_connections, stalled_seconds
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._cycle_seen: object = None
@@ -43,7 +30,7 @@ class BoundedConnection(H11Protocol):
         """Close the connection that has waited longest where there are too many."""
         super().connection_made(transport)
         self._await_request()
-        limit = self._limits.max_connections
+        limit = self._max_connections
         if len(self.connections) > limit:
             others = [
                 other for other in self.connections if isinstance(other, BoundedConnection) and other.lacks_request
@@ -71,9 +58,9 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read: it gets `stalled` seconds."""
+        """The client does not read: it gets `stalled_seconds`."""
         super().pause_writing()
-        self._stall = self.loop.call_later(self._limits.stalled, self.transport.abort)
+        self._stall = self.loop.call_later(self._stalled_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -26,9 +26,9 @@ PROMPT_SECONDS = 0.05  # that a step may spend on prompts while rows are under w
 FIRST_TOKENS = 128  # before anything has been measured
 MIN_TOKENS, MAX_TOKENS = 32, 2048  # fewer would be read at a price per token that is much higher
 LEARNING_RATE = 0.3  # how far one step moves the average
-GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for others that have come with it
-SHORT_ROW_TOKENS = 256  # a place that such a row has is soon free again
-SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
+GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for the rest of its burst
+SHORT_ROW_TOKENS = 256  # rows up to this length soon free their place
+SPARE_SLOTS = 1  # beyond a full batch, so that a new row need not overwrite the cached text of one that has ended
 
 
 class PromptBudget:

@@ -80,11 +80,9 @@ def add_handlers(app: FastAPI) -> None:
     """Answer every exception with an error object."""
 
     @app.exception_handler(ApiError)
-    async def _api(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
-
     @app.exception_handler(UsageError)
-    async def _usage(request: Request, error: UsageError) -> JSONResponse:
+    @app.exception_handler(Exception)
+    async def _any(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
     @app.exception_handler(RequestValidationError)
@@ -100,10 +98,6 @@ def add_handlers(app: FastAPI) -> None:
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
         return answer
-
-    @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
 
 
 def _methods(request: Request) -> list[str]:

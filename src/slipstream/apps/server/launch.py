@@ -9,11 +9,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
-from slipstream.apps.server.connections import ConnectionLimits
+from slipstream.apps.server.connections import BoundedConnection
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import Load, make_app
@@ -50,7 +51,7 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http=ConnectionLimits(MAX_CONNECTIONS, settings.request_timeout).protocol(),
+                http=partial(BoundedConnection, MAX_CONNECTIONS, settings.request_timeout),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -15,7 +15,7 @@ MAX_TOKENS = 1 << 24
 MAX_BIASES = 1024
 MAX_ROWS = 128  # texts of one request: prompts times n
 FAIL_FAST = Field(fail_fast=True)
-# known to change nothing here
+# fields that other servers know and that change no answer here: the log need not name them
 WITHOUT_EFFECT = frozenset(
     {
         "best_of",
@@ -100,7 +100,8 @@ Text = Annotated[str, Field(min_length=1, max_length=256)]
 class Fields(BaseModel):
     """Unknown fields are kept apart in `model_extra`.
 
-    REFUSED: those that would change the answer and are not there, with why. SILENT: those known to change nothing.
+    REFUSED: fields that are not supported and would change the answer, with the reason. SILENT: fields without effect
+    that the log need not name.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())

@@ -239,14 +239,6 @@ class ServerMetrics:
         """Count an answer. handler: the address as it is declared, so that there are few labels."""
         self._http.labels(handler, method, str(status)).inc()
 
-    def rejected(self, reason: str) -> None:
-        """Count a refusal for lack of room."""
-        self.add("slipstream:rejected", label=reason)
-
-    def cancelled(self, when: str) -> None:
-        """Count a request that was given up."""
-        self.add("slipstream:cancelled", label=when)
-
     def stepped(self, tokens: int) -> None:
         """Note how many tokens a step has committed; what else steps count is read from their totals."""
         self._observe("vllm:iteration_tokens_total", tokens)

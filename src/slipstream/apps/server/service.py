@@ -42,7 +42,7 @@ class BackgroundWork(Protocol):
 
 
 class Admission:
-    """The requests that wait for their first round. Callers share the limits: each may fill what it has to itself."""
+    """The requests that wait for their first round. The callers that wait have equal parts of each limit."""
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -59,7 +59,7 @@ class Admission:
         limit = self._settings.max_queued_requests
         waiting, share = self._share(caller, limit)
         if len(waiting) >= share or len(self) >= MAX_SHARES * limit:
-            self._metrics.rejected("requests")
+            self._metrics.add("slipstream:rejected", label="requests")
             raise ApiError(429, f"{len(waiting)} requests wait already; try again later", code="queue_full")
 
     def enter(self, live: LiveRequest) -> None:
@@ -71,7 +71,7 @@ class Admission:
         others, share = self._share(live.caller, self._settings.max_queued_tokens)
         waiting = sum(self._prompt_tokens[other] for other in others)
         if waiting and waiting + num_tokens > share:
-            self._metrics.rejected("tokens")
+            self._metrics.add("slipstream:rejected", label="tokens")
             raise ApiError(429, f"{waiting} prompt tokens wait already; try again later", code="queue_full")
         self._prompt_tokens[live] = num_tokens
 
@@ -267,7 +267,7 @@ class Service:
             assert self.engine is not None
             self.engine.cancel(job)
         if unfinished and not live.background:
-            self.metrics.cancelled("queued" if was_waiting else "running")
+            self.metrics.add("slipstream:cancelled", label="queued" if was_waiting else "running")
 
     def release(self, live: LiveRequest) -> None:
         """A request is over, however it ended."""

@@ -1,7 +1,4 @@
-"""The web application: its routes, its protection and its errors, and the page at `/` with its files.
-
-An installation without the page's files (some packagers leave out what is not Python) says so, and lists the endpoints.
-"""
+"""The web application: its routes, its protection and its errors, and the page at `/` with its files."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
 
 from slipstream.apps.server import batch_routes, engine_routes, openai_routes
-from slipstream.apps.server.access import Access, ApiKeys, Scope
+from slipstream.apps.server.access import Access, ApiKeys
 from slipstream.apps.server.batch_runner import BatchRunner
 from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.error_objects import ApiError, add_handlers
@@ -47,48 +45,25 @@ KINDS = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-LIST = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>Slipstream</title>
-<h1>Slipstream</h1>
-<p>The files of the page are missing from this installation. The server answers OpenAI's API; its endpoints:</p>
-<ul>
-%s
-</ul>
-</html>
-"""
+PAGE = resources.files("slipstream.apps.server") / "page"  # the folder of the page's files
 
 
 @router.get("/", include_in_schema=False)
 async def index(http: Request) -> Response:
-    """The page, or the list of endpoints."""
-    page = _page_file("index.html")
-    if page is None:
-        paths = sorted({path for path in http.app.openapi()["paths"]})
-        page = (LIST % "\n".join(f"<li><code>{path}</code></li>" for path in paths)).encode()
-    return _page_answer(http, page, "html")
+    """The page, with which one chats and watches the engine."""
+    return _page_answer(http, "index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
 async def page_file(http: Request, name: str) -> Response:
     """A file of the page."""
-    content = _page_file(name)
-    if content is None:
+    if name.rpartition(".")[2] not in KINDS or name not in {file.name for file in PAGE.iterdir()}:
         raise ApiError(404, f"/page/{name!r:.80}: there is no such file")
-    return _page_answer(http, content, name.rpartition(".")[2])
+    return _page_answer(http, name)
 
 
-def _page_file(name: str) -> bytes | None:
-    """A file of the package's page folder; None if the folder has none of this name."""
-    folder = resources.files("slipstream.apps.server") / "page"
-    if not folder.is_dir():
-        return None
-    is_served = name.rpartition(".")[2] in KINDS
-    return next((file.read_bytes() for file in folder.iterdir() if file.name == name and is_served), None)
-
-
-def _page_answer(http: Request, content: bytes, kind: str) -> Response:
+def _page_answer(http: Request, name: str) -> Response:
+    content = (PAGE / name).read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {
         "etag": tag,
@@ -98,7 +73,7 @@ def _page_answer(http: Request, content: bytes, kind: str) -> Response:
     }
     if tag in http.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(content, media_type=KINDS[kind], headers=headers)
+    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=headers)
 
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}

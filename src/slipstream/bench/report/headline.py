@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.bench.arms import HF, PLAIN, counted, parse_arm
+from slipstream.bench.arms import HF, PLAIN, parse_arm
 from slipstream.bench.report.report_data import Data, against
 from slipstream.bench.result_tables import cell
 from slipstream.bench.summary import ArmSummary, Estimate
+from slipstream.checks import counted
 
 FEW_PROMPTS = 10  # fewer say little about others, and percentile intervals over so few are too narrow
 
@@ -77,9 +78,9 @@ def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
         return {}
     temperature = parse_arm(HF).temperature
     return {
-        (arm.arm, arm.batch): arm.speed.speed_up
+        (arm.arm, arm.batch): arm.speed_up
         for arm in against(data, HF).summaries
-        if arm.speed is not None and arm.speed.speed_up is not None and parse_arm(arm.arm).temperature == temperature
+        if arm.speed_up is not None and parse_arm(arm.arm).temperature == temperature
     }
 
 
@@ -100,8 +101,8 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
     if best.arm == base:
         text = f"{where}: do not speculate; {_name(data, best.arm)} is the fastest, {speed}"
     else:
-        ratio = _ratio(best)
-        is_clear = ratio is not None and ratio.low is not None and ratio.low > 1
+        ratio = best.speed_up
+        is_clear = ratio is not None and ratio.is_above_one
         verb = "use" if is_clear else "measure more prompts; the fastest so far is"
         text = f"{where}: {verb} {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
         if not is_clear:
@@ -115,17 +116,16 @@ def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
     if second is None:
         return ""
     compared = against(data, second.arm).summaries
-    ratio = next((_ratio(arm) for arm in compared if (arm.arm, arm.batch) == (best.arm, best.batch)), None)
+    ratio = next((arm.speed_up for arm in compared if (arm.arm, arm.batch) == (best.arm, best.batch)), None)
     if ratio is None:
         return ""
-    open_question = ratio.low is None or ratio.low <= 1
-    remark = ", so the two may be equally fast" if open_question else ""
-    return f"; the next is {_name(data, second.arm)}, {cell(_ratio(second), unit='x').text}{remark}"
+    remark = "" if ratio.is_above_one else ", so the two may be equally fast"
+    return f"; the next is {_name(data, second.arm)}, {cell(second.speed_up, unit='x').text}{remark}"
 
 
 def _faster_baselines(data: Data, best: ArmSummary) -> str:
     """Arms of other projects that beat ours."""
-    best_ratio = _ratio(best)
+    best_ratio = best.speed_up
     others = [
         arm
         for arm in data.summaries
@@ -133,8 +133,8 @@ def _faster_baselines(data: Data, best: ArmSummary) -> str:
         and parse_arm(arm.arm).baseline
         and data.references[arm.arm] == data.references[best.arm]
     ]
-    faster = [arm for arm in others if best_ratio and (ratio := _ratio(arm)) and ratio.value > best_ratio.value]
-    return "".join(f"; {_name(data, arm.arm)} was faster still, {cell(_ratio(arm), unit='x')}" for arm in faster)
+    faster = [arm for arm in others if best_ratio and (ratio := arm.speed_up) and ratio.value > best_ratio.value]
+    return "".join(f"; {_name(data, arm.arm)} was faster still, {cell(arm.speed_up, unit='x')}" for arm in faster)
 
 
 def flags(name: str) -> str:
@@ -155,20 +155,16 @@ def _usable(data: Data, batch: int) -> list[ArmSummary]:
     return [
         arm
         for arm in data.summaries
-        if arm.batch == batch and arm.lossless and not arm.verdicts["different"] and _ratio(arm) is not None
+        if arm.batch == batch and arm.lossless and not arm.verdicts["different"] and arm.speed_up is not None
     ]
 
 
 def _fastest(arms: Sequence[ArmSummary]) -> ArmSummary | None:
-    return max(arms, key=lambda arm: ratio.value if (ratio := _ratio(arm)) else 0.0, default=None)
-
-
-def _ratio(arm: ArmSummary) -> Estimate | None:
-    return None if arm.speed is None else arm.speed.speed_up
+    return max(arms, key=lambda arm: ratio.value if (ratio := arm.speed_up) else 0.0, default=None)
 
 
 def _times(data: Data, arm: ArmSummary, base: str) -> str:
-    ratio = _ratio(arm)
+    ratio = arm.speed_up
     assert ratio is not None
     return f"{_number(ratio)} {_name(data, base)}{_interval(ratio)}"
 

@@ -18,7 +18,6 @@ from slipstream.bench.arms import (
     LLAMA_LOOKUP,
     LOOKUP,
     TUNED,
-    counted,
     label,
     local_time,
     parse_arm,
@@ -30,6 +29,7 @@ from slipstream.bench.report.report_data import Data, Sample, acceptance, effici
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
+from slipstream.checks import counted
 from slipstream.config import DecoderConfig
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import Tokenizer

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.bench.arms import counted, local_time
+from slipstream.bench.arms import local_time
 from slipstream.bench.records import Header
 from slipstream.bench.report.report_data import Data, efficiency
 from slipstream.bench.result_tables import Cell, Row, Table, cell, markdown_table
 from slipstream.bench.summary import ArmSummary
+from slipstream.checks import counted
 from slipstream.text.round_view import percent
 
 VERDICTS = ("identical", "tie", "different")

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.bench.arms import counted, label, parse_arm
+from slipstream.bench.arms import label, parse_arm
 from slipstream.bench.records import Header, Run, read_records
 from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
+from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.text.round_view import views
@@ -84,21 +85,19 @@ def efficiency(arm: ArmSummary) -> str:
     return "-" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
 
 
-def total_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate | None:
-    """Product of the sums of `above` over the product of the sums of `below`, and its 95 % interval.
+def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
+    """sum(above) / sum(below) of one number per prompt (or group of prompts) each, and its 95 % interval.
 
-    Each inner sequence has one number per prompt (or group of prompts); a resample draws prompts with replacement and
-    the same ones everywhere. None where a sum below is 0; no interval for a single prompt.
+    A resample draws prompts with replacement. None where the sum below is 0; no interval for a single prompt.
     """
     upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
-    if lower.size == 0 or not lower.sum(axis=1).all():
+    if not lower.sum():
         return None
-    value = float(upper.sum(axis=1).prod() / lower.sum(axis=1).prod())
-    prompts = lower.shape[1]
+    value, prompts = float(upper.sum() / lower.sum()), len(lower)
     if prompts == 1:
         return Estimate(value)
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
-    over, under = (table[:, sampled].sum(axis=2).prod(axis=0) for table in (upper, lower))
+    over, under = upper[sampled].sum(axis=1), lower[sampled].sum(axis=1)
     defined = under > 0  # a resample of prompts for which nothing was drafted says nothing
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(over[defined] / under[defined], [tail, 100 - tail])
@@ -116,7 +115,7 @@ def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
 
 
 def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
-    return total_ratio([list(_by_prompt(runs, above).values())], [list(_by_prompt(runs, below).values())])
+    return total_ratio(list(_by_prompt(runs, above).values()), list(_by_prompt(runs, below).values()))
 
 
 def _by_prompt(runs: Sequence[Run], count: Count) -> dict[Prompts, float]:

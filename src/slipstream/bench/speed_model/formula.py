@@ -5,7 +5,7 @@
     best_length(costs, Acceptance.from_stats(stats), batch=4)
 
 docs/speed_model.md has the formulas and what they leave out. This module runs no model. Rows propose and accept
-independently of each other; of draft trees, draft lengths are numbers of levels.
+independently of each other, and drafts do not branch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import ceil, floor
+from math import floor
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ def expected_tokens(acceptance: Acceptance | float, num_draft_tokens: int) -> fl
 def round_milliseconds(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, batch: float = 1) -> float:
     """Expected milliseconds of a round: its rows share one forward, which waits for the longest draft.
 
-    Where rows are not padded, and for trees, the forward costs what the tokens of all rows cost. batch may be a mean,
+    Where rows are not padded, the forward costs what the tokens of all rows cost. batch may be a mean,
     between the whole numbers beside it.
     """
     acceptance = _checked(acceptance, num_draft_tokens)
@@ -59,10 +59,9 @@ def predicted_speed_up(costs: Costs, acceptance: Acceptance | float, num_draft_t
 
     acceptance: an `Acceptance`, or the one probability with which each draft token is accepted.
     """
-    verified = verified_drafts(costs, _checked(acceptance, num_draft_tokens), num_draft_tokens, ceil(batch))
     plain = round_milliseconds(costs, 0.0, 0, batch)
-    speculative = round_milliseconds(costs, verified, num_draft_tokens, batch)
-    return expected_tokens(verified, num_draft_tokens) * plain / speculative
+    speculative = round_milliseconds(costs, acceptance, num_draft_tokens, batch)
+    return expected_tokens(acceptance, num_draft_tokens) * plain / speculative
 
 
 def best_length(costs: Costs, acceptance: Acceptance | float, longest: int | None = None, batch: float = 1) -> int:
@@ -110,71 +109,39 @@ def break_even_acceptance(costs: Costs, num_draft_tokens: int, batch: float = 1)
 def longest_known(costs: Costs, acceptance: Acceptance | float) -> int:
     """The longest draft for which both the costs and the acceptance are known."""
     limit = acceptance.longest if isinstance(acceptance, Acceptance) else MAX_DRAFT_TOKENS
-    lengths = [n for n in range(limit + 1) if costs.width_for(n + 1) <= costs.widest]
-    if isinstance(acceptance, Acceptance) and acceptance.branches and costs.trees is not None:
-        lengths = [n for n in lengths if costs.knows_trees(acceptance.num_nodes(n))]
-    return max(lengths, default=0)
+    return max((n for n in range(limit + 1) if costs.width_for(n + 1) <= costs.widest), default=0)
 
 
-def verified_drafts(costs: Costs, acceptance: Acceptance, levels: int, batch: int) -> Acceptance:
-    """The drafts that are verified: main chains, where a whole tree of each row fits no allowed shape."""
-    nodes = ceil(round(batch * acceptance.num_nodes(levels), 9))
-    return acceptance if not acceptance.branches or costs.takes_tree(batch, nodes) else acceptance.main_chain
-
-
-def verifying_milliseconds(
-    costs: Costs, acceptance: Acceptance, batch: int, longest: int, drafted: Sequence[int]
-) -> Any:
-    """[len(drafted)] milliseconds of rounds but for drafting, by the draft tokens of all rows."""
-    if acceptance.branches and longest:
-        return costs.verifying_trees(batch, drafted)
-    return costs.verifying(batch, longest, drafted)
-
-
-def _whole_batch_milliseconds(costs: Costs, acceptance: Acceptance, levels: int, batch: int) -> float:
-    drafts, total = verified_drafts(costs, acceptance, levels, batch), 0.0
-    for longest, first, shares in _draft_sizes(drafts.proposed[:levels], tuple(drafts.nodes[:levels]), batch):
-        drafted = range(first, first + len(shares))
-        verifying = verifying_milliseconds(costs, drafts, batch, longest, drafted)
+def _whole_batch_milliseconds(costs: Costs, acceptance: Acceptance, num_draft_tokens: int, batch: int) -> float:
+    total = 0.0
+    for longest, first, shares in _draft_sizes(acceptance.proposed[:num_draft_tokens], batch):
+        verifying = costs.verifying(batch, longest, range(first, first + len(shares)))
         total += float(shares @ verifying) + float(shares.sum()) * costs.drafting(batch, longest)
-    return total + costs.move * batch * sum(drafts.branched[:levels])
+    return total
 
 
 @lru_cache(maxsize=4096)
-def _draft_sizes(proposed: tuple[float, ...], nodes: tuple[float, ...], batch: int) -> list[tuple[int, int, Any]]:
+def _draft_sizes(proposed: tuple[float, ...], batch: int) -> list[tuple[int, int, Any]]:
     """The distribution of (longest draft, draft tokens in all) over `batch` rows.
 
     One (longest, first, shares) for each longest draft: shares[i] is the probability of it and first + i tokens.
     """
     sizes = []
     reaches = (1.0, *proposed, 0.0)
-    row, shorter = np.zeros(1), np.zeros(1)  # by tokens: of a row, and of all rows, with drafts of so many levels
+    row, shorter = np.zeros(1), np.zeros(1)  # by tokens: of a row, and of all rows, with drafts up to this length
     for longest in range(len(proposed) + 1):
         probability = reaches[longest] - reaches[longest + 1]
         if probability <= 0:
             continue
-        row = _added(row, _of_size(sum(nodes[:longest]) if nodes else longest, probability))
+        row = np.pad(row, (0, longest + 1 - len(row)))
+        row[longest] = probability
         all_rows = _power(row, batch)
-        shares = all_rows - _added(np.zeros(len(all_rows)), shorter)
+        shares = all_rows - np.pad(shorter, (0, len(all_rows) - len(shorter)))
         possible = np.flatnonzero(shares > NEGLIGIBLE)
         if len(possible):
             sizes.append((longest, int(possible[0]), shares[possible[0] : possible[-1] + 1]))
         shorter = all_rows
     return sizes
-
-
-def _of_size(mean_nodes: float, probability: float) -> Any:
-    """A row of `mean_nodes` draft tokens on average, which are a whole number in each round."""
-    mean_nodes = round(mean_nodes, 9)
-    low = floor(mean_nodes)
-    distribution = np.zeros(low + 2)
-    distribution[low : low + 2] = probability * (1 - (mean_nodes - low)), probability * (mean_nodes - low)
-    return distribution
-
-
-def _added(first: Any, second: Any) -> Any:
-    size = max(len(first), len(second))
-    return np.pad(first, (0, size - len(first))) + np.pad(second, (0, size - len(second)))
 
 
 def _power(row: Any, batch: int) -> Any:
@@ -263,10 +230,9 @@ def _step_milliseconds(stats: Mapping[str, Any]) -> float:
 class Simulation:
     """Predicted speed-ups. speed_ups[batch][length]; best[batch]: the best length from 0 on, not only of those shown.
 
-    tokens[length]: expected tokens per round; nodes[length]: draft tokens of a row; break_even[batch][length]: the
-    acceptance per token from which chains of that length pay, None if none is enough; stops: the first batch at which
-    plain decoding is best, None if there is none. chains[batch]: of trees, the best speed-up of their main chains
-    alone; empty for chains.
+    tokens[length]: expected tokens per round; break_even[batch][length]: the acceptance per token from which drafts of
+    that length pay, None if none is enough; stops: the first batch at which plain decoding is best, None if there is
+    none.
     """
 
     lengths: tuple[int, ...]
@@ -276,8 +242,6 @@ class Simulation:
     tokens: dict[int, float]
     break_even: dict[int, dict[int, float | None]]
     stops: int | None
-    nodes: dict[int, float]
-    chains: dict[int, float]
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON has them, ranges as lists."""
@@ -291,12 +255,6 @@ def simulate(
     batches: Sequence[int] | None = None,
 ) -> Simulation:
     """Predicted speed-up for every draft length and batch; by default all that the costs and the acceptance cover."""
-    drafts = acceptance if isinstance(acceptance, Acceptance) else Acceptance.constant(acceptance)
-    if drafts.branches and costs.trees is None:
-        raise UsageError(
-            f"acceptance of trees beside costs of {costs.drafter or 'a drafter'} without them; allowed: costs measured "
-            "with --sibling-alpha, of a target that takes trees"
-        )
     if lengths is None:
         lengths = range(1, longest_known(costs, acceptance) + 1)
     batches = costs.batches if batches is None else batches
@@ -313,28 +271,17 @@ def simulate(
         tokens={n: expected_tokens(acceptance, n) for n in lengths},
         break_even={b: {n: break_even_acceptance(costs, n, b) if n else None for n in lengths} for b in batches},
         stops=pays_until(costs, acceptance),
-        nodes={n: drafts.num_nodes(n) for n in lengths},
-        chains=_best_chains(costs, drafts, batches),
     )
-
-
-def _best_chains(costs: Costs, drafts: Acceptance, batches: Sequence[int]) -> dict[int, float]:
-    if not drafts.branches:
-        return {}
-    chain = drafts.main_chain
-    best = {batch: best_length(costs, chain, None, batch) for batch in batches}
-    return {batch: predicted_speed_up(costs, chain, length, batch) for batch, length in best.items()}
 
 
 def conclusions(costs: Costs, simulation: Simulation) -> list[str]:
     """What a simulation comes to, in sentences: the best length of each batch, where speculation stops paying."""
-    lines, trees = [], bool(simulation.chains)
+    lines = []
     for batch, best in simulation.best.items():
-        alpha = None if trees else simulation.break_even[batch].get(best)
-        setting = f"best {'tree depth' if trees else 'draft length'} {best}" if best else "plain decoding is best"
+        alpha = simulation.break_even[batch].get(best)
+        setting = f"best draft length {best}" if best else "plain decoding is best"
         condition = "" if alpha is None else f", which pays from an acceptance of {alpha:.0%} per token"
-        chains = f"; without branches {simulation.chains[batch]:.2f}x at the best length" if trees else ""
-        lines.append(f"batch {batch}: {setting}{condition}{chains}")
+        lines.append(f"batch {batch}: {setting}{condition}")
     if simulation.stops is None:
         lines.append(f"speculation pays in batches up to {costs.batches[-1]} rows")
     else:

@@ -23,7 +23,6 @@ from slipstream.core.loop import Engine, Propose
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Draft, Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
@@ -192,7 +191,7 @@ class _Probe:
         self._drafter = self._load_drafter(kind) if drafter is None else drafter
         self._prompts = self._make_prompts(max(batches))
         self._padded, self._ragged, self._trees = RoundTimes(), RoundTimes(), RoundTimes()
-        self._drafting, self._moves = Fastest[Shape](), Fastest[int]()
+        self._drafting = Fastest[Shape]()
 
     def _load_drafter(self, kind: str) -> Drafter:
         name = self._name
@@ -252,8 +251,6 @@ class _Probe:
                 # the first round of new rows would still read the prompt
                 drafted = self._round(self._drafter, batch, levels * (1 + self._siblings), second=True)
                 self._drafting.add((batch, levels), drafted.seconds.draft)
-        if self._trees.forward.milliseconds:
-            self._moves.add(1, self._move_seconds())
 
     def _shapes(self, batch: int) -> list[tuple[RoundTimes, int, FixedDraft]]:
         """What is timed at a batch: the kind of a round, its tokens (of each row if padded), and its draft."""
@@ -273,15 +270,6 @@ class _Probe:
             for total in thinned(sorted(total for total in sums if total is not None)):
                 timed.append((self._trees, total, FixedDraft(even_lengths(sums[total], batch), device, self._siblings)))
         return timed
-
-    def _move_seconds(self) -> float:
-        """How long it takes to bring a token behind a row's prompt to another place."""
-        backend, end = self._backend, len(self._prompts[0])
-        assert isinstance(backend, TreeForwards)
-        started = perf_counter()
-        backend.move(0, [end + 2], end + 1)
-        wait_for_device(backend.device)
-        return perf_counter() - started
 
     def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
         """The first or second round of fresh rows, whose prompts are cached since the turn before."""
@@ -319,5 +307,4 @@ class _Probe:
             totals=shapes.totals,
             ragged=ragged,
             trees=self._trees.costs(),
-            move=self._moves.milliseconds.get(1, 0.0),
         )

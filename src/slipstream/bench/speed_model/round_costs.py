@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,6 @@ class TokenCosts:
     def spans(self, batch: int) -> bool:
         """Whether a batch lies between those measured."""
         return min(self.forward) <= batch <= max(self.forward)
-
-    def max_tokens(self, batch: int) -> int:
-        """The most tokens measured at a batch."""
-        return max(self.forward[batch])
 
     def milliseconds(self, batch: int, tokens: Sequence[int]) -> Any:
         """[len(tokens)] milliseconds of rounds of so many tokens; beyond the points measured those at the nearest.
@@ -146,13 +141,13 @@ class Costs:
 
     target: verifying with one target forward in which every row is padded to the longest, by batch (rows) and width
     (tokens per row); overhead: what else a round of that shape takes (acceptance, the transfer, bookkeeping);
-    draft_step: one more draft token for every row, by batch (of trees one more level); draft_round: what the drafter
+    draft_step: one more draft token for every row, by batch; draft_round: what the drafter
     takes besides in every round, by batch (all of it for most retrieval drafters).
     drafter: whose times these are; machine: where they come from.
     padded, alone, totals: the shapes kept to where they must agree to the bit, see `Shapes.widths`, `alone` and
     `totals`; empty where forwards fit their tokens.
     ragged: rounds without padding, None where rows are always padded. trees: rounds that verify trees, None where the
-    target takes none or none were measured; move: bringing an accepted branch to its place, per row.
+    target takes none or none were measured.
     """
 
     target: Grid
@@ -166,7 +161,6 @@ class Costs:
     totals: tuple[int, ...] = ()
     ragged: TokenCosts | None = None
     trees: TokenCosts | None = None
-    move: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("target", "overhead"):
@@ -179,8 +173,6 @@ class Costs:
             values = getattr(self, name)
             if not all(is_whole(value, 1) for value in values) or list(values) != sorted(set(values)):
                 raise UsageError(f"costs: {name}={values!r}; allowed: rising whole numbers >= 1")
-        if not is_number(self.move, 0):
-            raise UsageError(f"costs: move={self.move!r}; allowed: milliseconds >= 0")
 
     @property
     def shapes(self) -> Shapes:
@@ -255,28 +247,6 @@ class Costs:
         milliseconds[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
         return milliseconds
 
-    def verifying_trees(self, batch: int, nodes: Sequence[int]) -> Any:
-        """[len(nodes)] milliseconds of rounds that verify trees, but for drafting. nodes: of all rows."""
-        assert self.trees is not None
-        if batch in self.trees.forward and nodes and batch + max(nodes) > (limit := self.trees.max_tokens(batch)):
-            raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {limit}")
-        return self.trees.milliseconds(
-            batch, [self.shapes.tree_total_for(batch + n, batch) or batch + n for n in nodes]
-        )
-
-    def takes_tree(self, batch: int, nodes: int) -> bool:
-        """Whether the allowed shapes take trees of so many nodes in all; where none do, main chains are verified."""
-        if self.trees is None or not self.trees.spans(batch):
-            return False
-        return self.shapes.tree_total_for(batch + nodes, batch) is not None
-
-    def knows_trees(self, nodes: float) -> bool:
-        """Whether rounds of trees of so many nodes per row were measured at every batch at which they are taken."""
-        if self.trees is None:
-            return False
-        sizes = {batch: ceil(round(batch * nodes, 9)) for batch in self.trees.batches}
-        return all(batch + n <= self.trees.max_tokens(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
-
     def to_dict(self) -> dict[str, Any]:
         """All costs as JSON has them; `from_dict` reads them back."""
         return asdict(self)
@@ -296,7 +266,7 @@ class Costs:
         costs |= {name: TokenCosts.from_dict(name, values[name]) for name in ("ragged", "trees")}
         costs |= {name: str(values[name]) for name in ("drafter", "machine")}
         costs |= {name: tuple(values[name]) for name in WIDTHS}
-        return cls(**costs, move=values["move"])
+        return cls(**costs)
 
     def save(self, path: Path) -> None:
         """Write to a JSON file."""

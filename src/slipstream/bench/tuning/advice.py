@@ -159,7 +159,7 @@ def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Adv
     units = sum(run.arm == PLAIN for run in runs)
     best, expected, bias = _choose(results, runs, units)
     against_best = summarise(runs, PLAIN if best is None else best.name)
-    ratios = {summary.arm: summary.speed.speed_up for summary in against_best if summary.speed}
+    ratios = {summary.arm: summary.speed_up for summary in against_best}
     others = [
         replace(result, lost=result.lost or _reason_not_chosen(result, best, ratios[result.name]))
         for result in results
@@ -182,7 +182,7 @@ def _result(name: str, entry: Entry, summary: ArmSummary | None, runs: Sequence[
     stats, units = summary.stats, sum(run.arm == name for run in runs)
     return replace(
         result,
-        measured=None if summary.speed is None else summary.speed.speed_up,
+        measured=summary.speed_up,
         texts=summary.verdicts,
         acceptance_rate=None if stats is None else stats.acceptance_rate,
         acceptance_by_position=tuple(summary.acceptance_by_position),
@@ -213,9 +213,7 @@ def _choose(
 def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ratio: Estimate | None) -> str:
     """Why a candidate is not the advice. ratio: its speed relative to the best arm's, or to plain decoding's."""
     if result.measured is None or ratio is None or ratio.high is None or ratio.high >= 1:
-        gains = (
-            best is None and result.measured is not None and result.measured.low is not None and result.measured.low > 1
-        )
+        gains = best is None and result.measured is not None and result.measured.is_above_one
         return f"gains less than {MIN_SPEED_UP - 1:.0%}" if gains else "no difference beyond the noise"
     to_beat = 1.0 if best is None or best.measured is None else best.measured.value
     share = result.draft_share or 0.0

@@ -33,11 +33,11 @@ from slipstream.sampling.params import SamplingParams
 FIRST_RUNG, NEXT_RUNG = 6, 1.5  # units (all arms once on one group) before arms may leave; each time so many more
 NARROW = 0.03  # an interval within this share of its value is good enough
 SCREENING = 0  # the repeat that runs of stage one are recorded as
-SCREENED = 4  # groups of prompts
-RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget: when the runs of this stage end, and when its costs do
-WORTH = 1.1  # a drafter that would gain this if its drafts cost nothing lost by their cost
-FLOOR = 0.8  # predictions leave out prompts and move with the machine: what is below this is not measured
-TURNS, DRAFTING = 4, 10  # `measure_costs` takes every shape at least so often; its drafting, in plain steps
+SCREENED = 4  # groups of prompts that stage one runs at most
+RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget, by which stage one has made its runs, and measured its costs
+WORTH = 1.1  # a drafter that would reach this speed-up if drafting were free is said to cost too much
+FLOOR = 0.8  # candidates predicted to be slower are not measured; below 1, as predictions are not exact
+TURNS, DRAFTING = 4, 10  # turns of `measure_costs` at least; plain steps that the drafting of a turn takes, about
 
 Clock = Callable[[], float]
 ShowProgress = Callable[[str, str], None]
@@ -45,7 +45,7 @@ log = logging.getLogger("slipstream")
 
 
 class Measures(Protocol):
-    """What runs all arms once on a group of prompts; see `Meter`."""
+    """Runs all arms once on a group of prompts, as `Meter` does."""
 
     def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
         """The runs; None if there is no time left."""
@@ -99,7 +99,8 @@ def survivors(runs: Sequence[Run], active: Sequence[str]) -> list[str]:
 def settled(runs: Sequence[Run], active: Sequence[str]) -> bool:
     """Whether the best arm's interval is within `NARROW` of its value."""
     ratios = _ratios(summarise([run for run in runs if run.arm in active], PLAIN))
-    best = max((ratios[name] for name in active if name != PLAIN and name in ratios), key=_value, default=None)
+    candidates = [ratios[name] for name in active if name != PLAIN and name in ratios]
+    best = max(candidates, key=lambda ratio: ratio.value, default=None)
     if best is None or best.low is None or best.high is None:
         return False
     return best.high <= best.value * (1 + NARROW) and best.low >= best.value * (1 - NARROW)
@@ -111,13 +112,7 @@ def _order(groups: Sequence[Group]) -> Iterator[tuple[int, Group]]:
 
 def _ratios(summaries: Sequence[ArmSummary]) -> dict[str, Estimate]:
     """Speed-ups by arm, of one batch size; arms without one are left out."""
-    return {
-        arm.arm: arm.speed.speed_up for arm in summaries if arm.speed is not None and arm.speed.speed_up is not None
-    }
-
-
-def _value(estimate: Estimate) -> float:
-    return estimate.value
+    return {arm.arm: arm.speed_up for arm in summaries if arm.speed_up is not None}
 
 
 def _below_one(estimate: Estimate | None) -> bool:
@@ -283,7 +278,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Screened:
-    """What stage one found out about a drafter; None where there was no time or nothing to find."""
+    """What stage one measured of a drafter; None where there was no time for it, or the drafter failed."""
 
     candidate: Candidate
     acceptance: Acceptance | None = None

@@ -21,7 +21,7 @@ from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.drafters.model.model_drafter import (
-    Line,
+    DraftChain,
     ModelDrafter,
     Stop,
     WhilePays,
@@ -141,7 +141,7 @@ class CrossVocabularyDrafter:
             text.chances(draft_chances)[:n] if n else []
             for text, draft_chances, n in zip(texts, chances, draft.lengths, strict=True)
         ]
-        records = [record_of(n, Line(chances=line)) for n, line in zip(lengths, token_chances, strict=True)]
+        records = [record_of(n, DraftChain(chances=line)) for n, line in zip(lengths, token_chances, strict=True)]
         if isinstance(self._stop, WhilePays):
             learned = self._stop.planner.model_drafts
             chains = [

@@ -102,8 +102,8 @@ class WhilePays:
 
 
 @dataclass
-class Line:
-    """One row's draft on the host: its chain, the draft model's probability of each token, and the runners-up.
+class DraftChain:
+    """One row's draft on the host: its tokens, the draft model's probability of each, and the runners-up.
 
     A head that estimates acceptance itself (DSpark) gives its estimates in place of probabilities.
     runners_up: for each token, the next best ones and their probabilities, best first.
@@ -113,9 +113,9 @@ class Line:
     chances: list[float] = field(default_factory=list)
     runners_up: list[list[tuple[int, float]]] = field(default_factory=list)
 
-    def cut(self, length: int) -> Line:
+    def cut(self, length: int) -> DraftChain:
         """The draft of the first `length` tokens."""
-        return Line(self.tokens[:length], self.chances[:length], self.runners_up[:length])
+        return DraftChain(self.tokens[:length], self.chances[:length], self.runners_up[:length])
 
 
 @dataclass
@@ -160,7 +160,7 @@ class ModelDrafter:
                 return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
         distributions = list[Tensor]()
-        lines = [Line() for _ in rows]
+        chains = [DraftChain() for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
             scores = self._fit(logits).to(sampler.device)
@@ -169,20 +169,23 @@ class ModelDrafter:
                 ends = _before_dead_ends(rows, scores[:, 0], ends, j)
                 if max(ends) <= j:
                     break
+            if sampled:
                 distributions.append(sampler.probs(scores))
-            leaders, leader_chances = self._leaders(scores[:, 0], distributions, sampler, 1 + siblings)
+                leaders, leader_chances = self._sampled(scores[:, 0], distributions, sampler)
+            else:
+                leaders, leader_chances = self._leaders(scores, j, sampler, 1 + siblings)
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
                 if isinstance(self.session, ParallelScorer):
                     likely = self.session.acceptance(rows, tokens[:, :j])
                     if likely is not None:
                         leader_chances[:, 0] = likely.to(leader_chances.device)
-                for line, best, chances in zip(lines, leaders.tolist(), leader_chances.tolist(), strict=True):
-                    line.tokens.append(best[0])
-                    line.chances.append(chances[0])
-                    line.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
+                for chain, best, chances in zip(chains, leaders.tolist(), leader_chances.tolist(), strict=True):
+                    chain.tokens.append(best[0])
+                    chain.chances.append(chances[0])
+                    chain.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
             if self.stop is not None:
-                over = self.stop.ends(rows, chain_lengths, [line.chances for line in lines], sampled)
+                over = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
                 ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, over, strict=True)]
                 if max(ends) <= j + 1:
                     break
@@ -191,25 +194,27 @@ class ModelDrafter:
         steps, width = (j + 1 if width else 0), max(ends, default=0)
         learns = isinstance(self.stop, WhilePays)
         if not sampled and (learns or siblings):
-            lines = [line.cut(end) for line, end in zip(lines, ends, strict=True)]
-            trees = self._likeliest(rows, lengths, lines, sampler) if learns else _filled(lengths, lines, sampler)
+            chains = [chain.cut(end) for chain, end in zip(chains, ends, strict=True)]
+            trees = self._likeliest(rows, lengths, chains, sampler) if learns else _filled(lengths, chains, sampler)
             return replace(trees, steps=steps)
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
         probs = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
         return Draft(draft, tuple(ends), probs, steps, rows=records)
 
-    def _likeliest(self, rows: Sequence[Row], lengths: Sequence[int], lines: Sequence[Line], sampler: Sampler) -> Draft:
+    def _likeliest(
+        self, rows: Sequence[Row], lengths: Sequence[int], chains: Sequence[DraftChain], sampler: Sampler
+    ) -> Draft:
         """Chains and their runners-up, the likeliest nodes first, with acceptance probabilities."""
         assert isinstance(self.stop, WhilePays)
         learned, trees, records = self.stop.planner.model_drafts, [], []
-        for row, length, line in zip(rows, lengths, lines, strict=True):
-            tokens, probs = list(line.tokens), learned.acceptance_probs(row, line.chances)
-            record = record_of(length, line)
-            firsts = [runners_up[0] for runners_up in line.runners_up if runners_up]
+        for row, length, chain in zip(rows, lengths, chains, strict=True):
+            tokens, probs = list(chain.tokens), learned.acceptance_probs(row, chain.chances)
+            record = record_of(length, chain)
+            firsts = [runners_up[0] for runners_up in chain.runners_up if runners_up]
             tokens, probs = extended(self.extender, row, tokens, probs, length)
             leaves = []
             if firsts and row.params.num_draft_tokens is None:
-                leaf_probs = learned.runner_up_probs(row, line.chances, [chance for _, chance in firsts])
+                leaf_probs = learned.runner_up_probs(row, chain.chances, [chance for _, chance in firsts])
                 pairs = enumerate(zip(firsts, leaf_probs, strict=False))
                 leaves = [(depth, token, prob) for depth, ((token, chance), prob) in pairs if chance]
             nodes, parents, probs_of_nodes = comb(tokens, probs, leaves)
@@ -222,40 +227,30 @@ class ModelDrafter:
         is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
         return min(self.steps, min(self.depth, length) if self.depth and is_cut_short else -(-length // width))
 
-    def _leaders(
-        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, count: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The draft's next token and its runners-up [B, count], and the draft model's probability of each.
+    def _leaders(self, scores: Tensor, place: int, sampler: Sampler, count: int) -> tuple[Tensor, Tensor | None]:
+        """A one-hot draft's next token and its runners-up [B, count], and the draft model's confidence in each.
 
-        None for the probabilities where nothing needs them. scores: [B, V]. distributions: of all the draft's tokens;
-        none if `sampler.plain`.
+        None for the confidence where nothing needs it. scores: [B, 1, V] of the draft token at `place`.
         """
-        place = max(0, len(distributions) - 1)
-        if self.stop is None and count == 1:
-            return self._first(scores, distributions, sampler)[:, None], None
-        probs = self._draft_probs(scores, distributions, sampler)
-        if not (sampler.all_greedy or self.coupled):
-            first = sampler.draw(distributions[-1], place, Stream.DRAFT)
-            return first, probs.gather(1, first)
-        return sampler.leaders(probs, place, count)
+        if self.stop is not None or count > 1:
+            return sampler.leaders(scores[:, 0], place, count)
+        return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place)), None
 
-    def _first(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
-        """The draft's next token [B]."""
-        if sampler.plain:
-            return argmax(scores)
-        stream = Stream.TOKEN if sampler.all_greedy or self.coupled else Stream.DRAFT
-        return sampler.draw(distributions[-1], len(distributions) - 1, stream)[:, 0]
+    def _sampled(
+        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next token [B, 1], drawn from the last of the draft's distributions, and its probability.
 
-    def _draft_probs(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
-        """The draft model's probabilities [B, V]; a greedy row's are those of its scores [B, V]."""
-        if sampler.plain:
-            return scores.float().softmax(-1)
+        None for the probability where nothing needs it. scores: [B, V]; a greedy row's probabilities are theirs.
+        """
+        first = sampler.draw(distributions[-1], len(distributions) - 1, Stream.DRAFT)
+        if self.stop is None:
+            return first, None
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
         probs = distributions[-1][:, 0]
-        if not bool(greedy.any()):
-            return probs
-        # softmax gives NaN where a constraint allows no token
-        return torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), probs)
+        if bool(greedy.any()):  # softmax gives NaN where a constraint allows no token
+            probs = torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), probs)
+        return first, probs.gather(1, first)
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
@@ -278,14 +273,14 @@ def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], 
 Tree = tuple[list[int], list[int], list[float] | None]  # tokens, parents and acceptance probabilities of nodes
 
 
-def record_of(length: int, line: Line) -> RowDraft:
+def record_of(length: int, chain: DraftChain) -> RowDraft:
     """What `ModelDrafts` needs to learn from a row's chain. length: how many tokens were asked for."""
-    firsts = [runners_up[0] for runners_up in line.runners_up if runners_up]
+    firsts = [runners_up[0] for runners_up in chain.runners_up if runners_up]
     runners_up = tuple(
         (token, sibling_bin(chance, runner_up_chance))
-        for chance, (token, runner_up_chance) in zip(line.chances, firsts, strict=False)
+        for chance, (token, runner_up_chance) in zip(chain.chances, firsts, strict=False)
     )
-    return RowDraft(MODEL if length else "", None, tuple(map(bin_of, line.chances)), runners_up)
+    return RowDraft(MODEL if length else "", None, tuple(map(bin_of, chain.chances)), runners_up)
 
 
 def extended(
@@ -313,17 +308,17 @@ def comb(tokens: Sequence[int], probs: Sequence[float] | None, leaves: Sequence[
     return [token for *_, token in nodes], parents, None if probs is None else [-negative for negative, *_ in nodes]
 
 
-def _filled(lengths: Sequence[int], lines: Sequence[Line], sampler: Sampler) -> Draft:
+def _filled(lengths: Sequence[int], chains: Sequence[DraftChain], sampler: Sampler) -> Draft:
     """Chains, and beside them as many runners-up as there is room for, the earliest first."""
     trees = []
-    for length, line in zip(lengths, lines, strict=True):
+    for length, chain in zip(lengths, chains, strict=True):
         leaves = [
             (depth, token, 0.0)
-            for depth, runners_up in enumerate(line.runners_up)
+            for depth, runners_up in enumerate(chain.runners_up)
             for token, chance in runners_up
             if chance
         ]
-        trees.append(comb(line.tokens, None, leaves[: length - len(line.tokens)]))
+        trees.append(comb(chain.tokens, None, leaves[: length - len(chain.tokens)]))
     return _draft_of(trees, [RowDraft(MODEL if n else "") for n in lengths], sampler)
 
 

@@ -96,11 +96,8 @@ class RestrictedScorer:
             return
         vocabulary.token_set.update(tokens)
         new = torch.tensor(tokens, device=self.backend.device)
-        more = self.head.chosen(new)
-        vocabulary.tokens, vocabulary.chosen = (
-            torch.cat([vocabulary.tokens, new]),
-            _concatenated([vocabulary.chosen, more]),
-        )
+        vocabulary.tokens = torch.cat([vocabulary.tokens, new])
+        vocabulary.chosen = _concatenated([vocabulary.chosen, self.head.chosen(new)])
 
     def _join_rows(self, vocabularies: Sequence[_Vocabulary]) -> ChosenRows:
         """The output rows of all vocabularies, one vocabulary after the other."""

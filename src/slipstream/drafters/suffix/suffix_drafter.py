@@ -298,8 +298,8 @@ class SuffixDrafter:
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:
     """ "suffix", "suffix:MIN"; p=PERCENT, outputs=TOKENS and store=FILE may follow in this order, joined by "+".
 
-    The file is loaded if it exists. Saving is up to the caller: `SuffixDrafter.save()`. before: what the user wrote
-    before the argument, for messages.
+    Writing the file anew is up to the caller: `SuffixDrafter.save()`. before: what the user wrote before the argument,
+    for messages.
     """
     match = ARGUMENT.fullmatch(f"+{argument}" if argument else "")
     if match is None:
@@ -324,9 +324,9 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         acceptance_model=AcceptanceModel(kinds, shared=False) if judges else None,
         branches=setup.siblings if setup.fixed_tree else 0,  # beside a match they bring less than finding them takes
     )
-    if path is not None and (not drafter.outputs or not path.parent.is_dir()):
-        wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"
-        raise UsageError(f"drafter='{before}{argument}': {wrong}; allowed: store=FILE in an existing folder")
-    if path is not None and path.exists():
+    if path is not None and (not drafter.outputs or not path.is_file()):
+        wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path)!r} is not a file"
+        raise UsageError(f"drafter='{before}{argument}': {wrong}; allowed: a file that SuffixDrafter.save(FILE) wrote")
+    if path is not None:
         drafter.load(path)
     return drafter

@@ -12,18 +12,19 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import SlipstreamError, first_line
 from slipstream.integrations.ray.ray_engine import EngineSpec, RayEngine
 from slipstream.integrations.ray.ray_options import RayOptions, ray_module
-from slipstream.jobs.batch_job import JobReport, JobState, Progress, run_through
+from slipstream.jobs.batch_job import JobReport, JobState, Progress
 from slipstream.jobs.job_lines import JobFiles, Line
 from slipstream.jobs.line_formats import RequestDigest
 
-REACHED = 10.0  # seconds in which a cluster must answer
-BLOCKS = 3  # blocks of lines that an actor works on at a time, each as large as its batch
+REACHABLE_SECONDS = 10.0  # seconds in which a cluster must answer
+BLOCKS_AT_ONCE = 3  # blocks of lines that an actor works on at a time, each as large as its batch
 
 
 @dataclass
@@ -39,14 +40,12 @@ class RayJob:
         """Answer what no earlier run has answered. SlipstreamError if the cluster cannot be used or fails."""
         ray: Any = ray_module()
         digests = RequestDigest(self.spec.options, self.spec.config.acceptance)
-
-        def work(state: JobState) -> None:
-            lines = {line.number: line for line in state.pending()}
-            if lines:
+        with JobState(self.files, digests, self.report) as state:
+            if lines := {line.number: line for line in state.pending()}:
                 with _connected(ray, self.options.ray):
                     self._answer(ray, state, lines, on_progress)
-
-        return run_through(self.files, digests, self.report, "", work)
+            state.finish()
+        return self.report
 
     def _answer(self, ray: Any, state: JobState, lines: dict[int, Line], on_progress: Progress) -> None:
         try:
@@ -75,8 +74,8 @@ class RayJob:
             compute=ray.data.ActorPoolStrategy(
                 min_size=low,
                 max_size=high,
-                max_tasks_in_flight_per_actor=2 * BLOCKS,
-                max_concurrent_calls_per_actor=BLOCKS,
+                max_tasks_in_flight_per_actor=2 * BLOCKS_AT_ONCE,
+                max_concurrent_calls_per_actor=BLOCKS_AT_ONCE,
                 enable_true_multi_threading=True,
             ),
             num_cpus=self.options.ray_cpus,
@@ -110,37 +109,38 @@ def run_ray_job(
     return RayJob(files, spec, options, JobReport()).run(on_progress)
 
 
-class _connected:
+@contextmanager
+def _connected(ray: Any, address: str) -> Iterator[None]:
     """A connection to a cluster; one that was there before is used and left alone."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _check_reachable(address)
+    try:
+        ray.init(
+            address=None if address == "local" else address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=True,
+        )
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise SlipstreamError(f"--ray {address!r}: there is no cluster to connect to: {first_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
-    def __init__(self, ray: Any, address: str) -> None:
-        self._ray, self._address, self._ours = ray, address, not ray.is_initialized()
 
-    def __enter__(self) -> None:
-        if not self._ours:
-            return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address = None if self._address == "local" else self._address
-        self._check_reachable()
-        try:
-            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            why = first_line(error)
-            raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {why}") from error
-
-    def _check_reachable(self) -> None:
-        """Ray ends the whole process, and not in one line, where nobody listens."""
-        host, colon, port = self._address.removeprefix("ray://").rpartition(":")
-        if not colon or not port.isdecimal():
-            return
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED).close()
-        except (OSError, OverflowError) as error:
-            raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {error}") from error
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            self._ray.shutdown()
+def _check_reachable(address: str) -> None:
+    """Ray ends the whole process, and not in one line, where nobody listens."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise SlipstreamError(f"--ray {address!r}: there is no cluster to connect to: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

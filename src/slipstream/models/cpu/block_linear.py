@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
@@ -24,13 +24,6 @@ ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
 PACKED_AT_A_TIME = 1 << 24  # bytes of a file
 
 ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
-
-
-class Memory(Protocol):
-    """Where panels are kept."""
-
-    def zeros(self, size: int) -> Tensor:
-        """[size] uint8 zeros that begin at a multiple of 64 bytes."""
 
 
 class Table(Protocol):
@@ -51,7 +44,7 @@ class BlockPart:
         shape: tuple[int, int],
         read: ReadRows | None,
         library: Any,
-        memory: Memory | None = None,
+        memory: HugePages | SmallPages | None = None,
     ) -> None:
         """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others.
 
@@ -59,20 +52,13 @@ class BlockPart:
         """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
-        self._panel_bytes = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
+        self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
         if read is None:
             return
         for first, last in self.steps(PACKED_AT_A_TIME):
             rows = read(first, last)
-            library.pack_panels(
-                ctypes.c_int64(block.code),
-                ctypes.c_void_p(rows.ctypes.data),
-                ctypes.c_int64(len(rows)),
-                ctypes.c_int64(self.inputs),
-                ctypes.c_void_p(self.from_row(first)),
-                ctypes.c_int(1),
-            )
+            library.pack_panels(block.code, rows.ctypes.data, len(rows), self.inputs, self.from_row(first), 1)
 
     @property
     def row_bytes(self) -> int:
@@ -86,7 +72,7 @@ class BlockPart:
 
     def from_row(self, row: int) -> int:
         """The address of the panel that begins with a row, a multiple of 16."""
-        return self.data.data_ptr() + row // LANES * int(self._panel_bytes)
+        return self.data.data_ptr() + row // LANES * self._panel_bytes
 
     @property
     def struct(self) -> PartStruct:
@@ -101,13 +87,8 @@ class BlockPart:
                 f"outputs from {int(indices.min())} to {int(indices.max())}; allowed: 0 to {self.outputs - 1}"
             )
         out = torch.empty(len(indices), self.inputs, dtype=torch.float32)
-        self.library.unpack_rows(
-            ctypes.byref(self.struct),
-            ctypes.c_int64(self.inputs),
-            ctypes.c_void_p(indices.data_ptr()),
-            ctypes.c_int64(len(indices)),
-            ctypes.c_void_p(out.data_ptr()),
-        )
+        part = ctypes.byref(self.struct)
+        self.library.unpack_rows(part, self.inputs, indices.data_ptr(), len(indices), out.data_ptr())
         return out
 
 
@@ -150,11 +131,9 @@ class BlockLinear(nn.Module):
             raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: float32 [..., {self.in_features}]")
         rows = x.contiguous()
         out = rows.new_empty(*x.shape[:-1], self.out_features)
-        tokens, planes = ctypes.c_int64(rows.numel() // self.in_features), ctypes.c_int64(self.planes)
-        size = self._library.activation_bytes(ctypes.c_int64(self.in_features), tokens, planes)
-        space = torch.empty(size, dtype=torch.uint8)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, out, space)]
-        self._library.multiply_blocks(ctypes.byref(self.weights), pointers[0], tokens, planes, *pointers[1:])
+        tokens, planes, weights = rows.numel() // self.in_features, self.planes, ctypes.byref(self.weights)
+        space = torch.empty(self._library.activation_bytes(self.in_features, tokens, planes), dtype=torch.uint8)
+        self._library.multiply_blocks(weights, rows.data_ptr(), tokens, planes, out.data_ptr(), space.data_ptr())
         return out
 
     def extra_repr(self) -> str:

@@ -37,7 +37,7 @@ from slipstream.models.cpu.structs import (
     StackedLayerStruct,
 )
 from slipstream.models.decoder.around_layers import Rotations, decoder_module
-from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import (
     Activation,
     AttentionSpec,
@@ -51,44 +51,6 @@ from slipstream.models.decoder.fused_layer import (
 from slipstream.models.notices import warn_slower
 
 MANY = 1 << 40  # tokens
-
-
-@dataclass(frozen=True)
-class LayerFunctions:
-    """The functions of one library.
-
-    project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
-    feed_forward: (layer, hidden, attended, tokens, out, scratch). layer: (layer, cache, hidden, tokens, cosines, sines,
-    out, scratch). finish: (layer, cache, hidden, heads, tokens, cosines, sines, out, scratch), the layer after its
-    first product. all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
-    tokens, size, out). scratch: (layer, tokens, length), how many numbers.
-    """
-
-    project: Any
-    feed_forward: Any
-    layer: Any
-    finish: Any
-    all_layers: Any
-    normalise: Any
-    scratch: Any
-
-    @classmethod
-    def of(cls, library: Any) -> LayerFunctions:
-        """The functions of `csrc/layer_steps.h` in a library, with their argument types set."""
-        signatures = {  # pointers and numbers
-            "project": ("project_qkv_rope", "ppnpppp"),
-            "feed_forward": ("residual_mlp", "pppnpp"),
-            "layer": ("whole_layer", "pppnpppp"),
-            "finish": ("finish_layer", "ppppnpppp"),
-            "all_layers": ("all_layers", "pnppnpp"),
-            "normalise": ("normalise_tokens", "ppnnp"),
-            "scratch": ("layer_scratch", "pnn"),
-        }
-        functions = {part: getattr(library, name) for part, (name, _) in signatures.items()}
-        for part, (_, kinds) in signatures.items():
-            functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
-        functions["scratch"].restype = ctypes.c_int64
-        return cls(**functions)
 
 
 @dataclass
@@ -130,17 +92,15 @@ class LayerCalls(ABC):
     layer has been computed.
     """
 
-    def __init__(
-        self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, tokens_independent: bool
-    ) -> None:
-        """layer: the struct that the functions read. tokens_independent: what `shape_independent` becomes."""
+    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure, *, tokens_independent: bool) -> None:
+        """layer: the struct that the kernels read. tokens_independent: what `shape_independent` becomes."""
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
-        self.functions, self._layer, self.address = functions, layer, ctypes.addressof(layer)
+        self.library, self._layer, self.address = library, layer, ctypes.addressof(layer)
         self._tokens_independent, self.shape_independent = tokens_independent, False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
-        """How many numbers of scratch space the functions need. length: of the cache, for those that attend."""
-        needed: int = self.functions.scratch(self.address, tokens, length)
+        """How many numbers of scratch space the kernels need. length: of the cache, for those that attend."""
+        needed: int = self.library.layer_scratch(self.address, tokens, length)
         return needed
 
     @abstractmethod
@@ -163,7 +123,7 @@ class LayerCalls(ABC):
         rows, tokens, scratch = self._inputs(hidden)
         cosines, sines = rotation(rope, hidden, self.size)
         pointers = [part.data_ptr() for part in (cosines, sines, out, scratch)]
-        self.functions.project(self.address, rows.data_ptr(), tokens, *pointers)
+        self.library.project_qkv_rope(self.address, rows.data_ptr(), tokens, *pointers)
         heads = out.transpose(1, 2)
         both = self.heads + self.key_heads
         return heads[:, :both], heads[:, both:]
@@ -173,10 +133,10 @@ class LayerCalls(ABC):
         rows, tokens, scratch = self._inputs(hidden)
         contiguous = attended.contiguous()
         pointers = out.data_ptr(), scratch.data_ptr()
-        self.functions.feed_forward(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
+        self.library.residual_mlp(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
         return out
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
         if not self.computes_whole(hidden):
             return None
         keys, values = self.keys_and_values(cache, spec, hidden)
@@ -190,22 +150,22 @@ class LayerCalls(ABC):
         memory.window, memory.scaling = spec.window or 0, spec.scaling
         out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self.functions.layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._tokens_independent
         return out
 
-    def keys_and_values(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, allocated in the type of the hidden states if there are none."""
         return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
-    def prepared(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+    def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
         ready: PreparedForward | None = cache.prepared
         if ready is None:
             ready = cache.prepared = self._prepare(cache, hidden)
         return ready
 
-    def _prepare(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+    def _prepare(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         slots, positions = cache.destinations()
         where: tuple[Tensor, ...] = (slots, positions, positions)
         if cache.tree is not None:
@@ -235,7 +195,7 @@ class CompiledOps(LayerCalls):
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
         tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
-        super().__init__(ops, LayerFunctions.of(library), layer, tokens_independent=tokens_independent)
+        super().__init__(ops, library, layer, tokens_independent=tokens_independent)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
@@ -308,7 +268,7 @@ class BlockLayerOps(LayerCalls):
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
         self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, LayerFunctions.of(library), layer, tokens_independent=True)
+        super().__init__(ops, library, layer, tokens_independent=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
@@ -330,7 +290,7 @@ class LayerStack:
             raise UnknownLayerError("they are not all compiled")
         inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
-        self._functions, self._norm = ops[0].functions, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
+        self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
         of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
         kinds = sorted(set(of_layers))
         self._rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
@@ -344,7 +304,7 @@ class LayerStack:
         self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
         self._scratch = dict[int, int]()  # by tokens
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, keep: int | Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int | Tensor) -> Tensor | None:
         """[B, W', vocabulary] of tokens [B, W] at these positions; None where the layers are not computed whole.
 
         keep: of which columns; 0 of all, 1 of the last.
@@ -359,11 +319,11 @@ class LayerStack:
         kept = (hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]).contiguous()
         normed, size = torch.empty_like(kept), kept.shape[-1]
         norm = ctypes.addressof(self._norm)
-        self._functions.normalise(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
+        self._library.normalise_tokens(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
         logits: Tensor = self._model.get_output_embeddings()(normed)
         return logits
 
-    def _update_addresses(self, cache: RaggedCache, hidden: Tensor) -> bool:
+    def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
         stored = [cache.layers[spec.index].keys for spec in self._specs] + [cache.hidden[i].keys for i in kept]
@@ -387,7 +347,7 @@ class LayerStack:
             self._cached.append(ref(entering))
         return True
 
-    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: RaggedCache) -> None:
+    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: SlotCache) -> None:
         """Put hidden states [B, W, H] through all layers, in place."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = [
@@ -399,7 +359,7 @@ class LayerStack:
             both = zip(self._ops, self._structs, strict=True)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in both)
         scratch = ready.space(self._scratch[tokens])
-        self._functions.all_layers(
+        self._library.all_layers(
             ctypes.addressof(self._structs),
             len(self._ops),
             ctypes.addressof(ready.struct),

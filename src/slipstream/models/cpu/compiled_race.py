@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,32 +19,30 @@ class CompiledRace(Race):
 
     def __init__(self, vocab_size: int, library: Any) -> None:
         super().__init__(vocab_size, torch.device("cpu"))
-        self._find = library.race_contenders
-        self._find.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-        self._find.restype = ctypes.c_int64
-        self._lead = library.race_leaders
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._lead.argtypes, self._lead.restype = [pointer, number, number, number, pointer, pointer], None
-        self._found = torch.empty(vocab_size, dtype=torch.int64)
+        self._library = library
+        self._contenders = torch.empty(vocab_size, dtype=torch.int64)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
-        if probs.shape[-1] != len(self._found):
-            raise ValueError(f"probs: {probs.shape[-1]} tokens; allowed: {len(self._found)}")
+        if probs.shape[-1] != len(self._contenders):
+            raise ValueError(f"probs: {probs.shape[-1]} tokens; allowed: {len(self._contenders)}")
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
 
-    def leaders(self, probs: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-        if count > 2:
-            return super().leaders(probs, bits, count)
-        rows = probs.float().contiguous()
-        tokens, speeds = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 3)
-        for i, key in enumerate([0] * len(rows) if bits is None else bits.tolist()):
-            self._lead(address(rows[i]), rows.shape[1], bits is not None, key, address(tokens[i]), address(speeds[i]))
-        return tokens[:, :count], speeds[:, :count] / speeds[:, 2:].clamp(min=1e-30)
+    def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        if count > 2 or scores.dtype not in (torch.bfloat16, torch.float32):
+            return super().leaders(scores, temperatures, bits, count)
+        rows, is_bfloat16 = scores.contiguous(), scores.dtype == torch.bfloat16
+        tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2)
+        keys = [0] * len(rows) if bits is None else bits.tolist()
+        for i, (temperature, key) in enumerate(zip(temperatures.tolist(), keys, strict=True)):
+            row, results = address(rows[i]), (address(tokens[i]), address(shares[i]))
+            self._library.race_leaders(row, is_bfloat16, rows.shape[1], temperature, key, *results)
+        return tokens[:, :count], shares[:, :count]
 
     def _winner(self, probs: Tensor, bits: int) -> int:
-        contenders = self._found[: self._find(address(probs), len(probs), bits, address(self._found))]
+        count = self._library.race_contenders(address(probs), len(probs), bits, address(self._contenders))
+        contenders = self._contenders[:count]
         if len(contenders) == 1:
             return int(contenders)
         if not len(contenders):  # no probability is above zero

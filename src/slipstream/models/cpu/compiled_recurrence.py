@@ -48,9 +48,8 @@ class CompiledRecurrence:
         structs = (SegmentStruct * len(segments))(
             *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
         )
-        before = ctypes.byref(self._struct), structs, ctypes.c_int64(len(segments))
-        tensors = (rows, memory.inputs, memory.states, out)
-        self._advance(*before, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
+        tensors = map(address, (rows, memory.inputs, memory.states, out))
+        self._advance(ctypes.byref(self._struct), structs, len(segments), *tensors)
         return out
 
 

@@ -72,6 +72,36 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# the functions that Python calls: their arguments (p: a pointer; n and i: a whole number of 64 or 32 bits; f: a float)
+# and, after >, what they return
+SIGNATURES = {
+    "set_pool_threads": "n",
+    # bfloat16 weights
+    "choose_codes": "pnnpp",
+    "compress_weights": "pnnpppp",
+    "multiply": "ppnpp",
+    "race_contenders": "pnnp>n",
+    "race_leaders": "pnnfnpp",
+    "advance": "ppnpppp",
+    # blocks
+    "panel_bytes": "nn>n",
+    "pack_panels": "npnnpi",
+    "pack_pieces": "ipnp>n",  # not there on Windows
+    "unpack_rows": "pnpnp",
+    "activation_bytes": "nnn>n",
+    "multiply_blocks": "ppnnpp",
+    # layers, of either kind
+    "layer_scratch": "pnn>n",
+    "project_qkv_rope": "ppnpppp",
+    "residual_mlp": "pppnpp",
+    "whole_layer": "pppnpppp",
+    "finish_layer": "ppppnpppp",
+    "all_layers": "pnppnpp",
+    "normalise_tokens": "ppnnp",
+}
+TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "": None}
+
+
 class NotPrivateError(OSError):
     """Why files of a folder cannot be trusted."""
 
@@ -304,12 +334,10 @@ def kernels() -> ctypes.CDLL | None:
 def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
     """forced_isa: the value of SLIPSTREAM_ISA."""
     try:
-        library = loaded(best_bfloat16_recipe(forced_isa))
+        return library_of(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
-    check_layout(library)
-    return library
 
 
 def best_bfloat16_recipe(forced_isa: str | None) -> Recipe:
@@ -346,9 +374,16 @@ def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""
     library = loaded(recipe)
     check_layout(library)
-    for name in ("panel_bytes", "activation_bytes", "pack_pieces"):
-        if hasattr(library, name):  # `pack_pieces` is not there on Windows
-            getattr(library, name).restype = ctypes.c_int64
+    return typed(library)
+
+
+def typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library whose functions take Python's numbers and addresses, see `SIGNATURES`."""
+    for name, signature in SIGNATURES.items():
+        if hasattr(library, name):
+            arguments, _, returned = signature.partition(">")
+            function = getattr(library, name)
+            function.argtypes, function.restype = [TYPES[kind] for kind in arguments], TYPES[returned]
     return library
 
 

@@ -186,8 +186,7 @@ class KernelLinear(nn.Module):
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         count = rows.numel() // self.in_features
         space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK * SPACE)
-        weights = ctypes.byref(self.weights)
-        self._multiply(weights, _pointer(rows), ctypes.c_int64(count), _pointer(out), _pointer(space))
+        self._multiply(ctypes.byref(self.weights), rows.data_ptr(), count, out.data_ptr(), space.data_ptr())
         return out
 
 
@@ -201,8 +200,8 @@ class CompressedLinear(KernelLinear):
         weight = linear.weight.detach().contiguous()
         panels, blocks = -(-self.out_features // PANEL), -(-self.in_features // BLOCK)
         tables, counts = torch.empty(panels, 32, dtype=torch.uint8), torch.empty(panels * blocks, dtype=torch.int32)
-        source = _pointer(weight), ctypes.c_int64(self.out_features), ctypes.c_int64(self.in_features)
-        library.choose_codes(*source, _pointer(tables), _pointer(counts))
+        source = weight.data_ptr(), self.out_features, self.in_features
+        library.choose_codes(*source, tables.data_ptr(), counts.data_ptr())
         offsets = torch.zeros(panels * blocks + 1, dtype=torch.int32)
         torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
         self.exceptions = int(offsets[-1])
@@ -210,7 +209,7 @@ class CompressedLinear(KernelLinear):
             return
         data = torch.empty(panels, self.in_features // 4, QUAD, dtype=torch.uint8)
         exceptions = torch.empty(self.exceptions, dtype=torch.int32)
-        library.compress_weights(*source, *map(_pointer, (tables, offsets, data, exceptions)))
+        library.compress_weights(*source, *map(address, (tables, offsets, data, exceptions)))
         bias = None if self.bias is None else self.bias.detach()
         self._set_weights(library, 12, (data, tables, offsets, exceptions, bias))
 
@@ -229,7 +228,3 @@ def compressed_or_packed(linear: nn.Linear) -> nn.Module:
             if compressed.is_worth_it:
                 return compressed
     return packed(linear)
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address(tensor))

@@ -76,7 +76,7 @@ def _records(codes: Tensor, steps: Tensor) -> Tensor:
 
 
 class IntegerLinear(nn.Module):
-    """An `nn.Linear` as products of 8-bit integers: a scale per output, and one per token that is found on the way."""
+    """An `nn.Linear` as products of 8-bit integers: weights have a scale per output, inputs one per token."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -203,8 +203,8 @@ def num_weights(model: nn.Module) -> int:
 
 
 def rounded(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
-    """What stands in a layer's place: quantised where the kernels take its shape, else packed.
+    """What replaces a layer: its quantised form where the kernels take its shape, else its packed one.
 
-    memory: for its weights, best shared by the layers of a model.
+    memory: for its weights; the layers of a model had better share one.
     """
     return QuantisedLinear(linear, bits, memory) if fits(linear) else PackedLinear(linear, WIDTH)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.trees import TreeSegment
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, first_line
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -30,7 +30,6 @@ from slipstream.models.cuda.graph_store import (
     GraphMemory,
     GraphStore,
     Rerun,
-    first_line,
     why_not_captured,
 )
 from slipstream.models.cuda.indexed_cache import (

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream.errors import first_line
+
 log = logging.getLogger("slipstream")
 
 MAX_GRAPHS = 64
@@ -276,8 +278,3 @@ def why_not_captured(model: Any) -> str | None:
     if getattr(model, "quantization_method", None) == "bitsandbytes":
         return "it is quantised with bitsandbytes"
     return None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or the error's type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

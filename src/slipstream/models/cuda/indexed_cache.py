@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 from slipstream.models.decoder.attention import Cut
-from slipstream.models.decoder.cache import Layout, RaggedCache
+from slipstream.models.decoder.cache import Layout, SlotCache
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as a hundred replays, and these as long as each other
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
@@ -48,7 +48,7 @@ class IndexedForward:
     ancestors: Tensor | None = None
 
 
-class IndexedCache(RaggedCache):
+class IndexedCache(SlotCache):
     """A slot cache that can also be indexed by tensors, so that a captured graph writes wherever they say by then.
 
     forward: what the next forward is, if it is indexed.
@@ -61,12 +61,11 @@ class IndexedCache(RaggedCache):
         """Make the next forward write the columns of the first R slots and read what it attends to of them."""
         self._slots, self._attended, self._span = slice(0, len(forward.slots)), forward.attended, None
         self._rows, self._columns = forward.slots[:, None], forward.columns
-        self.tree = None
-        self._cut([], None)
+        self._begin([])
         self.forward = forward
 
-    def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
-        super()._cut(cuts, layout)
+    def _begin(self, cuts: list[Cut], layout: Layout | None = None) -> None:
+        super()._begin(cuts, layout)
         self.forward = None
 
     @property
@@ -147,7 +146,7 @@ class TreeBuffers:
         self._ancestors = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.int64, device=device)
 
     def of(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-        """See `TreeTable.padded`."""
+        """The bucket's part of the buffers, with the shapes of `TreeTable.padded`."""
         rows, width = bucket.rows, bucket.width
         visible, ancestors = (
             buffer[: rows * width * width].view(rows, width, width) for buffer in (self._visible, self._ancestors)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
 from slipstream.models.decoder.around_layers import Rotations, check_nothing_between, decoder_module
-from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import (
     AttentionSpec,
     FusedLayer,
@@ -153,7 +153,7 @@ class TritonOps:
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return self._plain.residual_mlp(hidden, attended)
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,13 +78,11 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
         into = inputs[0] if inputs else options.get("hidden_states")
         passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
 
-    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in chain]
-    try:
+    with ExitStack() as hooks:
+        for module in chain:
+            hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
         ids = torch.tensor([[1, 0]], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     if [module for module, _, _ in passed] != chain:
         raise UnknownLayerError(
             "its embedding, layers, norm and output layer do not run one after the other, once each"

@@ -45,10 +45,10 @@ ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of at
 class TreeRows:
     """S rows, one per segment, over the slots of a KV cache.
 
-    slots: [S], where each row's keys are, but for those at `positions` of `rows`, which stand at `places`; all [N].
-    cells: row and column of each new token in the rectangle of all rows, [T] each. into: where each is written, slots
-    and places, [T] each. forks: [T], the first position that a token sees at another place: at that of number `begins`,
-    [T], of `paths`, and so on. reach: the first slot and place behind all that are written.
+    slots: [S], each row's. A key's place in its slot is its position, but for N keys of branches: that at positions[n]
+    of row rows[n] stands at places[n]. cells: row and column of each of T new tokens in the rectangle of all rows.
+    into: the slots and places that they are written to. From position forks[t] on, token t sees the keys at
+    paths[begins[t]], paths[begins[t] + 1], ... of its slot. reach: the first slot and place behind all written ones.
     """
 
     slots: Tensor
@@ -134,12 +134,16 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
+    """Slot-addressed KV cache of a model and its layer subsets.
+
+    `place`, `place_ragged` and `place_tree` say where the next forward writes. Its attention may be in parts: ragged
+    forwards attend row by row, long ones block by block.
 
     attended_unit, attended_lengths: attention reads up to the first of these lengths that suffices, else up to a
-    multiple of the unit. tree: the draft trees that the next forward is over, if any. shape: slots and positions
-    reserved; held: slots and positions that have memory. moves: counts the times when memory that forwards address may
-    have moved. states: those of recurrent layers, if there are any. spare_positions: positions held behind every text.
+    multiple of the unit. tree, layout: of the next forward, if it is over draft trees, or ragged. prepared: what
+    compiled layers keep from one of them to the next. shape: slots and positions reserved; held: slots and positions
+    that have memory. moves: counts the times when memory that forwards address may have moved. states: those of
+    recurrent layers, if there are any. spare_positions: positions held behind every text.
     """
 
     states: RecurrentStates | None = None
@@ -154,8 +158,14 @@ class SlotCache(Cache):
         self._slots = slice(0, 0)
         self._attended = 0
         self._span: slice | None = None
-        self._rows = self._columns = torch.empty(0, dtype=torch.int64)
+        self._rows = self._columns = self._written = torch.empty(0, dtype=torch.int64)
+        self._destinations: tuple[Tensor, Tensor] | None = None
+        self._cuts: list[Cut] = []
+        self._blocks: dict[int, list[Block]] = {}
+        self._rectangles: dict[int, Tensor] = {}
         self.tree: TreeRows | None = None
+        self.layout: Layout | None = None
+        self.prepared: Any = None
         self.hidden: dict[int, SlotLayer] = {}
 
     @property
@@ -207,8 +217,9 @@ class SlotCache(Cache):
         columns: [rows, width]. Returns the attended length, at most the positions reserved.
         """
         width = columns.shape[1]
-        self.tree = None
-        self._slots = slice(first_slot, first_slot + len(starts))
+        long = width >= LONG and self.attended_lengths and len(starts) == 1
+        self._begin([Cut(0, 0, 0, width, width, starts[0])] if long else [])
+        self._slots, self._written = slice(first_slot, first_slot + len(starts)), columns
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
@@ -216,10 +227,24 @@ class SlotCache(Cache):
         end = max(starts) + width
         return self._attend_up_to(end, self._slots.stop, end)
 
-    def place_tree(self, tree: TreeRows, end: int) -> int:
-        """`place` for a forward over a tree. end: of the positions attended to."""
+    def place_ragged(self, layout: Layout) -> int:
+        """`place` for a ragged forward."""
+        self._begin(layout.cuts, layout)
+        self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
+        self._rows, self._columns = layout.slots[None], layout.positions[None]
+        return self._attend_up_to(layout.end, *layout.reach)
+
+    def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
+        """`place` for a forward over a tree. end: of the positions attended to; layout: of its rows if it is ragged."""
+        self._begin([] if layout is None else layout.cuts, layout)
+        self._destinations = None if layout is None else (tree.into[0], layout.positions)
         self.tree = tree
         return self._attend_up_to(end, *tree.reach)
+
+    def _begin(self, cuts: list[Cut], layout: Layout | None = None) -> None:
+        """Forget the forward before."""
+        self._cuts, self._blocks, self._rectangles, self.layout = cuts, {}, {}, layout
+        self.tree = self._destinations = self.prepared = None
 
     def _attend_up_to(self, end: int, slots: int, positions: int) -> int:
         """The attended length of a forward over keys below `end` that writes below these slots and positions."""
@@ -238,6 +263,13 @@ class SlotCache(Cache):
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
+
+    def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""
+        layer = self.layers[layer_idx]
+        if layer.keys is None:
+            layer.keys, layer.values = self._allocate(states), self._allocate(states)
+        return layer.keys, layer.values
 
     def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
         """Write the hidden states [rows, width, size] that enter a layer in this forward."""
@@ -272,6 +304,31 @@ class SlotCache(Cache):
                 layer.values[destination, :, :length] = layer.values[source, :, :length]
         if self.states is not None:
             self.states.copy(source, destination, length)
+
+    def destinations(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions [tokens] to which the next forward's tokens are written, row by row."""
+        if self._destinations is None:
+            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
+            self._destinations = slots, self._written.flatten()
+        slots, positions = self._destinations
+        written = positions if self.tree is None else self.tree.into[1]
+        if int(slots.max()) >= self.held[0] or int(written.max()) >= self.held[1]:
+            raise SlipstreamError(f"slot {int(slots.max())}, position {int(written.max())}; reserved: {self.shape}")
+        return self._destinations
+
+    def blocks(self, mask: Tensor) -> list[Block]:
+        """The blocks a forward's attention is cut into, from its grouped mask; none if it is computed at once."""
+        if self._cuts and id(mask) not in self._blocks:
+            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
+        return self._blocks.get(id(mask), [])
+
+    def rectangle(self, mask: Tensor) -> Tensor | None:
+        """The mask of the rows that attend together in a ragged forward; None if there are none."""
+        if self.layout is None or self.layout.into is None:
+            return None
+        if id(mask) not in self._rectangles:
+            self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
+        return self._rectangles[id(mask)]
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
         self._put(cached, states)
@@ -321,10 +378,10 @@ def given_cache(options: Mapping[str, Any]) -> Any:
 class Layout:
     """Where each of T tokens goes.
 
-    slots, positions: [T], in the KV cache; rows: the slots that attention reads. queries: [1, C], the positions of all
-    its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
-    into: [B * W], the token of each column of the rectangle; out_of: [T], the column of each token; None without one.
-    end: the end of the positions attended to. reach: the first slot and position behind all that are written.
+    slots, positions: [T], where it is cached. Attention reads the slots `rows`. Its C columns are at positions queries,
+    [1, C]: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
+    into: [B * W], the token in each column of the rectangle; out_of: [T], the column of each token; both None without a
+    rectangle. end: of the positions attended to. reach: the first slot and position behind all that are written.
     """
 
     slots: Tensor
@@ -371,79 +428,6 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     rows, shape = slice(segments[0].slot, segments[0].slot + len(segments)), (len(segments), width)
     into = cells.clamp(max=total - 1).flatten()
     return Layout(slots, positions, rows, queries, shape, into, out_of, cuts, end, reach)
-
-
-class RaggedCache(SlotCache):
-    """A slot cache for attention in parts: ragged forwards row by row, long forwards block by block.
-
-    prepared: what compiled layers keep from one layer of the next forward to another.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.layout: Layout | None = None  # of the next forward, if it is ragged
-        self._cuts: list[Cut] = []
-        self._blocks: dict[int, list[Block]] = {}
-        self._rectangles: dict[int, Tensor] = {}
-        self._written = torch.empty(0, dtype=torch.int64)
-        self._destinations: tuple[Tensor, Tensor] | None = None
-        self.prepared: Any = None
-
-    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
-        width = columns.shape[1]
-        long = width >= LONG and self.attended_lengths and len(starts) == 1
-        self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None)
-        self._destinations, self._written = None, columns
-        return super().place(first_slot, starts, columns)
-
-    def place_ragged(self, layout: Layout) -> int:
-        """`place` for a ragged forward."""
-        self._cut(layout.cuts, layout)
-        self.tree = None
-        self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
-        self._rows, self._columns = layout.slots[None], layout.positions[None]
-        return self._attend_up_to(layout.end, *layout.reach)
-
-    def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
-        """layout: of the tree's rows, if the forward is ragged."""
-        self._cut([] if layout is None else layout.cuts, layout)
-        self._destinations = None if layout is None else (tree.into[0], layout.positions)
-        return super().place_tree(tree, end)
-
-    def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""
-        layer = self.layers[layer_idx]
-        if layer.keys is None:
-            layer.keys, layer.values = self._allocate(states), self._allocate(states)
-        return layer.keys, layer.values
-
-    def destinations(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions [tokens] to which the next forward's tokens are written, row by row."""
-        if self._destinations is None:
-            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
-            self._destinations = slots, self._written.flatten()
-        slots, positions = self._destinations
-        written = positions if self.tree is None else self.tree.into[1]
-        if int(slots.max()) >= self.held[0] or int(written.max()) >= self.held[1]:
-            raise SlipstreamError(f"slot {int(slots.max())}, position {int(written.max())}; reserved: {self.shape}")
-        return self._destinations
-
-    def blocks(self, mask: Tensor) -> list[Block]:
-        """The blocks a forward's attention is cut into, from its grouped mask; none if it is computed at once."""
-        if self._cuts and id(mask) not in self._blocks:
-            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
-        return self._blocks.get(id(mask), [])
-
-    def rectangle(self, mask: Tensor) -> Tensor | None:
-        """The mask of the rows that attend together in a ragged forward; None if there are none."""
-        if self.layout is None or self.layout.into is None:
-            return None
-        if id(mask) not in self._rectangles:
-            self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
-        return self._rectangles[id(mask)]
-
-    def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
-        self._cuts, self._blocks, self._rectangles, self.layout, self.prepared = cuts, {}, {}, layout, None
 
 
 def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from slipstream.models.decoder.attention import attend, attend_in_blocks
-from slipstream.models.decoder.cache import RaggedCache, attend_ragged, given_cache
+from slipstream.models.decoder.cache import SlotCache, attend_ragged, given_cache
 from slipstream.models.decoder.fused_linear import FusedOutput
 
 SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
@@ -160,7 +160,7 @@ class Ops(Protocol):
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """From hidden states and attention's output [B, W, heads * D] to the next layer's hidden states."""
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
         """The whole layer at once, attention included; None if it must be computed in the two parts above."""
 
 
@@ -207,7 +207,7 @@ class LayerOps:
         y: Tensor = self.down(activated(self.act, gate).mul_(up))
         return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
         """None: these ops compute a layer in two parts."""
         return None
 
@@ -232,7 +232,7 @@ class FusedLayer:
         """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
         cache, rope = given_cache(options), options.get("position_embeddings")
         mask = options.get("attention_mask")
-        if inputs or rope is None or mask is None or not isinstance(cache, RaggedCache):
+        if inputs or rope is None or mask is None or not isinstance(cache, SlotCache):
             return self._own(hidden_states, *inputs, **options)
         output = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
         if output is not None:
@@ -247,7 +247,7 @@ class FusedLayer:
         other.ops = ops
         return other
 
-    def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: RaggedCache) -> Tensor:
+    def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """qk: queries and keys [B, heads, W, D]."""
         queries, keys = qk.split((self.ops.heads, self.ops.key_heads), 1)
         keys, values = cache.update(keys, values, self.spec.index)

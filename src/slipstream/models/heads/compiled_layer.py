@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cpu.compiled_layers import LayerFunctions, kernel_product, most_tokens
+from slipstream.models.cpu.compiled_layers import kernel_product, most_tokens
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
@@ -37,7 +37,7 @@ class CompiledLayer:
         sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
         self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
-        self._functions = LayerFunctions.of(library)
+        self._library = library
 
     def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> NormStruct:
         if weight is None:
@@ -55,31 +55,14 @@ class CompiledLayer:
         """
         residual, heads, tokens = residual.contiguous(), heads.contiguous(), where.shape[1]
         length, layer = keys.stride(1) // self._size, ctypes.addressof(self._layer)
-        scratch = residual.new_empty(self._functions.scratch(layer, tokens, length))
+        scratch = residual.new_empty(self._library.layer_scratch(layer, tokens, length))
         out = torch.empty_like(residual)
         slots, seen, places = (part.data_ptr() for part in where)
-        memory = CacheStruct(
-            keys.data_ptr(),
-            values.data_ptr(),
-            length,
-            self.network.config.windows[0] or 0,
-            self._scaling,
-            slots,
-            seen,
-            places,
-        )
+        window = self.network.config.windows[0] or 0
+        memory = CacheStruct(*map(address, (keys, values)), length, window, self._scaling, slots, seen, places)
         cosines, sines = rope
-        self._functions.finish(
-            layer,
-            ctypes.addressof(memory),
-            residual.data_ptr(),
-            heads.data_ptr(),
-            tokens,
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            out.data_ptr(),
-            scratch.data_ptr(),
-        )
+        inputs, outputs = map(address, (residual, heads)), map(address, (cosines, sines, out, scratch))
+        self._library.finish_layer(layer, ctypes.addressof(memory), *inputs, tokens, *outputs)
         return out
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
@@ -34,11 +33,12 @@ from slipstream.models.heads.head_files import (
     NOT_EAGLE3,
     HeadFiles,
     TensorReader,
-    as_product,
+    after_attention,
     check_settings,
     check_size,
     layer_settings,
     own_embedding,
+    projections,
     token_ids_of,
     windows_of,
 )
@@ -76,19 +76,14 @@ def _anchor_drafts(files: HeadFiles) -> bool:
 
     Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
     """
-    drafts: bool | None = _flags(files).get("sample_from_anchor")
+    drafts: bool | None = files.flags.get("sample_from_anchor")
     if drafts is None and files.kind == DSPARK and "speculators_model_type" in files.settings:
         raise UsageError(f"draft head {files.source!r}: config.json has no sample_from_anchor; allowed: true or false")
     return files.kind == DSPARK if drafts is None else drafts
 
 
-def _flags(files: HeadFiles) -> dict[str, Any]:
-    """The settings of the head; its authors nest them."""
-    return {**files.settings, **files.settings.get("dflash_config", {})}
-
-
 def _whole(files: HeadFiles, name: str, default: int | None, low: int, high: int) -> int:
-    value: Any = _flags(files).get(name, default)
+    value: Any = files.flags.get(name, default)
     if not is_whole(value, low, high):
         raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {low} to {high}")
     return value
@@ -109,7 +104,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> 
 def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
     """The layers whose entering hidden states are the features."""
     entering = files.settings.get("aux_hidden_state_layer_ids")
-    leaving = files.settings.get("dflash_config", {}).get("target_layer_ids", files.settings.get("target_layer_ids"))
+    leaving = files.flags.get("target_layer_ids")
     named, shift = (leaving, 1) if entering is None else (entering, 0)
     low, high = -shift, count - 1 - shift
     if not isinstance(named, list) or not named or not all(is_whole(i, low, high) for i in named):
@@ -123,23 +118,25 @@ def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
 def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, target: Loaded) -> DFlashWeights:
     model: Any = target.backend.model  # type: ignore[attr-defined]
     read = TensorReader(files.source, tensors, target.backend.device)
-    product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
-    size, count = config.hidden_size, config.vocab_size if config.token_ids is None else len(config.token_ids)
-    if OUTPUT in tensors:
-        lm_head = product(read(OUTPUT, count, size))
-    elif config.token_ids is None:
-        output = model.get_output_embeddings()
-        lm_head = _in_type(output, model.dtype)
-    else:
+    size, embedding_layer, output = config.hidden_size, model.get_input_embeddings(), model.get_output_embeddings()
+    if OUTPUT not in tensors and config.token_ids is not None:
         raise UsageError(f"draft head {files.source!r} has d2t without {OUTPUT!r}; allowed: both or neither")
-    chain = _chain(files, read, product, config)
+    # without the factor that some models multiply their embedding with
+    embed = (
+        partial(embedding, weight=embedding_layer.weight)
+        if isinstance(embedding_layer, nn.Embedding)
+        else embedding_layer
+    )
+    chain = _chain(files, read, config)
     weights = DFlashWeights(
-        fc=product(read(FEATURES, size, len(config.layers) * size)),
+        fc=read.product({FEATURES: size}, len(config.layers) * size),
         feature_norm=read("hidden_norm.weight", size),
-        layers=[_layer(files, read, product, config, i) for i in range(files.layer["num_hidden_layers"])],
+        layers=[_layer(files, read, config, i) for i in range(files.layer["num_hidden_layers"])],
         final_norm=read("norm.weight", size),
-        embed=own_embedding(files, tensors, config) or _unscaled(model.get_input_embeddings()),
-        lm_head=lm_head,
+        embed=own_embedding(read, config) or embed,
+        lm_head=read.product({OUTPUT: config.draft_vocab_size}, size)
+        if OUTPUT in tensors
+        else lambda outputs: output(outputs.to(model.dtype)),
         chain=chain,
         confidence=_confidence(files, read, size, chain) if files.kind == DSPARK else None,
     )
@@ -147,9 +144,9 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     return weights
 
 
-def _chain(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfig) -> Chain | None:
+def _chain(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Chain | None:
     """How a head goes on from what was drafted; None for DFlash."""
-    size, vocab_size, flags = config.hidden_size, config.vocab_size, _flags(files)
+    size, vocab_size, flags = config.hidden_size, config.vocab_size, files.flags
     if files.kind == DFLASH2:
         if config.token_ids is not None:
             raise UsageError(f"draft head {files.source!r} of type {DFLASH2!r} has d2t; allowed: the whole vocabulary")
@@ -157,13 +154,13 @@ def _chain(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfi
         return CandidateChain(
             before=read(f"{name}predecessor_codebook", vocab_size, rank),
             after=read(f"{name}successor_codebook", vocab_size, rank),
-            project=product(read(f"{name}hidden_projection.weight", rank, size)),
+            project=read.product({f"{name}hidden_projection.weight": rank}, size),
             count=_whole(files, "selector_top_k", 16, 1, vocab_size),
         )
     rank = _whole(files, "markov_rank", 256, 0, 1 << 16) if files.kind == DSPARK else 0
     if not rank:
         return None
-    kind, name, drafted = flags.get("markov_head_type", MARKOV_KINDS[0]), "markov_head.", config.token_ids
+    kind, name = flags.get("markov_head_type", MARKOV_KINDS[0]), "markov_head."
     if kind not in MARKOV_KINDS:
         allowed = ", ".join(map(repr, MARKOV_KINDS))
         raise UsageError(f"draft head {files.source!r} has markov_head_type={kind!r}; allowed: {allowed}")
@@ -177,16 +174,16 @@ def _chain(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfi
 
     return MarkovChain(
         tokens=read(f"{name}markov_w1.weight", vocab_size, rank),
-        add=product(read(f"{name}markov_w2.weight", vocab_size if drafted is None else len(drafted), rank)),
+        add=read.product({f"{name}markov_w2.weight": config.draft_vocab_size}, rank),
         gate=with_bias("gate_proj", rank, size + rank) if kind == "gated" else None,
         joint=with_bias("joint_proj", 3 * rank, size + 2 * rank) if kind == "rnn" else None,
-        token_ids=None if drafted is None else drafted.to(read.device),
+        token_ids=None if config.token_ids is None else config.token_ids.to(read.device),
     )
 
 
 def _confidence(files: HeadFiles, read: TensorReader, size: int, chain: Chain | None) -> Confidence | None:
     """DSpark's estimate of acceptance, if it makes one."""
-    flags, name = _flags(files), "confidence_head.proj."
+    flags, name = files.flags, "confidence_head.proj."
     if not flags.get("enable_confidence_head", f"{name}weight" in read.tensors):
         return None
     tokens = chain.tokens if isinstance(chain, MarkovChain) else None
@@ -201,7 +198,7 @@ def _confidence(files: HeadFiles, read: TensorReader, size: int, chain: Chain | 
     return Confidence(read(f"{name}weight", 1, width), read(f"{name}bias", 1), seen)
 
 
-def _mix(files: HeadFiles, read: TensorReader, product: Any, size: int, name: str) -> LocalMix | None:
+def _mix(files: HeadFiles, read: TensorReader, size: int, name: str) -> LocalMix | None:
     if files.kind != DFLASH2:
         return None
     taps, group = _whole(files, "conv_kernel_size", 2, 1, 256), _whole(files, "conv_group_size", 16, 1, size)
@@ -209,29 +206,23 @@ def _mix(files: HeadFiles, read: TensorReader, product: Any, size: int, name: st
         raise UsageError(f"draft head {files.source!r} has conv_group_size={group}; allowed: divisors of {size}")
     return LocalMix(
         base=read(f"{name}.base_kernel", 2, taps, size),
-        project=product(read(f"{name}.kernel_projection.weight", 2 * taps * (size // group), size)),
+        project=read.product({f"{name}.kernel_projection.weight": 2 * taps * (size // group)}, size),
     )
 
 
-def _layer(files: HeadFiles, read: TensorReader, product: Any, config: HeadConfig, number: int) -> DFlashLayer:
-    name, window = f"layers.{number}.", windows_of(files)[number]
-    size, middle, each = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * each, config.num_key_heads * each
-    attention, mlp = f"{name}self_attn.", f"{name}mlp."
+def _layer(files: HeadFiles, read: TensorReader, config: HeadConfig, number: int) -> DFlashLayer:
+    name, window, size = f"layers.{number}.", windows_of(files)[number], config.hidden_size
     return DFlashLayer(
-        query=product(read(f"{attention}q_proj.weight", queries, size)),
-        key_value=product(torch.cat([read(f"{attention}{part}_proj.weight", keys, size) for part in "kv"])),
-        out=product(read(f"{attention}o_proj.weight", size, queries)),
-        gate_up=product(torch.cat([read(f"{mlp}{part}_proj.weight", middle, size) for part in ("gate", "up")])),
-        down=product(read(f"{mlp}down_proj.weight", size, middle)),
+        query=read.product(projections(config, name, "q"), size),
+        key_value=read.product(projections(config, name, "kv"), size),
         block_norm=read(f"{name}input_layernorm.weight", size),
-        query_norm=read(f"{attention}q_norm.weight", each),
-        key_norm=read(f"{attention}k_norm.weight", each),
-        middle_norm=read(f"{name}post_attention_layernorm.weight", size),
+        query_norm=read(f"{name}self_attn.q_norm.weight", config.head_dim),
+        key_norm=read(f"{name}self_attn.k_norm.weight", config.head_dim),
         window=window,
         is_causal=window is not None and _windows_are_causal(files),
-        attention_mix=_mix(files, read, product, size, f"{name}attention_conv"),
-        mlp_mix=_mix(files, read, product, size, f"{name}mlp_conv"),
+        attention_mix=_mix(files, read, size, f"{name}attention_conv"),
+        mlp_mix=_mix(files, read, size, f"{name}mlp_conv"),
+        **after_attention(read, config, name),
     )
 
 
@@ -239,16 +230,3 @@ def _windows_are_causal(files: HeadFiles) -> bool:
     """Whether in a layer with a window a block's rows see those before them alone: so only for `speculators`."""
     sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
     return "speculators_model_type" in files.settings and not sees_all
-
-
-def _in_type(output: nn.Module, dtype: torch.dtype) -> Linear:
-    return lambda x: output(x.to(dtype))
-
-
-def _unscaled(module: nn.Module) -> Any:
-    """The target's embedding without the factor that some models multiply it with."""
-    return partial(_looked_up, module.weight) if isinstance(module, nn.Embedding) else module
-
-
-def _looked_up(weight: Tensor, tokens: Tensor) -> Tensor:
-    return embedding(tokens, weight)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from slipstream.models.heads.head_files import (
     NOT_EAGLE3,
     HeadFiles,
     TensorReader,
-    as_product,
+    after_attention,
     check_settings,
     check_size,
     layer_settings,
     own_embedding,
+    projections,
     windows_of,
 )
 from slipstream.models.heads.network import Attend, HeadConfig, HeadLayers, LayerWeights, Linear
@@ -84,23 +84,18 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         **(layer_settings(files, target) | {"head_dim": layer["hidden_size"] // layer["num_attention_heads"]}),
     )
     read = TensorReader(files.source, tensors, target.backend.device)
-    size, middle, key_size = config.hidden_size, config.intermediate_size, config.num_key_heads * config.head_dim
-    product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
-    counts = {"q": size, "k": key_size, "v": key_size}
-    qkv = product(torch.cat([read(f"{LAYER}self_attn.{n}_proj.weight", rows, size) for n, rows in counts.items()]))
+    size, parts = config.hidden_size, projections(config, LAYER, "qkv")
+    qkv, fc = read.product(parts, size), read.product({FEATURES: size}, 2 * size)
     if layer.get("qkv_bias"):
-        qkv = _plus(qkv, torch.cat([read(f"{LAYER}self_attn.{n}_proj.bias", rows) for n, rows in counts.items()]))
-    fc = product(read(FEATURES, size, 2 * size))
+        biases = [read(f"{name.removesuffix('weight')}bias", outputs) for name, outputs in parts.items()]
+        qkv = _plus(qkv, torch.cat(biases))
     weights = Eagle1Weights(
         fc=_plus(fc, read("fc.bias", size)) if layer.get("bias", True) else fc,
         qkv=qkv,
-        out=product(read(f"{LAYER}self_attn.o_proj.weight", size, size)),
-        gate_up=product(torch.cat([read(f"{LAYER}mlp.{name}_proj.weight", middle, size) for name in ("gate", "up")])),
-        down=product(read(f"{LAYER}mlp.down_proj.weight", size, middle)),
-        middle_norm=read(f"{LAYER}post_attention_layernorm.weight", size),
+        **after_attention(read, config, LAYER),
         final_norm=norm,
         lm_head=lambda outputs: lm_head(outputs.to(model.dtype)),
-        embed=own_embedding(files, tensors, config) or model.get_input_embeddings(),
+        embed=own_embedding(read, config) or model.get_input_embeddings(),
     )
     read.check_all_read()
     return Eagle1Network(config, weights)

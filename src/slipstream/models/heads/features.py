@@ -1,25 +1,42 @@
-"""Which rows of a head have the target's features: of the rest, drafts' above all, the head's cache is read again.
+"""Which rows of a head were computed from the target's own features; the others are computed again later.
 
-Row i of a batch has slot i in the target's KV cache and in the head's, so the features of a slot's positions are found
-where the target has kept them. The feature of a head's row s is the target's at position s - 1.
+Those others are drafted tokens, mostly: the target has not read them yet. Row i of a batch has slot i in the target's
+KV cache and in the head's. The feature of a head's row s is the target's at position s - 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from slipstream.core.kv_slots import SlotState
+from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import HiddenStates
+from slipstream.models.loaded import Loaded
+
+
+def model_for(draft: str, target: Loaded) -> Any:
+    """The module that a target's backend runs. draft: what reads its hidden states, as messages begin with it.
+
+    Raises `UsageError` where they cannot be read.
+    """
+    model = getattr(target.backend, "model", None)
+    if model is None or not isinstance(target.backend, HiddenStates):
+        raise UsageError(
+            f"{draft} with target {target.name!r}, whose hidden states cannot be read; "
+            "allowed: with models that run on Slipstream's own KV cache"
+        )
+    return model
 
 
 class FeatureReader:
     """What the backends of all heads share.
 
-    feature_layers: whose entering hidden states are the features. target: keeps them; target_slots: what is cached of
-    the target in each slot; both come with `attach`. num_right: rows of each slot, from its first on, that had the
-    target's features.
+    feature_layers: those whose entering hidden states are the features. target keeps them, and target_slots says how
+    far it has read each slot; both come with `attach`. num_right: how many rows of each slot, from its first on, were
+    computed from the target's features.
     """
 
     def __init__(self, feature_layers: Sequence[int]) -> None:

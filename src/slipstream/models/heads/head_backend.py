@@ -31,8 +31,8 @@ class HeadBackend(FeatureReader):
     attended_unit = 1
 
     def __init__(self, network: Network, mask_token: int | None = None, mask_feature: Tensor | None = None) -> None:
-        """mask_token, mask_feature: of P-EAGLE (arXiv 2602.01469), which drafts all tokens in one forward: they stand
-        for tokens to come, and [layers * target's hidden size] for the features of rows that do not have one.
+        """mask_token, mask_feature: for P-EAGLE (arXiv 2602.01469), which drafts all tokens in one forward. The token
+        stands for those to come, the feature [layers * target's hidden size] for those of rows that have none yet.
         """
         config = network.config
         super().__init__(config.layers)

@@ -7,6 +7,7 @@ head guesses the target's next tokens as its files declare it, and as they might
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,13 +100,11 @@ def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
     def keep_last(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         states.append((output[0] if isinstance(output, tuple) else output)[0])
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
-    hooks.append(layers[-1].register_forward_hook(keep_last))
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        hooks.enter_context(layers[-1].register_forward_hook(keep_last))
         logits = model(input_ids=text[None], use_cache=False).logits[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
     return states, logits.argmax(-1)
 
 

@@ -34,30 +34,31 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # what every head has, and no model
+EMBEDDING = "embed_tokens.weight"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 PEAGLE = "peagle"
 PARD = "pard"  # an ordinary model that drafts with mask tokens
-KINDS = {  # the kind of head, by the architecture that a config.json names
+KINDS = {  # the kind of head by the architecture that config.json names
     **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
     **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated", "Qwen3Eagle3Model"), EAGLE3),
     "DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": DFLASH2,
     "Qwen3DSparkModel": DSPARK,
-    # which are not read
+    # known, so that the refusal names them, but not read
     **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},
     "MedusaModel": "medusa",
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
-UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # of folders that name no architecture
+UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # by a setting, where no architecture is named
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
 NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 MASK_FEATURE = "mask_hidden"
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # its token, by the settings that have it
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # settings that may name the mask token
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
@@ -126,8 +127,9 @@ class HeadFiles:
 
     @property
     def flags(self) -> Mapping[str, Any]:
-        """The settings of the head; ModelOpt nests them."""
-        return {**self.settings, **self.settings.get("eagle_config", {})}
+        """The settings of the head; ModelOpt and DFlash's authors nest them."""
+        nested = [self.settings.get(name, {}) for name in NESTED_FLAGS]
+        return {**self.settings, **nested[0], **nested[1]}
 
     def trained_for(self, target: str) -> str | None:
         """The hub id of the model that the head was trained for, if the target's is that of another model.
@@ -210,7 +212,7 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
     """The names of the tensors in a folder."""
     from safetensors import safe_open
 
-    path = next((path for name in WEIGHTS if (path := file_of(folder, name, options.files)) is not None), None)
+    path = _weights_file(folder, options)
     if path is None:
         return ()
     try:
@@ -223,13 +225,18 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
         return ()
 
 
+def _weights_file(folder: str, options: LoadOptions) -> Path | None:
+    return next((path for name in WEIGHTS if (path := file_of(folder, name, options.files)) is not None), None)
+
+
 def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadNetwork:
     """The network of a head of the EAGLE-3 type."""
     model = target.backend.model  # type: ignore[attr-defined]
     check_settings(files, COMPUTED)
     config = _config(files, tensors, model.config.get_text_config(), target)
-    embed = own_embedding(files, tensors, config) or model.get_input_embeddings()
-    return HeadNetwork(config, _weights(files, tensors, config, target.backend.device), embed)
+    read = TensorReader(files.source, tensors, target.backend.device)
+    embed = own_embedding(read, config) or model.get_input_embeddings()
+    return HeadNetwork(config, _weights(files, read, config), embed)
 
 
 def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
@@ -248,7 +255,7 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `UsageError` for sizes that are none, and for settings with which a head is another network.
+    """Raise `UsageError` for impossible sizes, and for settings that make the head another network than is computed.
 
     computed: as `COMPUTED`, for this kind of head.
     """
@@ -335,7 +342,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
         )
     if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
-    if layer["hidden_size"] != sizes["hidden_size"] and "embed_tokens.weight" not in tensors:
+    if layer["hidden_size"] != sizes["hidden_size"] and EMBEDDING not in tensors:
         raise UsageError(
             f"draft head {source!r} has hidden_size={layer['hidden_size']} and no embedding of its own; allowed: "
             f"{sizes['hidden_size']}, that of {target.name!r}, whose embedding it uses"
@@ -372,9 +379,9 @@ def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
-    """What to try in other ways too: layer numbers, flags that are not set, and one that has two meanings.
+    """What `head_check` tries in other ways too: layer numbers, flags that the files do not set, and `norm_output`.
 
-    `norm_output` norms what is fed back for `speculators`, and for others what is scored.
+    For `speculators` that flag norms what is fed back, for others what is scored.
     """
     open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
     is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings
@@ -414,29 +421,27 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
     """A head's tensors by the names of `speculators`, those of numbers in the type of its projection of features."""
     from safetensors.torch import load_file
 
-    for name in WEIGHTS:
-        path = file_of(files.folder, name, options.files)
-        if path is None:
-            continue
-        try:
-            if path.suffix == ".safetensors":
-                loaded = load_file(path)
-            else:
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-                if not isinstance(loaded, dict) or not all(isinstance(part, Tensor) for part in loaded.values()):
-                    raise ValueError("it holds something else than tensors by name")
-        except Exception as error:  # of many kinds, as the file says what is read
-            raise SlipstreamError(
-                f"draft head {files.source!r}: {name} could not be read: {one_line(error)}"
-            ) from error
-        named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
-        tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
-        dtype = torch.bfloat16
-        if FEATURES in tensors:
-            check_type(files.source, FEATURES, tensors[FEATURES])
-            dtype = tensors[FEATURES].dtype
-        return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
-    raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+    path = _weights_file(files.folder, options)
+    if path is None:
+        raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+    try:
+        if path.suffix == ".safetensors":
+            loaded = load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(loaded, dict) or not all(isinstance(part, Tensor) for part in loaded.values()):
+                raise ValueError("it holds something else than tensors by name")
+    except Exception as error:  # of many kinds, as the file says what is read
+        raise SlipstreamError(
+            f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
+        ) from error
+    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
+    tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+    dtype = torch.bfloat16
+    if FEATURES in tensors:
+        check_type(files.source, FEATURES, tensors[FEATURES])
+        dtype = tensors[FEATURES].dtype
+    return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
 
 
 def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -445,38 +450,21 @@ def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name] if scale is None else (tensors[name].float() * scale.float()).to(torch.bfloat16)
 
 
-def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, device: torch.device) -> HeadWeights:
-    size, heads = config.hidden_size, (config.num_heads, config.num_key_heads, config.num_key_heads)
-    target, drafted = (
-        config.target_hidden_size,
-        config.vocab_size if config.token_ids is None else len(config.token_ids),
-    )
-    read = TensorReader(files.source, tensors, device)
-    product = partial(as_product, num_weights=sum(tensor.numel() for tensor in tensors.values()))
+def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig) -> HeadWeights:
+    size = config.hidden_size
 
     def layer(number: int, inputs: int) -> dict[str, Any]:
-        name, middle = f"layers.{number}.", config.intermediate_size
-        projections = [
-            read(f"{name}self_attn.{part}_proj.weight", count * config.head_dim, inputs)
-            for part, count in zip("qkv", heads, strict=True)
-        ]
-        gates = [read(f"{name}mlp.{part}_proj.weight", middle, size) for part in ("gate", "up")]
-        norms = {f"{name}self_attn.{part}_norm.weight": count for part, count in zip("qk", heads, strict=False)}
+        name = f"layers.{number}."
         return {
-            "qkv": product(torch.cat(projections)),
-            "out": product(read(f"{name}self_attn.o_proj.weight", size, config.num_heads * config.head_dim)),
-            "gate_up": product(torch.cat(gates)),
-            "down": product(read(f"{name}mlp.down_proj.weight", size, middle)),
-            "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
-            "head_norms": torch.cat([read(norm, config.head_dim).expand(n, 1, -1) for norm, n in norms.items()])
-            if any(norm in tensors for norm in norms)
-            else None,
+            "qkv": read.product(projections(config, name, "qkv"), inputs),
+            "head_norms": _head_norms(read, config, name),
+            **after_attention(read, config, name),
         }
 
     weights = HeadWeights(
         **layer(0, 2 * size),
-        fc=product(read(FEATURES, size, len(config.layers) * target)),
-        lm_head=product(read("lm_head.weight", drafted, size)),
+        fc=read.product({FEATURES: size}, len(config.layers) * config.target_hidden_size),
+        lm_head=read.product({"lm_head.weight": config.draft_vocab_size}, size),
         token_norm=read("layers.0.input_layernorm.weight", size),
         hidden_norm=read("layers.0.hidden_norm.weight", size),
         final_norm=read("norm.weight", size),
@@ -488,6 +476,31 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     )
     read.check_all_read()
     return weights
+
+
+def _head_norms(read: TensorReader, config: HeadConfig, name: str) -> Tensor | None:
+    heads = {"q": config.num_heads, "k": config.num_key_heads}
+    norms = {f"{name}self_attn.{part}_norm.weight": count for part, count in heads.items()}
+    if not norms.keys() & read.tensors.keys():
+        return None
+    return torch.cat([read(norm, config.head_dim).expand(count, 1, -1) for norm, count in norms.items()])
+
+
+def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
+    """The outputs of some of a layer's projections of queries, keys and values, by name. parts: such as "qkv"."""
+    heads = {"q": config.num_heads, "k": config.num_key_heads, "v": config.num_key_heads}
+    return {f"{name}self_attn.{part}_proj.weight": heads[part] * config.head_dim for part in parts}
+
+
+def after_attention(read: TensorReader, config: HeadConfig, name: str) -> dict[str, Any]:
+    """What a layer has behind its attention, by the fields of `LayerWeights`. name: "layers.N."."""
+    size, middle = config.hidden_size, config.intermediate_size
+    return {
+        "out": read.product({f"{name}self_attn.o_proj.weight": size}, config.num_heads * config.head_dim),
+        "gate_up": read.product({f"{name}mlp.{part}_proj.weight": middle for part in ("gate", "up")}, size),
+        "down": read.product({f"{name}mlp.down_proj.weight": size}, middle),
+        "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
+    }
 
 
 def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Tensor | None:
@@ -516,6 +529,16 @@ class TensorReader:
         self.names.add(name)
         return tensor.to(self.device)
 
+    def product(self, parts: Mapping[str, int], inputs: int) -> Linear:
+        """The joint product with the weights of these names, [outputs, inputs] each. parts: outputs by name."""
+        weights = [self(name, outputs, inputs) for name, outputs in parts.items()]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        linear = nn.Linear(inputs, len(weight), bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+            return linear
+        return converter(sum(tensor.numel() for tensor in self.tensors.values()), weight.dtype)(linear)
+
     def check_all_read(self) -> None:
         """Raise `SlipstreamError` if there are more tensors: the head computes something else with them."""
         more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
@@ -538,15 +561,6 @@ def _short(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def as_product(weight: Tensor, num_weights: int) -> Linear:
-    """The product with a weight [outputs, inputs] of a head with this many weights."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
-        return linear
-    return converter(num_weights, weight.dtype)(linear)
-
-
 def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
     """What makes the fastest form of a head's products on a processor: 4 bits, if it is large and they are faster.
 
@@ -555,18 +569,11 @@ def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.
     return partial(rounded, bits="int4") if num_weights >= SMALLEST and is_faster(dtype) else compressed_or_packed
 
 
-def own_embedding(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig) -> nn.Module | None:
+def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
     """The head's own embedding, if it brings one."""
-    weight = tensors.get("embed_tokens.weight")
-    if weight is None:
+    if EMBEDDING not in read.tensors:
         return None
-    if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
-        raise SlipstreamError(
-            f"draft head {files.source!r}: tensor 'embed_tokens.weight' is {list(weight.shape)}; "
-            f"allowed: {[config.vocab_size, config.hidden_size]}"
-        )
-    check_type(files.source, "embed_tokens.weight", weight)
-    return nn.Embedding.from_pretrained(weight)
+    return nn.Embedding.from_pretrained(read(EMBEDDING, config.vocab_size, config.hidden_size))
 
 
 def rope_settings(layer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from slipstream.errors import UsageError
 from slipstream.models.heads.assistant import load_assistant
 from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
+from slipstream.models.heads.features import model_for
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.head_files import (
     ASSISTANT,
@@ -41,11 +42,7 @@ READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]]
 
 def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
     """A head as a draft model for this target."""
-    if not hasattr(target.backend, "model") or not hasattr(target.backend, "keep_hidden_states"):
-        raise UsageError(
-            f"draft head {files.source!r} with target {target.name!r}, whose hidden states cannot be read; "
-            "allowed: with models that run on Slipstream's own KV cache"
-        )
+    model_for(f"draft head {files.source!r}", target)
     if files.kind == MTP:
         return load_mtp(target, options, files)
     if files.kind not in (ASSISTANT, *READERS):

@@ -22,9 +22,9 @@ from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import pack, pack_experts, unsupported
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
-from slipstream.models.decoder.cache import KEYS_AND_VALUES, RaggedCache, SlotLayer
+from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
-from slipstream.models.heads.features import FeatureReader
+from slipstream.models.heads.features import FeatureReader, model_for
 from slipstream.models.heads.head_files import HeadFiles, converter
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
@@ -36,19 +36,6 @@ from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 RETURNED = 0  # the number under which a layer's cache keeps what the layer has returned
 HIDDEN_FIRST = "input_proj.weight"  # has the hidden state before the token
 SPARSE = ".experts."  # in the names of tensors of a mixture of experts
-
-
-@dataclass(frozen=True)
-class TargetParts:
-    """What MTP layers share with their target. norm: the final one."""
-
-    embed: nn.Module
-    norm: nn.Module
-    lm_head: nn.Module
-    num_layers: int
-    vocab_size: int
-    max_length: int
-    device: torch.device
 
 
 class MtpLayer:
@@ -63,7 +50,7 @@ class MtpLayer:
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
-        self.cache = RaggedCache(1)
+        self.cache = SlotCache(1)
         self.cache.hidden[RETURNED] = SlotLayer()
         self.cache.attended_unit = 1
         accepted = inspect.signature(decoder.forward).parameters
@@ -105,10 +92,13 @@ class MtpBackend(FeatureReader):
 
     attended_unit = 1
 
-    def __init__(self, layers: Sequence[MtpLayer], target: TargetParts) -> None:
-        super().__init__([target.num_layers])
-        self.layers, self.parts = layers, target
-        self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
+    def __init__(self, layers: Sequence[MtpLayer], target: Loaded, norm: nn.Module) -> None:
+        """norm: the target's final one."""
+        backend: Any = target.backend
+        super().__init__([backend.num_layers])
+        self.layers, self._norm = layers, norm
+        self._embed, self._lm_head = backend.model.get_input_embeddings(), backend.model.get_output_embeddings()
+        self.vocab_size, self.max_length, self.device = backend.vocab_size, backend.max_length, backend.device
 
     def reserve(self, rows: int, length: int) -> None:
         for layer in self.layers:
@@ -126,7 +116,7 @@ class MtpBackend(FeatureReader):
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
         read = torch.tensor([self.num_read(slot) for slot in slots], device=self.device)
         depth = (positions - read[:, None]).clamp(min=0)
-        embedded, last = self.parts.embed(tokens), len(self.layers) - 1
+        embedded, last = self._embed(tokens), len(self.layers) - 1
         first = min(last, *(max(0, start - self.num_read(slot)) for slot, start in zip(slots, starts, strict=True)))
         returned = list[Tensor]()
         for number in range(first, last + 1):
@@ -140,7 +130,7 @@ class MtpBackend(FeatureReader):
         if not logits:
             return embedded.new_empty(0)
         chosen = (depth.clamp(first, last) - first)[None, ..., None].expand(1, *embedded.shape)
-        out: Tensor = self.parts.lm_head(torch.stack(returned).gather(0, chosen)[0])
+        out: Tensor = self._lm_head(torch.stack(returned).gather(0, chosen)[0])
         return out
 
     def _entering(self, number: int, slots: range, positions: Tensor, depth: Tensor, like: Tensor) -> Tensor:
@@ -162,7 +152,7 @@ class MtpBackend(FeatureReader):
             num_known = self.num_known(slot, start, positions.shape[1])
             features = self.features(slot, start, num_known)
             if features is not None:
-                entering[i, num_known - len(features) : num_known] = self.parts.norm(features.to(like.dtype))
+                entering[i, num_known - len(features) : num_known] = self._norm(features.to(like.dtype))
         return entering
 
 
@@ -171,7 +161,7 @@ def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     if not isinstance(target.backend, HiddenStates) or not target.source or is_gguf(target.source):
         return False
     try:
-        files = _files(target, options)
+        files = _checkpoint(target.source, resolve(target.source, options.files), options)
     except SlipstreamError:
         return False  # of other files than safetensors, in which MTP layers are not looked for
     return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
@@ -182,13 +172,14 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
 
     head: where `speculators` wrote them after more training, if they are not the target's own.
     """
-    backend, model = target.backend, getattr(target.backend, "model", None)
-    if model is None or not isinstance(backend, HiddenStates):
-        raise UsageError(
-            f"draft={MTP!r} with target {target.name!r}, whose hidden states cannot be read; "
-            "allowed: with models that run on Slipstream's own KV cache"
-        )
-    files = _files(target, options) if head is None else _files_in(head.source, head.folder, options)
+    model, backend = model_for(f"draft={MTP!r}", target), target.backend
+    assert isinstance(backend, HiddenStates)
+    if head is not None:
+        files = _checkpoint(head.source, head.folder, options)
+    else:
+        source = target.source or getattr(getattr(target.model, "config", None), "_name_or_path", "")
+        is_checkpoint = source and not is_gguf(source)
+        files = _checkpoint(source, resolve(source, options.files), options) if is_checkpoint else None
     layer_tensors = [] if files is None else mtp_layers(files.shapes, backend.num_layers)
     if files is None or not layer_tensors:
         named = target.name if head is None else head.source
@@ -206,42 +197,19 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         raise UsageError(
             f"draft={MTP!r}: {type(decoder).__name__} has no final norm called 'norm'; allowed: another draft model"
         )
-    shared = TargetParts(
-        model.get_input_embeddings(),
-        norm,
-        model.get_output_embeddings(),
-        backend.num_layers,
-        target.backend.vocab_size,
-        target.backend.max_length,
-        target.backend.device,
-    )
-    reader = _Reader(
-        files, decoder, model.dtype, shared.device, may_pack=options.fast is not False, token_first=head is not None
-    )
+    may_pack, device = options.fast is not False, target.backend.device
+    reader = _Reader(files, decoder, model.dtype, device, may_pack=may_pack, token_first=head is not None)
     layers = [reader.layer(number, names) for number, names in enumerate(layer_tensors)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
-    if head is None:
-        return Loaded(MtpBackend(layers, shared), MTP, target.end_ids, target.tokenizer, fingerprint=fingerprint)
-    return Loaded(
-        MtpBackend(layers, shared),
-        head.source,
-        target.end_ids,
-        target.tokenizer,
-        fingerprint=f"{fingerprint} from {head.folder}",
-        source=head.folder,
-    )
+    name, folder = (MTP, "") if head is None else (head.source, head.folder)
+    fingerprint += f" from {folder}" if folder else ""
+    drafts = MtpBackend(layers, target, norm)
+    return Loaded(drafts, name, target.end_ids, target.tokenizer, fingerprint=fingerprint, source=folder)
 
 
-def _files(target: Loaded, options: LoadOptions) -> CheckpointFiles | None:
-    """The checkpoint that a target was loaded from; None if there is none."""
-    source = target.source or getattr(getattr(target.model, "config", None), "_name_or_path", "")
-    if not source or is_gguf(source):
-        return None
-    return _files_in(source, resolve(source, options.files), options)
-
-
-def _files_in(source: str, folder: str, options: LoadOptions) -> CheckpointFiles | None:
+def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFiles | None:
+    """The tensors in a folder; None if it has no config.json."""
     config = file_of(folder, "config.json", options.files)
     return None if config is None else CheckpointFiles(source, str(config.parent))
 

@@ -51,6 +51,11 @@ class HeadConfig:
     windows: tuple[int | None, ...] = (None,)
     unclear: tuple[str, ...] = ()
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """How many tokens the head can propose."""
+        return self.vocab_size if self.token_ids is None else len(self.token_ids)
+
 
 @dataclass(kw_only=True)
 class LayerWeights:

@@ -19,7 +19,7 @@ from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
-from slipstream.models.decoder.cache import RaggedCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
+from slipstream.models.decoder.cache import SlotCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
@@ -38,7 +38,7 @@ class HFBackend:
     [B, 1], for trials: the model sees the positions of the cache plus these.
     """
 
-    def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
+    def __init__(self, model: Any, cache: SlotCache | None = None) -> None:
         """cache: of another backend, to share it; by default a new one."""
         if cache is None:
             check_supported(model)
@@ -279,14 +279,14 @@ class HFBackend:
         return logits
 
 
-def _new_cache(model: Any, num_layers: int) -> RaggedCache:
-    cache = RaggedCache(num_layers)
+def _new_cache(model: Any, num_layers: int) -> SlotCache:
+    cache = SlotCache(num_layers)
     cache.states = recurrent_states(model)
     return cache
 
 
 def _keep(
-    cache: RaggedCache, layer_idx: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    cache: SlotCache, layer_idx: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """Before a decoder layer: keep what enters it, in forwards over this cache."""
     if given_cache(options) is cache:
@@ -294,7 +294,7 @@ def _keep(
 
 
 def _keep_last(
-    cache: RaggedCache, index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], out: Any
+    cache: SlotCache, index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], out: Any
 ) -> None:
     """After the last decoder layer: keep what leaves it."""
     if given_cache(options) is cache:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
@@ -133,12 +134,10 @@ def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
             raise _refusal(model, f"{type(layer).__name__} does not map hidden states to hidden states")
         forms.add(len(output) - 1 if isinstance(output, tuple) else None)
 
-    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(look, with_kwargs=True))
         _two_tokens(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if len(forms) != 1:
         raise _refusal(model, "its layers differ in what they return")
     return forms.pop()
@@ -147,12 +146,10 @@ def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
 def _order(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Which of these layers run in a forward of two tokens, in order."""
     seen: list[nn.Module] = []
-    hooks = [layer.register_forward_pre_hook(lambda module, _: seen.append(module)) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda module, _: seen.append(module)))
         _two_tokens(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return seen
 
 

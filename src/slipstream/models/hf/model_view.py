@@ -29,7 +29,11 @@ COMPILED = "_orig_mod"  # where what torch.compile returns has the model
 
 
 class ModelView:
-    """A view of a model. model: what Slipstream runs; copies_weights: see `View`, set by whoever replaces modules."""
+    """A view of a model, which watches what its owner changes.
+
+    model: what Slipstream runs. copies_weights: whether copies were made of the weights, which do not follow when their
+    values change; set by whoever replaces modules.
+    """
 
     copies_weights = False
 
@@ -54,11 +58,15 @@ class ModelView:
             if not _equal(now, before):
                 return False
         same_settings = all(_equal(now, before) for now, before in self._settings)
-        return same_settings and all(map(_is_at, self._tensors, self._places))
+        return same_settings and [_place(tensor) for tensor in self._tensors] == self._places
 
     def has_same_weights(self) -> bool:
         """Whether weights have the values that they had when the view was made or `accept_weights` was called."""
         return self._read() == self._values
+
+    def is_outdated(self) -> bool:
+        """Whether the model has to be looked at anew."""
+        return not self.is_same_model() or (self.copies_weights and not self.has_same_weights())
 
     def accept_weights(self) -> None:
         """Take the values that weights have now for those that they had."""
@@ -142,11 +150,8 @@ def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor's memory from another's."""
     return tensor.dtype, tensor.device, tensor.shape, _address(tensor)
-
-
-def _is_at(tensor: Tensor, place: tuple[Any, ...]) -> bool:
-    return _place(tensor) == place
 
 
 def _address(tensor: Tensor) -> int:

@@ -49,10 +49,8 @@ class State:
         if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
             for layer, later_layer in zip(self.cache.layers, later.cache.layers, strict=True):
                 if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.shape[-2] == position:
-                    layer.keys, layer.values = (
-                        later_layer.keys[..., :position, :],
-                        later_layer.values[..., :position, :],
-                    )
+                    layer.keys = later_layer.keys[..., :position, :]
+                    layer.values = later_layer.values[..., :position, :]
 
 
 def _duplicate(layer: Any) -> Any:
@@ -118,7 +116,7 @@ class OwnCaches:
         return states[position].duplicate() if position else None
 
     def put(self, slot: int, position: int, state: State) -> None:
-        """Keep a state; of too many, one between others goes."""
+        """Keep a state; where there are too many, drop the one whose loss leaves the smallest gap."""
         states = self._states[slot]
         for earlier, other in states.items():
             other.take_keys(earlier, state)

@@ -71,7 +71,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
 
 
 def why_not_on_slots(try_forward: Callable[[], bool]) -> str | None:
-    """Why a model cannot run on the slots of a cache, as far as a trial shows; None if it can.
+    """Why a model cannot run on the slots of a cache, as a trial shows; None if it can.
 
     try_forward: whether the model gives its own logits there. Raises `UsageError` for a model that is refused anyway.
     """

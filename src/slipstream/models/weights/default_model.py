@@ -23,8 +23,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +32,12 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from slipstream.durable_files import locked
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.notices import announce
+from slipstream.models.notices import announce, progress_bar
 from slipstream.models.weights.model_files import EMBEDDED, is_converted
 from slipstream.version import __version__
 
@@ -224,17 +223,11 @@ def _continue(url: str, partial: Path, settings: Settings) -> None:
         raise _InterruptedError(f"the connection ended after {partial.stat().st_size:,} of {size:,} bytes")
 
 
-@contextmanager
-def _bar(url: str, begin: int, size: int) -> Iterator[Progress]:
-    """A progress bar of the bytes on a terminal, else a line that says what begins."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        announce(f"downloading SmolLM2-135M-Instruct from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ...")
-    columns = TextColumn("downloading SmolLM2-135M-Instruct (once)"), BarColumn(), DownloadColumn()
-    times = TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task("", total=size or None, completed=begin)
-        yield progress
+def _bar(url: str, begin: int, size: int) -> AbstractContextManager[Progress]:
+    """A progress bar of the bytes."""
+    model, columns = "SmolLM2-135M-Instruct", (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    message = f"downloading {model} from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ..."
+    return progress_bar(f"downloading {model} (once)", message, *columns, total=size or None, completed=begin)
 
 
 def _open(url: str, settings: Settings, headers: Mapping[str, str]) -> Any:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeRemainingColumn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.notices import announce
+from slipstream.models.notices import progress_bar
 from slipstream.models.weights.gguf_configuration import prepared, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
@@ -109,13 +108,9 @@ def _tensors_shown_by(progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def _bar(name: str) -> Iterator[Progress]:
-    """A progress bar of the tensors read if this is a terminal, else a line in the log; none of transformers' own."""
-    err = Console(stderr=True)
-    if not err.is_terminal:
-        announce(f"converting {name!r} to safetensors (once) ...")
-    columns = TextColumn("converting {task.description} (once)", markup=False), BarColumn(), TimeRemainingColumn()
-    with quietly(), Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(repr(name))
+    """A progress bar of the tensors read, and none of transformers' own."""
+    message = f"converting {name!r} to safetensors (once) ..."
+    with quietly(), progress_bar(f"converting {name!r} (once)", message, TimeRemainingColumn()) as progress:
         yield progress
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names, and in the order of rows, that a Hugging Face model has them.
+"""The tensors of a GGUF file, with the names and the order of rows that a Hugging Face model gives them.
 
 Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds, on
 one core and in Python. Packing asks nothing of Python, and of the model nothing but the order of some rows.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
+from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.structs import FORMATS, BlockFormat, FilePieceStruct
@@ -87,8 +87,7 @@ class _FilePieces:
     def pack(self, library: Any) -> None:
         """Pack pieces until all are taken; several threads share the work."""
         with self._file.open("rb", buffering=0) as stream:
-            count = ctypes.c_int64(len(self._pieces))
-            failed = library.pack_pieces(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
+            failed = library.pack_pieces(stream.fileno(), self._pieces, len(self._pieces), ctypes.byref(self._next))
         if failed < 0:
             return
         entry = self._of[failed]
@@ -135,7 +134,7 @@ class RowReader:
             raise ends_within(entry)
         return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
 
-    def part(self, entry: TensorEntry, library: Any, memory: Memory | None = None, order: Any = None) -> BlockPart:
+    def part(self, entry: TensorEntry, library: Any, memory: HugePages, order: Any) -> BlockPart:
         """A matrix of the file for the kernels. order: the file's row of each of its rows; None: the same order."""
         ordered = None if order is None else self.rows(entry, 0, entry.shape[0])[order]
 

@@ -44,10 +44,8 @@ def _choice(*patterns: str) -> str:
 
 def _cased(ending: str, without: str = "") -> str:
     """A pattern of words that end where a capital letter follows small ones. without: letters that are excluded."""
-    upper, lower = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
-    )
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -245,10 +245,8 @@ class PackedMatrices:
         return str(kind)
 
     def _torchao(self, module: str, outputs: int, inputs: int) -> GroupedMatrix:
-        kind, (data, scale, zero) = (
-            self._kind(module),
-            (f"{module}._weight_{n}" for n in ("qdata", "scale", "zero_point")),
-        )
+        kind = self._kind(module)
+        data, scale, zero = (f"{module}._weight_{part}" for part in ("qdata", "scale", "zero_point"))
         scales = self.files.tensor(scale, None, FLOATS).float()
         if kind == "Int4Tensor":
             packed = self.files.tensor(data, (outputs, inputs // 2), (torch.uint8, torch.int8)).view(torch.uint8)
@@ -274,7 +272,7 @@ class PackedMatrices:
             raise self.files.wrong(name, f"has {scales.numel()} scales", f"{outputs} times a divisor of {inputs}")
         shift = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.expand_as(scales)
         matrix = _matrix(bits, codes, scales, shift + CENTRE[bits], inputs // scales.shape[1])
-        return GroupedMatrix(bits, matrix.codes, matrix.scales, matrix.zeros, minima, matrix.group)
+        return replace(matrix, minima=minima)
 
     def _words(self, name: str, shape: tuple[int, int], bits: int, along: int) -> Tensor:
         """Unpack the codes of int32 words, the lowest bits first, into neighbours along a dimension."""

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.weights.mtp_tensors import without_mtp
 
 log = logging.getLogger("slipstream")
@@ -116,5 +116,5 @@ def device_named(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # a C++ stack follows
-        raise UsageError(f"device={device!r}: {reason}; allowed: auto, cpu, cuda, cuda:N") from error
+        # a C++ stack follows the first line
+        raise UsageError(f"device={device!r}: {first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error

@@ -441,7 +441,7 @@ function seal(good, title, text, times) {
 	const mark = svg("svg", { viewBox: "0 0 48 48", "aria-hidden": "true" },
 		svg("circle", { class: "rim", cx: 24, cy: 24, r: 21 }), svg("path", { d: path }));
 	return h(good ? "div.seal" : "div.seal.bad", mark, h("div", h("strong", title), h("p", text)),
-		times && h("div.times", times, h("small", "as fast as plain")));
+		times && h("div.times", times, h("small", "as fast as plain, one run each")));
 }
 
 function receiptNode(message) {

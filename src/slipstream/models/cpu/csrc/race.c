@@ -6,6 +6,7 @@
 
 enum { AT_ONCE = 64, BITS = 24 }; /* tokens looked at together; bits of a random number that mostly decide */
 #define ROUNDING 1e-5             /* at most, of a speed */
+#define IMPOSSIBLE 1e-20f         /* speeds of tokens that are not possible are below */
 
 static inline uint64_t word(int64_t token, uint64_t key) { /* SplitMix64, as core/rng.py has it */
     uint64_t z = (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u + key;
@@ -64,33 +65,67 @@ static inline float exponential(float u) {
     return -(2 * s * series + (float)halvings * 0.69314718f);
 }
 
-/* Writes the two tokens with the greatest probs[v] / E_v, or the greatest probs[v] without noise, and to `speeds` what
- * each has and the sum of all. The noise is that of `speed` but for its last bits. */
-void race_leaders(const float *probs, int64_t tokens, int64_t has_noise, uint64_t key, int64_t *leaders, float *speeds) {
-    float sums[AT_ONCE] = {0}, first = 0, second = 0;
+/* exp(x) of x from -80 to 0, within 1e-6 of it. */
+static inline float power(float x) {
+    float turns = (float)(int32_t)(x * 1.44269504f - 0.5f), rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
+    float series = 1 + rest * (1 + rest * (0.5f + rest * (1.0f / 6 + rest * (1.0f / 24 + rest * (1.0f / 120)))));
+    int32_t bits = ((int32_t)turns + 127) * (1 << 23);
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return series * scale;
+}
+
+static inline void read_scores(const void *scores, int64_t is_bfloat16, int64_t first, int64_t count, float *out) {
+    if (!is_bfloat16) {
+        memcpy(out, (const float *)scores + first, count * sizeof *out);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)scores)[first + i] << 16;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+/* Writes the two tokens that lead in a race over softmax(scores / temperature), and their shares of all speeds; at
+ * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float. */
+void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float temperature, uint64_t key,
+                  int64_t *leaders, float *shares) {
+    float highest[AT_ONCE], sums[AT_ONCE] = {0}, speeds[AT_ONCE], first = 0, second = 0, best = -INFINITY;
+    for (int64_t i = 0; i < AT_ONCE; i++) highest[i] = best;
+    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
+        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
+        read_scores(scores, is_bfloat16, start, count, speeds);
+        for (int64_t i = 0; i < count; i++) highest[i] = speeds[i] > highest[i] ? speeds[i] : highest[i];
+    }
+    for (int64_t i = 0; i < AT_ONCE; i++) best = fmaxf(best, highest[i]);
+    if (best == -INFINITY) best = 0; /* no token is possible */
+    float rate = temperature > 0 ? 1 / fmaxf(temperature, 1e-30f) : 1;
     leaders[0] = leaders[1] = 0;
     for (int64_t start = 0; start < tokens; start += AT_ONCE) {
         int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
-        const float *given = probs + start;
-        float raced[AT_ONCE];
         int32_t any = 0;
-        for (int64_t i = 0; has_noise && i < count; i++) {
-            float u = ((float)(int32_t)(word(start + i, key) >> 41) + 0.5f) * 0x1p-23f;
-            raced[i] = probs[start + i] / exponential(u);
+        read_scores(scores, is_bfloat16, start, count, speeds);
+        for (int64_t i = 0; i < count; i++) {
+            float score = (speeds[i] - best) * rate;
+            speeds[i] = score > -80 ? score : -80; /* so is what is no number */
         }
-        if (has_noise) given = raced;
-        for (int64_t i = 0; i < count; i++) any |= given[i] > second;
-        for (int64_t i = 0; i < count; i++) sums[i] += given[i];
+        for (int64_t i = 0; i < count; i++) speeds[i] = power(speeds[i]);
+        for (int64_t i = 0; temperature > 0 && i < count; i++) {
+            float u = ((float)(int32_t)(word(start + i, key) >> 41) + 0.5f) * 0x1p-23f;
+            speeds[i] /= exponential(u);
+        }
+        for (int64_t i = 0; i < count; i++) any |= speeds[i] > second;
+        for (int64_t i = 0; i < count; i++) sums[i] += speeds[i];
         for (int64_t i = 0; any && i < count; i++) {
-            if (given[i] > first) {
+            if (speeds[i] > first) {
                 second = first, leaders[1] = leaders[0];
-                first = given[i], leaders[0] = start + i;
-            } else if (given[i] > second) {
-                second = given[i], leaders[1] = start + i;
+                first = speeds[i], leaders[0] = start + i;
+            } else if (speeds[i] > second) {
+                second = speeds[i], leaders[1] = start + i;
             }
         }
     }
-    double sum = 0;
+    double sum = 1e-6; /* what is possible has more */
     for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i];
-    speeds[0] = first, speeds[1] = second, speeds[2] = (float)sum;
+    shares[0] = first > IMPOSSIBLE ? first / (float)sum : 0, shares[1] = second > IMPOSSIBLE ? second / (float)sum : 0;
 }

@@ -76,17 +76,35 @@ def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(race(VOCAB, CPU)) is Race
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 20.0])
-def test_leaders_and_their_shares_are_nearly_those_of_the_race(scale: float) -> None:
-    probs, race_in_c, plain = distributions(scale), compiled(), Race(VOCAB, CPU)
-    for bits in (None, race_in_c.bits(words(keys())), race_in_c.bits(words(keys(1)))):
-        tokens, shares = race_in_c.leaders(probs, bits, 2)
-        expected_tokens, expected_shares = plain.leaders(probs, bits, 2)
-        assert torch.equal(tokens, expected_tokens)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.6, 5.0])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
+def test_leaders_and_their_shares_are_nearly_those_of_the_race(
+    scale: float, temperature: float, dtype: torch.dtype
+) -> None:
+    race_in_c, plain = compiled(), Race(VOCAB, CPU)
+    scores = (distributions(scale).log() * max(temperature, 1.0)).to(dtype) + 7
+    temperatures = torch.tensor([temperature, 0.0]).repeat(ROWS // 2)
+    for bits in [race_in_c.bits(words(keys(seed))) for seed in range(3)] + [None] * (temperature == 0):
+        tokens, shares = race_in_c.leaders(scores, temperatures, bits, 2)
+        expected_tokens, expected_shares = plain.leaders(scores, temperatures, bits, 2)
         torch.testing.assert_close(shares, expected_shares, rtol=0.01, atol=1e-6)
+        clear = expected_shares[:, 0] > 1.01 * expected_shares[:, 1]
+        assert torch.equal(tokens[clear, 0], expected_tokens[clear, 0]) and int(clear.sum()) > ROWS // 4
 
 
 def test_leaders_of_a_race_that_nobody_can_win_have_no_share() -> None:
     for race_of_nobody in (compiled(), Race(VOCAB, CPU)):
-        _, shares = race_of_nobody.leaders(torch.zeros(1, VOCAB), race_of_nobody.bits(words([5])), 2)
-        assert shares.tolist() == [[0.0, 0.0]]
+        for nothing in (float("-inf"), float("nan")):
+            scores, bits = torch.full((2, VOCAB), nothing), race_of_nobody.bits(words([5, 6]))
+            _, shares = race_of_nobody.leaders(scores, torch.tensor([0.0, 0.5]), bits, 2)
+            assert shares.tolist() == [[0.0, 0.0]] * 2
+
+
+def test_impossible_tokens_neither_lead_nor_count() -> None:
+    scores = torch.full((1, VOCAB), float("-inf"))
+    scores[0, [7, 4000]] = torch.tensor([1.0, 0.5])
+    for either in (compiled(), Race(VOCAB, CPU)):
+        tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
+        assert tokens.tolist() == [[7, 4000]]
+        torch.testing.assert_close(shares, scores[:, [7, 4000]].softmax(-1))

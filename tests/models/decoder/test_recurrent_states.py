@@ -91,6 +91,7 @@ def test_after_a_forward_that_fails_nothing_is_known_of_its_rows() -> None:
     assert is_right(feed(states, TEXT, 20, 5), 20)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_rounds_of_any_kind_in_any_order(data: st.DataObject) -> None:

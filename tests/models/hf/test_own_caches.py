@@ -41,8 +41,9 @@ TEXTS = QueuedTexts(decoder_of)
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
-    assert isinstance(decoder_of(model_type).target.backend, OwnCacheBackend)
-    assert TEXTS.drafted(model_type, right) == TEXTS.expected(model_type)
+    decoder = decoder_of(model_type)
+    assert isinstance(decoder.target.backend, OwnCacheBackend)
+    assert TEXTS.drafted(model_type, right, decoder) == TEXTS.expected(model_type)
 
 
 def not_restored(own: At) -> At:
@@ -105,6 +106,7 @@ def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("olmo_hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "rwkv"])
 def test_a_stateful_model_drafts(model_type: str) -> None:
     TEXTS.check_own_drafts(model_type, tiny_model(model_type))

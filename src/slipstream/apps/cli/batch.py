@@ -126,7 +126,7 @@ def _job(
 
 def _summary(report: JobReport) -> str:
     """One line on a job."""
-    before = f", {report.answered_before} before" if report.answered_before else ""
+    before = f" now, {report.answered_before} earlier" if report.answered_before else ""
     failed = f", {report.failed} failed" if report.failed else ""
     remaining = f", {report.remaining} left" if report.remaining > 0 else ""
     counts = f"{report.answered} of {report.total} answered{before}{failed}{remaining}"

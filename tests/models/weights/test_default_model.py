@@ -161,6 +161,7 @@ def test_an_interrupted_download_continues_where_it_stopped(cache: Path, monkeyp
         assert [headers.get("Range") for path, headers in index.requests[1:]] == [None, "bytes=100-", "bytes=300-"]
 
 
+@pytest.mark.slow
 def test_it_continues_in_the_next_process_too_and_from_the_beginning_where_servers_know_no_parts(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from slipstream.models.cpu.kernel_libraries import (
 )
 from slipstream.models.cpu.processor import AMX, NEEDED, NoKernelsError, Processor, asked, isa_of, processor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / ".wheels" / "bin" / "python"
 RECIPE = bfloat16_recipe("plain")
 # prints the libraries that a GGUF product and a product of 12-bit weights were computed by, and whether they are right

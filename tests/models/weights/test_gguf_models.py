@@ -113,6 +113,7 @@ def test_texts_are_the_same_with_speculation_and_in_batches(
     assert len({tuple(text) for text in plain}) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_draft_model_from_its_own_file_with_a_restricted_output_layer(files: dict[tuple[str, bool], Path]) -> None:
     target, draft = str(files["llama", False]), str(files["llama", True])
     plain = SpeculativeDecoder(target, drafter="none").generate(PROMPTS[0], SamplingParams(max_tokens=30))

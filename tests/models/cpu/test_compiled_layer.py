@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to, segments_of
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.compiled_layers import CompiledOps, LayerFunctions, kernel_activation
+from slipstream.models.cpu.compiled_layers import CompiledOps, kernel_activation
 from slipstream.models.cpu.kernel_libraries import (
     SOURCES,
     address,
@@ -23,6 +23,7 @@ from slipstream.models.cpu.kernel_libraries import (
     block_recipe,
     compile_library,
     kernels,
+    typed,
 )
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
@@ -190,10 +191,9 @@ def attention(
     where = CacheStruct(
         *map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own))
     )
-    functions = LayerFunctions.of(library)
     out, space = (
         heads.new_empty(tokens, 4, size),
-        heads.new_empty(functions.scratch(ctypes.addressof(layer), tokens, where.length)),
+        heads.new_empty(library.layer_scratch(ctypes.addressof(layer), tokens, where.length)),
     )
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, space)]
     library.attend(ctypes.byref(layer), ctypes.byref(where), pointers[0], ctypes.c_int64(tokens), *pointers[1:])
@@ -285,7 +285,7 @@ def test_stretches_that_depend_on_the_threads_would_be_noticed(tmp_path: Path) -
     attention_file.write_text(by_threads + text.replace("    STRETCH = 512, ", "    OLD_STRETCH, "))
     files = tuple(sources / file.relative_to(SOURCES) for file in recipe.sources)
     compile_library(["gcc"], replace(recipe, sources=files, flags=("-O1", *recipe.flags[1:])), tmp_path / "library.so")
-    differs = depends_on_threads(torch.float32, 0, ctypes.CDLL(str(tmp_path / "library.so")))
+    differs = depends_on_threads(torch.float32, 0, typed(ctypes.CDLL(str(tmp_path / "library.so"))))
     assert {threads for threads, _ in differs} == {3, 5, 8, 16, 33}
 
 

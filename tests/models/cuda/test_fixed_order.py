@@ -1,7 +1,7 @@
 """No bit of a token depends on the shape of a forward by Triton kernels: on a GPU, or by Triton's interpreter.
 
 Run as `test_triton_layer.py` says. What the kernels are compiled to is looked at without a GPU, and without the
-interpreter: `python -m pytest tests/models/test_compiled_kernels.py`, in the same environment.
+interpreter: `python -m pytest tests/models/cuda/test_compiled_kernels.py`, in the same environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.indexed_cache import TreeTable
 from slipstream.models.cuda.triton_layer import Product, splits_for
 from slipstream.models.hf.backend import HFBackend
-from tests.models.test_triton_layer import DEVICE, ON_GPU, models, pytestmark, tokens  # noqa: F401
+from tests.models.cuda.test_triton_layer import DEVICE, ON_GPU, models, pytestmark, tokens  # noqa: F401
 
 COUNTS = (1, 2, 5, 16, 17, 33, 64, 65, 130)  # tokens, of each tile and at its ends
 INNER, OUTPUTS = 1100 if ON_GPU else 560, 70  # neither a multiple of what a program takes

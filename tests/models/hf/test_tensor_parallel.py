@@ -9,6 +9,8 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.errors import SlipstreamError
 from slipstream.models.hf import tensor_parallel
 from slipstream.models.loaded import LoadOptions
-from tests.support.processes import PATIENCE, environment
+from tests.support.processes import PATIENCE, environment, started
 from tests.support.tiny_models import fresh
 
 pytestmark = pytest.mark.slow
@@ -62,6 +64,28 @@ if os.environ["RANK"] == sys.argv.pop(1):
 main()
 """
 
+# Imports all that ranks need once, then forks the ranks of each job: [environment of each rank, script, arguments].
+FORKS = """
+import json, os, sys
+import torch
+torch.set_num_threads(1)
+import torch.distributed.tensor.parallel, transformers.models.llama.modeling_llama
+import slipstream.apps.cli, slipstream.models.hf.tensor_parallel, slipstream.models.plain_models
+for line in sys.stdin:
+    environments, folder, script, arguments = json.loads(line)
+    ranks = []
+    for rank, environment in enumerate(environments):
+        if (child := os.fork()) == 0:
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
+            os.environ |= environment
+            sys.argv = ["script.py", *arguments]
+            exec(script)
+            sys.exit()
+        ranks.append(child)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks]), flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -73,41 +97,57 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
-def torchrun(tmp_path: Path, script: str, *arguments: Any, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+@dataclass
+class Rank:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    with started("-c", FORKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+
+
+@pytest.fixture
+def over(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[Rank]]:
+    """Run a script on so many ranks, without torchrun, which ends the others as soon as one has failed."""
+
+    def run(ranks: int, script: str, *arguments: Any) -> list[Rank]:
+        assert forks.stdin is not None and forks.stdout is not None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        environments = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        print(
+            json.dumps([environments, str(tmp_path), script, list(map(str, arguments))]), file=forks.stdin, flush=True
+        )
+        codes = json.loads(forks.stdout.readline())
+        return [
+            Rank(code, *((tmp_path / f"{name}{rank}").read_text() for name in ("out", "err")))
+            for rank, code in enumerate(codes)
+        ]
+
+    return run
+
+
+def by_torchrun(tmp_path: Path, ranks: int, script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(script)
     command = [*TORCHRUN, str(ranks), "--log-dir", str(tmp_path), str(tmp_path / "script.py"), *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
-def two_ranks(tmp_path: Path, script: str, *arguments: Any) -> list[tuple[int, str]]:
-    """Exit code and messages of each rank; without torchrun, which ends the others as soon as one has failed."""
-    (tmp_path / "script.py").write_text(script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(tmp_path / "script.py"), *map(str, arguments)]
-    started = [
-        subprocess.Popen(
-            command, env=environment() | place | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
-    told = [process.communicate(timeout=PATIENCE)[1] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
-
-
-def texts_over(ranks: int, tmp_path: Path, target: Any, most: int, *draft: Path, **options: Any) -> dict[str, Any]:
-    """What a decoder with these options says plainly and drafting over so many ranks, `most` tokens a text."""
-    done = torchrun(tmp_path, TEXTS, target, most, json.dumps(options), *draft, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def texts_of(out: str) -> dict[str, Any]:
+    """What rank 0 says that it generated plainly and by each drafter."""
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize(
     "target", ["three heads", pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.exhaustive])]
 )
-def test_three_ranks_give_the_texts_of_one_process(target: str, tmp_path: Path) -> None:
+def test_three_ranks_give_the_texts_of_one_process(target: str, over: Any, tmp_path: Path) -> None:
     """In float32 neither orders of sums nor shapes of forwards change these short texts: shapes, which two ranks
     calibrate in another test, take a minute to calibrate on three.
     """
@@ -116,7 +156,9 @@ def test_three_ranks_give_the_texts_of_one_process(target: str, tmp_path: Path) 
         drafter, draft = "model@4", [tmp_path / "model"]
         target = str(tmp_path / "model")
         fresh("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8).save_pretrained(target)
-    found = texts_over(3, tmp_path, target, 5, *draft, reproducible=False)
+    ranks = over(3, TEXTS, target, 5, json.dumps({"reproducible": False}), *draft)
+    assert [rank.code for rank in ranks] == [0, 0, 0], ranks[0].err
+    found = texts_of(ranks[0].out)
     decoder = SpeculativeDecoder(target, drafter="none", dtype="float32", reproducible=False)
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0, seed=3)]
     alone = [decoder.generate(list(range(3, 3 + n)), one).token_ids for n, one in zip((4, 40), params, strict=True)]
@@ -133,16 +175,18 @@ def test_heads_that_cannot_be_spread_are_refused_at_load(folders: Any, monkeypat
 
 @pytest.mark.exhaustive
 @pytest.mark.smollm2
-def test_each_of_two_processes_says_so_in_one_line(tmp_path: Path) -> None:
+def test_each_of_two_processes_says_so_in_one_line(over: Any) -> None:
     options = ["--target", "smollm2", "-p", "hi", "--load-options", '{"tp_plan": "auto"}']
-    for code, told in two_ranks(tmp_path, CLI, "generate", *options):
-        assert code == 2 and "2 processes, but model 'smollm2' has 9 and 3 heads" in told and "allowed: 1, 3" in told
-        assert "Traceback" not in told
+    for rank in over(2, CLI, "generate", *options):
+        assert rank.code == 2 and "2 processes, but model 'smollm2' has 9 and 3 heads" in rank.err
+        assert "allowed: 1, 3" in rank.err and "Traceback" not in rank.err
 
 
 def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any, tmp_path: Path) -> None:
     target, draft = folders
-    found = texts_over(2, tmp_path, target, 20, draft)
+    done = by_torchrun(tmp_path, 2, TEXTS, target, 20, "{}", draft)
+    assert done.returncode == 0, done.stderr
+    found = texts_of(done.stdout)
     assert [len(text) for text in found["plain"]] == [20, 20, 20]
     for name in ("suffix", "model@4"):
         assert found[name] == found["plain"], name
@@ -150,15 +194,15 @@ def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any,
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, rank: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, over: Any, rank: int, tmp_path: Path) -> None:
     line = {"id": "a", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     options = ["--target", folders[0], "--drafter", "none", "--load-options", '{"tp_plan": "auto"}']
-    ended = two_ranks(tmp_path, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
-    for own, (code, told) in enumerate(ended):
-        errors = [line for line in told.splitlines() if line.startswith("error: ")]
-        assert code != 0 and len(errors) == 1 and errors[0].startswith(f"error: rank {own}: "), told
-    assert "forward failed: no memory is left" in ended[rank][1]
+    ended = over(2, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    for number, end in enumerate(ended):
+        errors = [line for line in end.err.splitlines() if line.startswith("error: ")]
+        assert end.code != 0 and len(errors) == 1 and errors[0].startswith(f"error: rank {number}: "), end.err
+    assert "forward failed: no memory is left" in ended[rank].err
 
 
 def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

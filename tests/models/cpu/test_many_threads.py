@@ -141,7 +141,7 @@ def test_callers_at_once_with_changing_numbers_of_threads_get_the_same_products(
 
 @pytest.mark.slow
 @needs_kernels
-@over_threads
+@pytest.mark.parametrize("threads", [pytest.param(3, marks=pytest.mark.exhaustive), 33, *MANY])
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
     """Calibrated with as many threads; one prompt is longer than two stretches of attention."""
     expected = generated("none", together=False, threads=1)

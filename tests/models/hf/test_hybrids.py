@@ -77,9 +77,10 @@ TEXTS = QueuedTexts(decoder_of)
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
-    backend = decoder_of(name).target.backend
+    decoder = decoder_of(name)
+    backend = decoder.target.backend
     assert isinstance(backend, HFBackend) and backend.cache.states is not None
-    assert TEXTS.drafted(name, right) == TEXTS.expected(name)
+    assert TEXTS.drafted(name, right, decoder) == TEXTS.expected(name)
 
 
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))

@@ -2,7 +2,7 @@
 
 Without a GPU, in an environment that also has triton 3.6.0 and numpy below 2.4:
 
-    TRITON_INTERPRET=1 python -m pytest tests/models/test_triton_layer.py
+    TRITON_INTERPRET=1 python -m pytest tests/models/cuda/test_triton_layer.py
 """
 
 from __future__ import annotations
