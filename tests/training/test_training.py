@@ -6,6 +6,7 @@ import errno
 import json
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -350,6 +351,21 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"number": 0}\n')
     with pytest.raises(SlipstreamError, match=r"texts.jsonl', line 1 is damaged"):
         train(tmp_path)
+
+
+def test_a_finished_training_writes_its_head_again_and_misses_no_text(shortly_trained: Path, tmp_path: Path) -> None:
+    folder = copytree(shortly_trained, tmp_path / "head")
+    head, made = folder / "model.safetensors", folder / "texts.jsonl"
+    whole = head.read_bytes()
+    head.write_bytes(whole[:100])
+    train(folder, num_steps=16)
+    assert head.read_bytes() == whole
+    lines = made.read_bytes().splitlines(keepends=True)
+    made.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} that the"):
+        train(folder, num_steps=16)
+    with pytest.raises(SlipstreamError, match=r"texts.jsonl': File exists; nothing was kept yet"):
+        train(made, num_steps=16)
 
 
 def test_answers_to_held_out_prompts_are_not_learned() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from importlib.util import find_spec
 from math import ceil
@@ -126,11 +126,17 @@ class TrainingJob:
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
         decoder.forget()  # the KV cache is overwritten
-        folder.mkdir(parents=True, exist_ok=True)
+        with self._kept():
+            folder.mkdir(parents=True, exist_ok=True)
         with self._kept(), _held(folder):
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
             texts = self._make_texts(decoder) if state is None else read_texts(folder)[: state.num_texts]
+            if state is not None and len(texts) < state.num_texts:
+                raise SlipstreamError(
+                    f"{str(folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that the "
+                    "training began with, or another folder"
+                )
             made = monotonic()
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
@@ -204,6 +210,10 @@ class TrainingJob:
             judgement = judged(head, judging, self._costs(decoder))
             self._write(decoder, head, state, judgement)
             return judgement
+
+        if run.state.step >= run.state.planned and run.state.judgements:  # its files may have been lost since
+            last = {item.name: run.state.judgements[-1][item.name] for item in fields(Judgement)}
+            self._write(decoder, run.head, run.state, Judgement(**last))
 
         def show(doing: str, state: State) -> None:
             latest = state.judgements[-1] if state.judgements else None

@@ -75,7 +75,9 @@ class State:
         try:
             return cls(**torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # of many kinds, as the file says what is read
-            raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
+            raise SlipstreamError(
+                f"{str(path)!r} could not be read: {one_line(error)}; without it, training begins anew"
+            ) from error
 
 
 Judge = Callable[[TrainableHead, State], Judgement]

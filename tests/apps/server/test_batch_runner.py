@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from slipstream.apps.server.batch_runner import BatchRunner
-from slipstream.apps.server.batch_store import BatchStore
+from slipstream.apps.server.batch_store import BatchStore, LinesUnderWay
 from tests.support.job_cases import chat, write
 from tests.support.running_server import toy
 
@@ -40,3 +43,21 @@ async def _cancelled(runner: BatchRunner, id: str) -> None:
     runner.cancel(runner.store.batches[id])
     while runner.store.batches[id].is_unfinished:
         await asyncio.sleep(0)
+
+
+def test_a_note_that_a_full_disk_takes_in_part_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, write = LinesUnderWay(tmp_path / "notes", ["b"]), os.write
+
+    def entered() -> None:
+        with notes.entered(("b", 1)):
+            pass
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, data: write(file, data[:5]))
+        with pytest.raises(OSError, match="No space left"):
+            entered()
+    entered()
+    notes.close(orderly=False)
+    assert LinesUnderWay(tmp_path / "notes", ["b"]).num_ends(("b", 1)) == 0

@@ -6,7 +6,11 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from errno import ENOSPC
+from itertools import count
 from pathlib import Path
+from pkgutil import resolve_name
+from shutil import rmtree
 from threading import get_ident
 from typing import Any
 
@@ -411,13 +415,72 @@ def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: Path) -> None:
-    from slipstream import UsageError
+    from slipstream import SlipstreamError, UsageError
     from slipstream.apps.server.launch import serve
     from slipstream.apps.server.server_settings import ServerSettings
 
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"batch_folder='.*file' cannot be used: "):
         serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)
+    (tmp_path / "interrupted-lines").write_text("5\n")
+    with pytest.raises(SlipstreamError, match=r"interrupted-lines' is not what a server has written: "):
+        serve(ServerSettings(port=0, batch_folder=str(tmp_path)), toy, lambda server: None)
+
+
+@pytest.mark.parametrize("place", ["jobs.job_output.append", "apps.server.batch_store.LinesUnderWay._note"])
+def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
+    place: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"slipstream.{place}"
+    work, calls = resolve_name(name.replace(".LinesUnderWay", ":LinesUnderWay").replace(".append", ":append")), count()
+
+    def full(*given: Any) -> Any:
+        if 2 <= next(calls) < 6:
+            raise OSError(ENOSPC, "No space left on device")
+        return work(*given)
+
+    monkeypatch.setattr(name, full)
+    with monkeypatch.context() as short:
+        short.setattr("slipstream.apps.server.batch_runner.ROOM_SECONDS", 0.001)
+        with server.openai() as client:
+            batch = begun(client, LINES)
+            assert server.text("A heron", max_tokens=4)
+            done = ended(server, client, batch)
+            answers = list(map(json.loads, client.files.content(done.output_file_id).text.splitlines()))
+    assert next(calls) > 6 and done.status == "completed"
+    assert sorted(answer["custom_id"] for answer in answers) == [line["custom_id"] for line in LINES]
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    with server.openai() as client:
+        file = client.files.create(file=("in.jsonl", io.BytesIO(jsonl(LINES))), purpose="batch")
+        monkeypatch.setattr("slipstream.apps.server.batch_store._write", full)
+        for call in (lambda: client.files.create(file=("x", b"{}"), purpose="batch"), lambda: _batch(client, file)):
+            with pytest.raises(openai.InternalServerError, match="cannot be written: No space left on device") as told:
+                call()
+            assert told.value.status_code == 507
+        monkeypatch.undo()
+        assert ended(server, client, _batch(client, file)).status == "completed"
+        server.service.background.store.content(file.id).unlink()
+        with pytest.raises(openai.NotFoundError, match="no longer in the batch folder"):
+            client.files.content(file.id)
+        assert client.files.delete(file.id).deleted
+
+
+def _batch(client: openai.OpenAI, file: Any) -> Any:
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+def test_a_server_ends_although_its_folder_is_gone(tmp_path: Path) -> None:
+    with running_server(batch_folder=str(tmp_path / "b")) as server:
+        rmtree(tmp_path / "b")
+        server.call(server.server.begin_shutdown)
+        server.wait_until(lambda: server.server.should_exit)
 
 
 def uploaded(server: RunningServer, disposition: str) -> Any:

@@ -115,8 +115,11 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         ({"block_size": 1}, "block_size=1; allowed: 2 to 255"),
         ({"mask_token_id": None}, "mask_token_id=None; allowed: 0 to 60"),
         ({"mask_token_id": 61}, "mask_token_id=61; allowed: 0 to 60"),
-        ({"target_layer_ids": [1, 9]}, "reads layers [2, 10] of its target"),
-        ({"target_layer_ids": None}, "reads layers None of its target"),
+        ({"mask_token_id": True}, "mask_token_id=True; allowed: 0 to 60"),
+        *(
+            ({"target_layer_ids": layers}, f"reads layers {layers!r} of its target; ")
+            for layers in ([1, 9], None, 3, "x", [True], ["x"], [1.5])
+        ),
         ({"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']; allowed: 'sliding_attention' or"),
         ({"is_causal": True}, "is_causal=True; allowed: False"),
         ({"causal": True}, "causal=True; allowed: False"),

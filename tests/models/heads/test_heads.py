@@ -170,6 +170,13 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic'; allowed: 'default', 'linear', 'llama3'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type='linear' without what it needs: "),
         ({"intermediate_size": None}, "config.json has no intermediate_size; allowed: a whole number"),
+        ({"num_hidden_layers": 10**30}, f"has num_hidden_layers={10**30}; allowed: a whole number from 1 to 1000"),
+        ({"rope_theta": "x"}, "has rope_theta='x'; allowed: a number from 1 to "),
+        ({"rope_theta": 10**30}, f"has rope_theta={10**30}; allowed: a number from 1 to "),
+        ({"rope_scaling": "linear"}, "has rope_scaling='linear'; allowed: an object"),
+        ({"rope_parameters": 1.5}, "has rope_parameters=1.5; allowed: an object"),
+        ({"layer_types": 1}, "has layer_types=1; allowed: 'sliding_attention' or 'full_attention' for each of"),
+        ({"layer_types": [[]]}, "has layer_types=[[]]; allowed: 'sliding_attention' or 'full_attention' for each of"),
         ({"rms_norm_eps": 0}, "has rms_norm_eps=0; allowed: a number above 0"),
         ({"rms_norm_eps": "1e-6"}, "has rms_norm_eps='1e-6'; allowed: a number above 0"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
@@ -251,10 +258,26 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
     save_file(tensors | {"d2t": tensors["d2t"].flip(0)}, file)
     with pytest.raises(SlipstreamError, match="not in rising order"):
         decoder_of(head)
+    for name, kind, allowed in (
+        ("fc.weight", torch.int8, "bfloat16"),
+        ("fc.weight", torch.float8_e4m3fn, "bfloat16"),
+        ("lm_head.weight", torch.complex64, "bfloat16"),
+        ("layers.0.self_attn.q_proj.weight", torch.int64, "bfloat16"),
+        ("d2t", torch.float32, "int32, int64"),
+    ):
+        save_file(tensors | {name: tensors[name].to(kind)}, file)
+        short = str(kind).removeprefix("torch.")
+        with pytest.raises(SlipstreamError, match=rf"{name}'? is of type {short}; allowed: {allowed}"):
+            decoder_of(head)
     file.write_bytes(b"not a file of tensors")
     with pytest.raises(SlipstreamError, match=r"model\.safetensors could not be read"):
         decoder_of(head)
     file.unlink()
+    for held in ([1], {"fc.weight": 5}):
+        torch.save(held, head.folder / "pytorch_model.bin")
+        with pytest.raises(SlipstreamError, match="could not be read: it holds something else than tensors by name"):
+            decoder_of(head)
+    (head.folder / "pytorch_model.bin").unlink()
     with pytest.raises(SlipstreamError, match="has no weights"):
         decoder_of(head)
 

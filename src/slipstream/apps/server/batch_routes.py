@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from slipstream.apps.server.batch_runner import BatchRunner
-from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, FileRecord, owned
+from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, FileRecord, owned, room
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
@@ -208,7 +208,8 @@ async def file(http: Request, file_id: str) -> dict[str, Any]:
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
     """Remove a file that no unfinished batch needs."""
     store = _runner(http).store
-    store.delete_file(owned(store.files, file_id, http.state.owner, "file"))
+    with room():
+        store.delete_file(owned(store.files, file_id, http.state.owner, "file"))
     return {"id": file_id, "object": "file", "deleted": True}
 
 
@@ -217,7 +218,10 @@ async def content(http: Request, file_id: str) -> FileResponse:
     """The content of a file."""
     store = _runner(http).store
     record = owned(store.files, file_id, http.state.owner, "file")
-    return FileResponse(store.content(record.id), media_type="application/jsonl")
+    path = store.content(record.id)
+    if not path.exists():  # somebody has removed it
+        raise ApiError(404, f"the content of file {file_id!r} is no longer in the batch folder", param="file_id")
+    return FileResponse(path, media_type="application/jsonl")
 
 
 @router.post("/batches", response_model=None)
@@ -227,7 +231,8 @@ async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     check_extra(fields)
     service_of(http).count_unknown(fields)
     source = owned(runner.store.files, fields.input_file_id, owner, "file")
-    record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
+    with room():
+        record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
     runner.begin(record)
     return record.to_dict()
 
@@ -253,7 +258,8 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
         raise ApiError(
             409, f"batch {batch_id!r} is {record.status}; allowed: to cancel one under way", param="batch_id"
         )
-    runner.cancel(record)
+    with room():
+        runner.cancel(record)
     return record.to_dict()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import logging
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
-from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey, LinesUnderWay
+from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.request_reading import count_unknown_fields
@@ -55,6 +56,7 @@ FATAL = "servers ended while they answered this line; it is not tried again"
 MAX_ENDS = 2  # of servers while a line was under way, the second time alone in its batch
 LINES_AT_ONCE = 1024  # lines read and put in order at a time
 MAX_PROBLEMS = 100  # that a batch repeats
+ROOM_SECONDS = 60.0  # after which a batch that found its disk full tries again
 
 
 def read_fields(line: Line) -> ChatFields | CompletionFields:
@@ -329,8 +331,7 @@ class BatchRunner:
         self._service, self.store = service, store
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped = False
-        unfinished = {record.id for record in store.batches.values() if record.is_unfinished}
-        self.under_way = LinesUnderWay(store.folder / "interrupted-lines", unfinished)
+        self.under_way = store.under_way
 
     def start(self) -> None:
         """Go on with every batch that is not finished; the models are loaded."""
@@ -355,29 +356,47 @@ class BatchRunner:
             self._cancelled(record)
 
     def _cancelled(self, record: BatchRecord) -> None:
-        if not self._stopped:  # since a restart the record may count less than there is
+        if self._stopped:
+            return
+        try:
+            # since a restart the record may count less than there is
             record.completed = _whole_lines(self.store.content(record.output))
             record.failed = _whole_lines(self.store.content(record.errors))
             self._publish(record)
             self.store.change(record, "cancelled")
+        except OSError as error:
+            log.warning("batch %s is cancelled when the server starts again: %s", record.id, first_line(error))
 
     def stop(self, *, orderly: bool) -> None:
         """End all tasks; the next server over the folder goes on with them. orderly: no line is the reason."""
         self._stopped = True
-        self.under_way.close(orderly=orderly)
         for task in self._tasks.values():
             task.cancel()
+        try:
+            self.under_way.close(orderly=orderly)
+        except OSError as error:  # the next server takes its lines for suspects, which costs a little time
+            log.warning("the batch folder cannot be written: %s", first_line(error))
 
     def close(self) -> None:
         """Let another server use the folder."""
         self.store.close()
 
     async def _run(self, record: BatchRecord) -> None:
-        """Take a batch from its current status to its end."""
+        """Take a batch from its current status to its end. While the disk is full, it waits."""
+        try:
+            while not await self._ended(record):
+                await asyncio.sleep(ROOM_SECONDS)
+        except OSError as error:
+            log.warning("batch %s goes on when the server starts again: %s", record.id, first_line(error))
+        finally:
+            self._tasks.pop(record.id, None)
+
+    async def _ended(self, record: BatchRecord) -> bool:
+        """Go on with a batch; returns whether there is nothing left to do, False if the disk is full."""
         try:
             if record.status == "cancelling":
                 self._cancelled(record)
-                return
+                return True
             if record.status == "validating":
                 self._begin_or_refuse(record, *await asyncio.to_thread(self._validated, record))
             if record.status == "in_progress":
@@ -388,14 +407,16 @@ class BatchRunner:
                 self._publish(record)
                 self.store.change(record, "completed" if record.status == "finalizing" else "expired")
         except (SlipstreamError, OSError) as error:
+            if _is_full(error):
+                log.warning("batch %s waits until the disk of the batch folder has room", record.id)
+                return False
             self._fail(record, [_problem("batch_failed", first_line(error), None)])
         except ApiError as error:  # the server ends
             log.info("batch %s goes on when the server does: %s", record.id, error.message)
         except Exception as error:
             if not self._stopped:  # else it may be of the shutdown, and the next server tries again
                 self._fail(record, [_problem("batch_failed", as_api_error(error).message, None)])
-        finally:
-            self._tasks.pop(record.id, None)
+        return True
 
     def _validated(self, record: BatchRecord) -> tuple[int, list[dict[str, object]]]:
         """The number of lines, and the problems of those that do not belong to this batch; called in a thread."""
@@ -440,6 +461,12 @@ class BatchRunner:
         for id, count, name in ((record.output, record.completed, "output"), (record.errors, record.failed, "errors")):
             if count and self.store.content(id).exists():
                 self.store.register(id, record.owner, f"{record.id}_{name}.jsonl", "batch_output")
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk without room is the reason."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or (error is not None and _is_full(error.__cause__))
 
 
 def _whole_lines(path: Path) -> int:

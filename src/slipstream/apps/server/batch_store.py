@@ -6,20 +6,21 @@ a path.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.durable_files import locked, sync
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.durable_files import locked, replaced, sync
+from slipstream.errors import SlipstreamError, UsageError, first_line
 
 MAX_NAME_LENGTH = 255  # characters of a file's name
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
@@ -109,13 +110,14 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    max_bytes: of the files of one key, above which it may upload no more.
+    max_bytes: of the files of one key, above which it may upload no more. under_way: lines that are being
+    answered.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
         self._uploads = Counter[str]()
-        try:
+        with _usable(folder):
             for name in ("files", "batches", "uploads"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             lock = locked(folder / "lock")  # held as long as the server lives
@@ -124,13 +126,15 @@ class BatchStore:
             self._lock = lock
             for leftover in (folder / "uploads").iterdir():
                 leftover.unlink()
-        except OSError as error:
-            raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
         self.files = {record.id: record for record in _read(folder / "files", FileRecord)}
         self.batches = {record.id: record for record in _read(folder / "batches", BatchRecord)}
+        with _usable(folder):
+            unfinished = {record.id for record in self.batches.values() if record.is_unfinished}
+            self.under_way = LinesUnderWay(folder / "interrupted-lines", unfinished)
 
     def close(self) -> None:
         """Let another server use the folder."""
+        self.under_way.close(orderly=False)
         self._lock.release()
 
     def content(self, file_id: str) -> Path:
@@ -153,7 +157,8 @@ class BatchStore:
         self._uploads[owner] += 1
         path = self.folder / "uploads" / uuid4().hex
         try:
-            yield path
+            with room():
+                yield path
         finally:
             path.unlink(missing_ok=True)
             self._uploads[owner] -= 1
@@ -177,9 +182,9 @@ class BatchStore:
         """Remove a file that no unfinished batch needs."""
         if any(batch.input_file_id == record.id and batch.is_unfinished for batch in self.batches.values()):
             raise refused(f"file {record.id!r} belongs to a batch that is not finished", "file_id")
+        (self.folder / "files" / f"{record.id}.json").unlink(missing_ok=True)
+        self.content(record.id).unlink(missing_ok=True)
         del self.files[record.id]
-        (self.folder / "files" / f"{record.id}.json").unlink()
-        self.content(record.id).unlink()
 
     def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
         """A new batch over a file."""
@@ -212,10 +217,10 @@ class BatchStore:
             (self.folder / "batches" / f"{batch.id}.json").unlink()
 
     def change(self, record: BatchRecord, status: Status) -> None:
-        """Give a batch another status, on the disk when this returns."""
-        record.status = status
-        record.times[status] = int(time.time())
-        self.save(record)
+        """Give a batch another status, on the disk when this returns; where that fails, it keeps the one it has."""
+        changed = replace(record, status=status, times=record.times | {status: int(time.time())})
+        self.save(changed)
+        record.status, record.times = changed.status, changed.times
 
     def save(self, record: BatchRecord) -> None:
         """Write a batch to the disk."""
@@ -232,13 +237,28 @@ def owned(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
 
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
     """Write a record aside, then replace its file."""
-    temporary = path.with_suffix(".part")
-    with open(temporary, "wb") as file:
-        file.write(json.dumps(asdict(record)).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replaced(path) as partial:
+        partial.write_text(json.dumps(asdict(record)), encoding="utf-8")
     sync(path.parent)
+
+
+@contextmanager
+def room() -> Iterator[None]:
+    """Tell a client why a change of the folder failed."""
+    try:
+        yield
+    except OSError as error:
+        why = f"the batch folder cannot be written: {error.strerror or first_line(error)}"
+        raise ApiError(507, why, code="batch_folder") from error
+
+
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Say which folder fails."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:
@@ -294,8 +314,13 @@ class LinesUnderWay:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _note(self, key: LineKey, change: int) -> None:
-        if self._file is not None:
-            os.write(self._file, _change(key, change))  # outlives the process; that is enough
+        if self._file is None:
+            return
+        line = _change(key, change)
+        part = os.write(self._file, line)  # outlives the process; that is enough
+        if part < len(line):
+            os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - part)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _change(key: LineKey, change: int) -> bytes:

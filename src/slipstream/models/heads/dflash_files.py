@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from slipstream.checks import is_whole
 from slipstream.errors import UsageError
 from slipstream.models.heads.dflash import (
     CandidateChain,
@@ -83,7 +84,7 @@ def _anchor_drafts(files: HeadFiles) -> bool:
 
 def _whole(files: HeadFiles, name: str, default: int | None, low: int, high: int) -> int:
     value: Any = files.flags.get(name, default)
-    if not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value, low, high):
         raise UsageError(f"draft head {files.source!r} has {name}={value!r}; allowed: {low} to {high}")
     return value
 
@@ -104,13 +105,14 @@ def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
     """The layers whose entering hidden states are the features."""
     entering = files.settings.get("aux_hidden_state_layer_ids")
     leaving = files.flags.get("target_layer_ids")
-    named = entering if entering is not None else None if leaving is None else [i + 1 for i in leaving]
-    if not named or not all(isinstance(i, int) and 0 <= i < count for i in named):
+    named, shift = (leaving, 1) if entering is None else (entering, 0)
+    low, high = -shift, count - 1 - shift
+    if not isinstance(named, list) or not named or not all(is_whole(i, low, high) for i in named):
         raise UsageError(
-            f"draft head {files.source!r} reads layers {named} of its target; {target!r} has {count}, allowed: "
-            f"0 to {count - 1}, as transformers numbers hidden states"
+            f"draft head {files.source!r} reads layers {named!r} of its target; {target!r} has {count}, allowed: a "
+            f"list of numbers from {low} to {high}"
         )
-    return tuple(named)
+    return tuple(i + shift for i in named)
 
 
 def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, target: Loaded) -> DFlashWeights:

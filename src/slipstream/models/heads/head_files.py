@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
+from math import inf
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # settings that may nam
 SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
+LARGEST, MOST_LAYERS = 1 << 40, 1000
+TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights, as they are read
 # settings that choose between networks, and their values in the network that is computed here; null stands for a
 # default. The last two lines are ModelOpt's
 COMPUTED: dict[str, tuple[Any, ...]] = {
@@ -241,7 +244,7 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     network = read_eagle3(files, tensors, target)
     name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
     token = files.settings.get(name)
-    if not isinstance(token, int) or not 0 <= token < target.backend.vocab_size:
+    if not is_whole(token, 0, target.backend.vocab_size - 1):
         raise UsageError(
             f"draft head {files.source!r} has {name}={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
         )
@@ -261,11 +264,18 @@ def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) ->
         size = layer.get(name)
         if size is None and name in NEEDED:
             raise UsageError(f"draft head {source!r}: config.json has no {name}; allowed: a whole number")
-        if size is not None and not is_whole(size, 1):
-            raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 on")
+        largest = MOST_LAYERS if name == "num_hidden_layers" else LARGEST
+        if size is not None and not is_whole(size, 1, largest):
+            raise UsageError(f"draft head {source!r} has {name}={size!r}; allowed: a whole number from 1 to {largest}")
     eps = layer.get("rms_norm_eps", 1e-6)
     if not is_number(eps) or eps <= 0:
         raise UsageError(f"draft head {source!r} has rms_norm_eps={eps!r}; allowed: a number above 0")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(layer.get(name) or {}, dict):
+            raise UsageError(f"draft head {source!r} has {name}={layer[name]!r}; allowed: an object")
+    theta = rope_theta(layer)
+    if not is_number(theta, 1, LARGEST):
+        raise UsageError(f"draft head {source!r} has rope_theta={theta!r}; allowed: a number from 1 to {LARGEST}")
     nested = [part for name in NESTED_FLAGS for part in files.settings.get(name, {}).items()]
     for name, value in [*rope_settings(layer).items(), *files.settings.items(), *layer.items(), *nested]:
         if name in computed and value is not None and value not in computed[name]:
@@ -298,7 +308,8 @@ def windows_of(files: HeadFiles) -> list[int | None]:
         if window is not None and layer.get("use_sliding_window", True):
             raise UsageError(f"draft head {source!r} has sliding_window={window!r} without layer_types; allowed: both")
         return [None] * count
-    if len(kinds) != count or not set(kinds) <= {WINDOWED, "full_attention"}:
+    known = (WINDOWED, "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
         raise UsageError(
             f"draft head {source!r} has layer_types={kinds!r}; allowed: {WINDOWED!r} or 'full_attention' for each of "
             f"its {count} layers"
@@ -382,7 +393,7 @@ def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
     if named is None:
         return 2, count // 2, count - 3
-    if not isinstance(named, list) or not named or not all(isinstance(i, int) for i in named):
+    if not isinstance(named, list) or not named or not all(is_whole(i, -inf) for i in named):
         raise UsageError(f"draft head {files.source!r} reads layers {named!r}; allowed: a list of layer numbers")
     # `speculators` numbers what enters layers, the others what leaves them
     return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
@@ -395,6 +406,8 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
         return None
     if offsets.dim() != 1 or not len(offsets):
         raise SlipstreamError(f"draft head {files.source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise SlipstreamError(f"draft head {files.source!r}: d2t is of type {_short(offsets)}; allowed: int32, int64")
     ids = offsets.long() + torch.arange(len(offsets))
     if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise SlipstreamError(
@@ -416,13 +429,18 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             loaded = load_file(path)
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(loaded, dict) or not all(isinstance(part, Tensor) for part in loaded.values()):
+                raise ValueError("it holds something else than tensors by name")
     except Exception as error:  # of many kinds, as the file says what is read
         raise SlipstreamError(
             f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
         ) from error
     named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
     tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
-    dtype = tensors[FEATURES].dtype if FEATURES in tensors else torch.bfloat16
+    dtype = torch.bfloat16
+    if FEATURES in tensors:
+        check_type(files.source, FEATURES, tensors[FEATURES])
+        dtype = tensors[FEATURES].dtype
     return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
 
 
@@ -507,6 +525,7 @@ class TensorReader:
         if tensor is None or tuple(tensor.shape) != shape:
             problem = "is missing" if tensor is None else f"is {list(tensor.shape)}"
             raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}")
+        check_type(self.source, name, tensor)
         self.names.add(name)
         return tensor.to(self.device)
 
@@ -528,6 +547,18 @@ class TensorReader:
                 f"draft head {self.source!r}: its config.json says nothing of tensor {more[0]!r}; allowed: the tensors "
                 f"of its kind, such as {min(self.names)!r}"
             )
+
+
+def check_type(source: str, name: str, tensor: Tensor) -> None:
+    """Raise `SlipstreamError` for a tensor of another type than weights have."""
+    if tensor.dtype not in TYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {_short(tensor)}; allowed: {allowed}")
+
+
+def _short(tensor: Tensor) -> str:
+    """The name of a tensor's type."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
