@@ -41,7 +41,6 @@ MECHANISMS = (
     Mechanism("a draft model's sureness, corrected", ((acceptance_model.ModelDrafts, "_learn_chances", nothing),)),
     Mechanism("acceptance by position", ((acceptance_model.Positions, "chance", lambda self, row, position: 1.0),)),
     Mechanism("correction of single shapes", ((costs, "SHAPE", 0.0),)),
-    Mechanism("what drafted tokens cost, learned", ((costs, "COST_DRIFT", 0.0), (costs, "UNSURE", 1e-6))),
     Mechanism("a row's own weight", ((acceptance_model.AcceptanceModel.__init__, "__kwdefaults__", NO_ROWS),)),
     Mechanism("retrieval behind the draft model's draft", ((model_drafter, "extended", unextended),)),
     Mechanism(

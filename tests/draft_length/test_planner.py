@@ -213,12 +213,12 @@ def test_pauses_become_longer_and_end_with_a_success() -> None:
 def test_searches_that_save_less_than_they_take_are_passed_over() -> None:
     one, of = planner_of(has_model=False), row()
     found = []
-    for number in range(200):
+    for number in range(500):
         found.append(one.lengths([of])[0] > 0)
-        brought = 4 * (number >= 100)
+        brought = 4 * (number >= 250)
         happened(of, brought * found[-1], brought * found[-1], source=RETRIEVAL if found[-1] else "", seconds=0.05)
         one.observe([of])
-    assert all(found[:20]) and sum(found[50:100]) < 12 and all(found[180:])
+    assert all(found[:20]) and sum(found[150:250]) < 24 and all(found[400:])
     cheap, other = planner_of(has_model=False), row()
     for _ in range(100):
         assert cheap.lengths([other])[0]

@@ -10,70 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
-from typing import NamedTuple
 
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
 
-# standard deviations of logarithms: of one round's time around its expectation, of the change from round to round of
-# the draft cost, and of the draft cost's first value
-NOISE, COST_DRIFT, UNSURE = 0.04, 0.01, 0.4
+SPEED = 0.4  # share of a surprise that corrects the machine's speed
 SHAPE = 0.07  # share of a surprise that corrects the shape
 # without a measurement, as shares of a forward of one token: a further token, a step of the draft model
 COLUMN, STEP = 0.04, 0.25
 ROW = 0.5  # and what each further row adds to that step, as a share of it
-
-
-class LearnedCosts:
-    """The machine's speed and the cost of drafted tokens, tracked together by a Kalman filter.
-
-    speed: the logarithm of seconds per measured unit; None before the first round. draft_cost: what drafted tokens add
-    to a forward, as a multiple of what was measured.
-    """
-
-    def __init__(self) -> None:
-        self.speed: float | None = None
-        self.draft_cost = 1.0
-        self._speed_variance, self._cost_variance, self._covariance = NOISE**2, UNSURE**2, 0.0
-
-    def units(self, plain: float, measured: float) -> float:
-        """The corrected cost of a forward of `measured` units, of which `plain` remain without its drafted tokens."""
-        return plain + self.draft_cost * max(0.0, measured - plain)
-
-    def learn(self, plain: float, measured: float, seconds: float, correction: float) -> float:
-        """Learn from a round and return its surprise: the logarithm of actual over expected seconds.
-
-        correction: the logarithm by which the round's shape differs from its measurement.
-        """
-        if self.speed is None:
-            self.speed = log(seconds / self.units(plain, measured)) - correction
-        surprise = log(seconds / self.units(plain, measured)) - correction - self.speed
-        surprise = max(-0.4, min(0.4, surprise))  # one slow round says little
-        slope = max(0.0, measured - plain) / self.units(plain, measured)  # of log(seconds) by draft_cost
-        speed, cost, both = self._speed_variance, self._cost_variance, self._covariance
-        # beyond three standard deviations only another speed of the machine explains it
-        if surprise**2 > 3.0**2 * (speed + slope * (2 * both + slope * cost) + NOISE**2):
-            speed += surprise**2
-        speed_gain, cost_gain = speed + slope * both, both + slope * cost
-        total = speed_gain + slope * cost_gain + NOISE**2
-        self.speed += speed_gain / total * surprise
-        self.draft_cost = max(0.25, min(4.0, self.draft_cost + cost_gain / total * surprise))
-        self._speed_variance = speed - speed_gain**2 / total + 0.02**2  # the speed's drift from round to round
-        self._cost_variance = min(UNSURE**2, cost - cost_gain**2 / total + COST_DRIFT**2)
-        self._covariance = both - speed_gain * cost_gain / total
-        return surprise
-
-    def seconds(self, plain: float, measured: float) -> float:
-        """The seconds that a forward takes, at the machine's current speed."""
-        return self.units(plain, measured) * (1e-3 if self.speed is None else exp(self.speed))
-
-
-class Forward(NamedTuple):
-    """A forward's shape (rows, tokens of all) and its measured units, without its drafted tokens and with them."""
-
-    shape: tuple[int, int]
-    plain: float
-    measured: float
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
@@ -92,9 +37,8 @@ def between(measured: Mapping[int, float], tokens: int) -> float:
 class CostModel:
     """Predicts the seconds of a round's parts.
 
-    seconds(forward) = (plain + draft_cost * (measured - plain)) * correction(shape) * machine_speed. `measured` and
-    `plain` are the calibration, with and without the drafted tokens; the other three are learned. Since every round
-    tells the machine's speed, a shape last seen while the machine was busy does not look expensive for that.
+    seconds(forward) = calibrated(shape) * correction(shape) * machine_speed; the last two are learned from every round,
+    so that a shape last seen while the machine was busy does not look expensive for that.
 
     pad: (tokens per row, rows) -> width of the forward that takes them. ragged: (rows, draft tokens of all) -> tokens
     of the ragged forward, None if the target has none.
@@ -112,14 +56,15 @@ class CostModel:
     token: float | None = None
     timed: bool = True
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
-    _learned: LearnedCosts = field(default_factory=LearnedCosts)
+    _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
     # both kept until something is learned
     _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _draft_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _forwards: dict[tuple[int, int, int], Forward] = field(default_factory=dict)  # by what `verify` is asked
+    # shape (rows, tokens of all) and calibrated milliseconds, by what `verify` is asked
+    _forwards: dict[tuple[int, int, int], tuple[tuple[int, int], float]] = field(default_factory=dict)
     _last_step: int = -1
 
     def learn(self, rows: Sequence[Row], read: int = 0) -> None:
@@ -143,21 +88,24 @@ class CostModel:
         drafted = sum(len(round.draft) for round in rounds)
         verifying, drafting = first.seconds.verify, first.seconds.draft
         if not self.timed:  # the device works on while the host reads the clock: only the total is right
-            is_first = self._learned.speed is None
+            is_first = self._speed is None
             verifying = total / (1 + STEP * steps) if is_first else self.verify(count, longest, drafted)
             verifying = min(verifying, total) if steps else total
             drafting = total - verifying
-        self._learn_forward(self._forward(count, longest, drafted), verifying)
+        self._learn_forward(*self._forward(count, longest, drafted), verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
             self._draft_seconds.clear()
 
-    def _learn_forward(self, forward: Forward, seconds: float) -> None:
+    def _learn_forward(self, shape: tuple[int, int], calibrated: float, seconds: float) -> None:
         if seconds <= 0:
             return
-        correction = self._corrections.get(forward.shape, 0.0)
-        surprise = self._learned.learn(forward.plain, forward.measured, seconds, correction)
-        self._corrections[forward.shape] = correction + SHAPE * surprise
+        taken = log(seconds / calibrated) - self._corrections.get(shape, 0.0)
+        if self._speed is None:
+            self._speed = taken
+        surprise = max(-0.4, min(0.4, taken - self._speed))  # one slow round says little
+        self._speed += SPEED * surprise
+        self._corrections[shape] = self._corrections.get(shape, 0.0) + SHAPE * surprise
         self._verify_seconds.clear()
         self._draft_seconds.clear()
 
@@ -165,18 +113,16 @@ class CostModel:
         """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
         key = rows, longest, rows * longest if drafted is None else drafted
         if key not in self._verify_seconds:
-            shape, plain, measured = self._forward(*key)
-            seconds = self._learned.seconds(plain, measured) * exp(self._corrections.get(shape, 0.0))
-            self._verify_seconds[key] = seconds
+            shape, calibrated = self._forward(*key)
+            self._verify_seconds[key] = self._seconds(calibrated) * exp(self._corrections.get(shape, 0.0))
         return self._verify_seconds[key]
 
-    def _forward(self, rows: int, longest: int, drafted: int) -> Forward:
+    def _forward(self, rows: int, longest: int, drafted: int) -> tuple[tuple[int, int], float]:
         key = rows, longest, drafted
         if key not in self._forwards:  # every round asks for many, mostly the same ones
             tokens = self._tokens(rows, longest, drafted)
             # noisy measurements must not make a forward free
-            plain, measured = (max(1e-3, self._units(rows, n)) for n in (self._tokens(rows, 0, 0), tokens))
-            self._forwards[key] = Forward((rows, tokens), plain, measured)
+            self._forwards[key] = (rows, tokens), max(1e-3, self._units(rows, tokens))
         return self._forwards[key]
 
     def _tokens(self, rows: int, longest: int, drafted: int) -> int:
@@ -229,7 +175,7 @@ class CostModel:
 
     def _seconds(self, milliseconds: float) -> float:
         """Converts calibrated milliseconds to seconds at the machine's current speed."""
-        return self._learned.seconds(milliseconds, milliseconds)
+        return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
         """Seconds in which the draft model reads so many tokens before its first step."""

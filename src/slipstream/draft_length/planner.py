@@ -6,8 +6,8 @@ if this saves time on the rest of the texts (`model_lengths`). Of all drafts the
 expected tokens per second highest (`worth_verifying`). Likelihoods are those of each kind of token, corrected by this
 row (`acceptance_model.py`); seconds are the calibration, corrected by what rounds took (`costs.py`). A draft model that
 must read a text first pays for that with the tokens that the text is expected to have left. A source that was passed
-over is tried in the 4th round, then after 8, 16, ... 64 while that brings nothing; a draft model that would have to read
-a text that runs alone, after as many texts.
+over is tried in the 4th round, then after 8, 16, ... 64 while that brings nothing; a draft model that would have to
+read a text that runs alone, after as many texts.
 
 Dropping a sampled token because of what it is would bias the text, so a sampled draft is never shortened afterwards: it
 only stops growing. `observe` learns; everything else answers and changes nothing.
@@ -34,6 +34,7 @@ STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
 # the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
 OWN_TOKENS, ALL_TOKENS = 16, 128
+SEARCHES = 32  # rows' searches over which the averages of what they take and save reach
 PACED = 12  # rounds of one token each, added to those a row has had to estimate its pace
 PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
 
@@ -372,8 +373,9 @@ class Planner:
         wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
         saved = (tokens * self._token_seconds(count) - wider) / count
         before = self._token_seconds(count) if self._saved_seconds is None else self._saved_seconds
-        self._saved_seconds = before + 0.1 * (saved - before)
-        self._search_seconds += 0.1 * (rounds[0].seconds.draft / count - self._search_seconds)
+        weight = 1 - (1 - 1 / SEARCHES) ** count
+        self._saved_seconds = before + weight * (saved - before)
+        self._search_seconds += weight * (rounds[0].seconds.draft / count - self._search_seconds)
 
     def _is_of_model(self, newest: Round) -> bool:
         source = newest.origin.source
