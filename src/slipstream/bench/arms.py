@@ -99,8 +99,8 @@ def _length(text: str, spelled: str | None) -> int | str | None:
     """A number of tokens, or a form that `num_draft_tokens` has."""
     if spelled is None:
         return None
-    choice = LengthChoice.parse(int(spelled) if spelled.isdecimal() else spelled)
-    if choice.count is not None and not 1 <= choice.count <= MAX_DRAFT_TOKENS:
+    count = int(spelled) if spelled.isdecimal() else LengthChoice.parse(spelled).count
+    if count is not None and not 1 <= count <= MAX_DRAFT_TOKENS:
         raise UsageError(f"arm {text!r}: draft length {spelled}; allowed: 1 to {MAX_DRAFT_TOKENS} tokens")
     return int(spelled) if spelled.isdecimal() else spelled
 

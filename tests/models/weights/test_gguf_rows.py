@@ -11,6 +11,7 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.cpu.structs import FORMATS, BlockFormat
@@ -78,7 +79,7 @@ def test_what_is_packed_ahead_is_what_the_file_has(tied: bool, tmp_path: Path) -
             if part is None:
                 left.append(name)
             else:
-                alone = RowReader().part(entry, library)
+                alone = RowReader().part(entry, library, HugePages(), None)
                 assert torch.equal(part.data, alone.data)
     matrices = [name for name in left if len(header.tensors[name].shape) == 2]
     reordered = [f"blk.{layer}.attn_{kind}.weight" for layer in range(2) for kind in "qk"]
@@ -100,5 +101,5 @@ def test_a_model_with_an_output_layer_of_its_own_keeps_its_table_in_the_file(tmp
         header = header_of(tmp_path, tied)
         model: Any = load(str(header.file), LoadOptions()).model
         assert isinstance(model.get_input_embeddings().part, kind)
-        part = RowReader().part(header.tensors["token_embd.weight"], block_kernels())
+        part = RowReader().part(header.tensors["token_embd.weight"], block_kernels(), HugePages(), None)
         assert torch.equal(model.get_input_embeddings()(ids)[0], part.rows(ids[0]))

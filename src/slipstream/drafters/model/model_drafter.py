@@ -1,9 +1,8 @@
 """A draft model with its own KV cache, and when it stops before it has drafted what was asked for.
 
 Greedy rows get its likeliest tokens. Sampled rows get the winners of the race that the target will run with the same
-random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). When a draft ends may
-depend on its tokens as long as all tokens sampled so far stay in it: otherwise ending it would choose among tokens
-(docs/exactness.md).
+random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A draft may
+end because of a token if that token stays in it; without it, ending would be a choice among tokens (docs/exactness.md).
 """
 
 from __future__ import annotations

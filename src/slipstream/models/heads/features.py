@@ -1,7 +1,7 @@
-"""Which rows of a head were computed from the target's own features; the others are computed again later.
+"""Which positions of a head's cache were computed from the target's own features; the others are computed again later.
 
 Those others are drafted tokens, mostly: the target has not read them yet. Row i of a batch has slot i in the target's
-KV cache and in the head's. The feature of a head's row s is the target's at position s - 1.
+KV cache and in the head's. The feature at a head's position s is the target's at position s - 1.
 """
 
 from __future__ import annotations
