@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
 REASONS = ("error", "message", "detail", "msg", "errors", "reason")  # what went wrong, as servers name it
-ENDS = ("stop", "length", "error")  # of answers that need no remark
+ENDS = ("stop", "length")  # of answers that need no remark
 MAX_WHOLE_BYTES = 4 << 20  # of an answer that comes whole
 MAX_PAGE_LENGTH = 1 << 14  # characters of a page that are read
 MAX_EXCERPT_LENGTH = 300  # characters of what came instead of an answer
@@ -77,9 +77,9 @@ class RemoteApi:
         return [item["id"] for item in listed if isinstance(item.get("id"), str)]
 
     def pieces(self, body: dict[str, Any], note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-        """The text of a streamed chat completion as it comes. SlipstreamError says what came where that is no text.
+        """The text of a streamed chat completion as it comes; SlipstreamError names what came instead of one.
 
-        note: called with a line about what came besides a text.
+        note: called with a line about what came besides the text.
         """
         parts = AnswerParts()
         with self._failing(), self._open("/v1/chat/completions", body) as answer:
@@ -94,7 +94,7 @@ class RemoteApi:
                 if text := parts.take(_object(data)):
                     yield text
                 if not parts.has_choices:
-                    what = f"{kind} ({_excerpt(data)})" if data else "nothing"
+                    what = f"{kind} ({_excerpt(data)})" if data.strip() else "nothing"
                     raise SlipstreamError(f"{self.url} sent {what} instead of a streamed answer")
                 parts.is_over = True
                 note(f"{self.url} sent its answer whole, not as a stream")
@@ -111,7 +111,7 @@ class RemoteApi:
         """The objects that a stream's events hold, one a line, up to [DONE]."""
         for line in answer:
             name, _, data = line.decode(errors="replace").strip().partition(":")
-            if name != "data":
+            if name != "data" or not data:
                 continue
             if data.strip() == "[DONE]":
                 parts.is_over = True
@@ -126,7 +126,8 @@ class RemoteApi:
         """SlipstreamError if this says what went wrong: in OpenAI's form, vLLM's, FastAPI's, or those of others."""
         failed = [choice for choice in _dictionaries(answer.get("choices")) if choice.get("finish_reason") == "error"]
         if answer.get("error") or failed or ("choices" not in answer and any(map(answer.get, REASONS))):
-            raise SlipstreamError(f"{self.url}: {_reason_in(failed[0] if failed else answer)}")
+            holder = answer if answer.get("error") or not failed else failed[0]
+            raise SlipstreamError(f"{self.url}: {_reason_in(holder)}")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"content-type": "application/json"}
@@ -221,7 +222,7 @@ def _object(data: bytes | str) -> dict[str, Any]:
 
 def _reason_in(fields: dict[str, Any]) -> str:
     """What the other end says went wrong; where it is no text, its JSON."""
-    value = next(filter(None, map(fields.get, REASONS)), None)
+    value = next((value for value in map(fields.get, REASONS) if value and value is not True), None)
     if isinstance(value, dict):
         return _reason_in(value)
     return NO_REASON if value is None else _excerpt(value if isinstance(value, str) else json.dumps(value))
