@@ -46,10 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["e,", "blue"]},
     "all together": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
 }
-# what else an option is given: token ids of the text without it, which it therefore changes, behind its beginning
-AIMED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+# added to these options, from the token ids of the text without them: a fixed list might name no token of that text
+COMPUTED_OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "logit_bias": lambda text: {"logit_bias": dict.fromkeys(text[2::5], -30.0)},
-    "bad_words": lambda text: {"bad_words": [text[at : at + 2] for at in range(1, len(text) - 1, 4)]},
+    "bad_words": lambda text: {"bad_words": [text[start : start + 2] for start in range(1, len(text) - 1, 4)]},
     "min_tokens": lambda text: {"stop_token_ids": sorted(set(text[8:]))},
 }
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
@@ -207,9 +207,9 @@ class TextChecks:
         if self.decoder.tokenizer is None:
             return not_applicable("no tokenizer")
         params = SamplingParams(max_tokens=self._length(OPTION_TOKENS), seed=7)
-        if name in AIMED:
+        if name in COMPUTED_OPTIONS:
             text = self._plain.generate(PATTERN, params, chat=False).token_ids
-            option = option | AIMED[name](text)
+            option = option | COMPUTED_OPTIONS[name](text)
         return self._finding([self._pair(self._seeded, [PATTERN], [replace(params, **option)], chat=False)])
 
     def _length(self, planned: int) -> int:
@@ -223,7 +223,8 @@ class TextChecks:
         started = perf_counter()
         self._plain.generate(ids, SamplingParams(max_tokens=SHORTEST, ignore_eos=True))
         each = (perf_counter() - started) / SHORTEST
-        planned = 6 * len(self.prompts) * self.max_tokens + 2 * len(OPTIONS) * OPTION_TOKENS
+        texts = 2 * len(OPTIONS) + len(COMPUTED_OPTIONS)
+        planned = 6 * len(self.prompts) * self.max_tokens + texts * OPTION_TOKENS
         return min(1.0, self.budget / (planned * each))
 
     def _pair(

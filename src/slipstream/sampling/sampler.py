@@ -45,8 +45,8 @@ class Sampler:
     @property
     def failures(self) -> dict[int, tuple[int, Exception]]:
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
-        found = [item for processor in self._processors for item in processor.failures.items()]
-        return dict(sorted(found, key=lambda item: -item[1][0]))
+        failures = [failure for processor in self._processors for failure in processor.failures.items()]
+        return dict(sorted(failures, key=lambda failure: -failure[1][0]))  # the first of a row is the last entered
 
     def drafted(self) -> None:
         """Forget what failed while a draft was scored: on the draft model's logits, and perhaps on other tokens."""
@@ -202,7 +202,7 @@ class Sampler:
         if self.all_greedy:
             return self.race.leaders(scores, self._temperatures, None, count)
         for warp, rows in self._groups:
-            if warp.options.keeps_some:
+            if warp.options.removes_tokens:
                 scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
         bits = self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0])
         return self.race.leaders(scores, self._temperatures, bits, count)

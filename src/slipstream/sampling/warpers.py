@@ -32,8 +32,8 @@ class Options:
     min_p: float = 0.0
 
     @property
-    def keeps_some(self) -> bool:
-        """Whether some tokens only are kept, by their rank or probability."""
+    def removes_tokens(self) -> bool:
+        """Whether tokens lose all probability because others are likelier."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
