@@ -40,7 +40,7 @@ class Estimate:
 
     @property
     def is_above_one(self) -> bool:
-        """Whether the whole interval is; False without one."""
+        """Whether the whole interval lies above 1; False without an interval."""
         return self.low is not None and self.low > 1
 
 

@@ -43,7 +43,7 @@ class RequestPool:
 
     def __init__(self, decoder: Decoder) -> None:
         self._scheduler = decoder.scheduler()
-        self._most = 2 * self._scheduler.max_batch_size
+        self._max_rows = 2 * self._scheduler.max_batch_size
         self._queue: deque[JobRequest] = deque()
         self._numbers = count()
         self._running: dict[int, JobRequest] = {}  # by the index of a row
@@ -52,7 +52,7 @@ class RequestPool:
     @property
     def has_room(self) -> bool:
         """Whether more requests are needed to keep the batch full."""
-        return len(self._queue) + len(self._running) < self._most
+        return len(self._queue) + len(self._running) < self._max_rows
 
     @property
     def unfinished(self) -> bool:
@@ -87,7 +87,7 @@ class RequestPool:
     def _begin(self) -> list[JobRequest]:
         """Hand rows to the scheduler; returns requests without rows, which have ended already."""
         empty = []
-        while self._queue and len(self._running) < self._most:
+        while self._queue and len(self._running) < self._max_rows:
             request = self._queue.popleft()
             for row in request.rows:
                 row.index = next(self._numbers)

@@ -119,7 +119,7 @@ def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig
 
 @contextmanager
 def interruptible(outcome: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C is one line, which says what is saved and how to go on, and exit code 130."""
+    """Ctrl-C ends the program with one line and exit code 130. outcome: says what is saved and how to go on."""
     try:
         yield
     except KeyboardInterrupt:

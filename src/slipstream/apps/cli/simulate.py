@@ -66,7 +66,7 @@ class OnPaper:
 
     @property
     def is_given(self) -> bool:
-        """Whether any of the numbers is."""
+        """Whether any of these numbers is given."""
         return self != OnPaper()
 
 

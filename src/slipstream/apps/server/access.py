@@ -94,8 +94,8 @@ def _digest(key: str) -> bytes:
 class Access:
     """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
 
-    It adds to `scope["state"]`: owner, the name of the key; caller, with whom others take turns: the key's owner, or
-    the client's address if there are no keys.
+    It adds to `scope["state"]`: owner, the name of the key; caller, for fair turns: the owner, or the client's address
+    if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
@@ -164,7 +164,7 @@ class Access:
         return owner
 
     def _is_allowed_preflight(self, scope: Scope) -> bool:
-        """Whether a browser asks for a listed site what is allowed, which it does without a key."""
+        """Whether this is a preflight request for a listed site; browsers send those without the key."""
         is_preflight = bool(_headers(scope, b"access-control-request-method"))
         return is_preflight and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
 

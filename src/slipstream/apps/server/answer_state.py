@@ -190,7 +190,7 @@ def shares(round: Round, facts: ModelFacts) -> list[Share]:
 
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
-    """OpenAI's token counts, of totals, as every chunk may have them. A prompt with `n` answers counts once."""
+    """OpenAI's token counts so far; every chunk may have them. A prompt with `n` answers counts once."""
     predicted: dict[str, Any] = {}
     if any(choice.job.row.prediction for choice in choices):
         details = {

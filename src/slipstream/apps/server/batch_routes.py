@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from slipstream.apps.server.batch_runner import BatchRunner
-from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, FileRecord, owned, room
+from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, FileRecord, owned, write_errors_named
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
@@ -208,7 +208,7 @@ async def file(http: Request, file_id: str) -> dict[str, Any]:
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
     """Remove a file that no unfinished batch needs."""
     store = _runner(http).store
-    with room():
+    with write_errors_named():
         store.delete_file(owned(store.files, file_id, http.state.owner, "file"))
     return {"id": file_id, "object": "file", "deleted": True}
 
@@ -231,7 +231,7 @@ async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     check_extra(fields)
     service_of(http).count_unknown(fields)
     source = owned(runner.store.files, fields.input_file_id, owner, "file")
-    with room():
+    with write_errors_named():
         record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
     runner.begin(record)
     return record.to_dict()
@@ -258,7 +258,7 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
         raise ApiError(
             409, f"batch {batch_id!r} is {record.status}; allowed: to cancel one under way", param="batch_id"
         )
-    with room():
+    with write_errors_named():
         runner.cancel(record)
     return record.to_dict()
 

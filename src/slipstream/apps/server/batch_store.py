@@ -110,7 +110,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    max_bytes: of the files of one key, above which it may upload no more. under_way: lines that are being
+    max_bytes: of the files of one key together, from which on it may upload no more. under_way: lines that are being
     answered.
     """
 
@@ -157,7 +157,7 @@ class BatchStore:
         self._uploads[owner] += 1
         path = self.folder / "uploads" / uuid4().hex
         try:
-            with room():
+            with write_errors_named():
                 yield path
         finally:
             path.unlink(missing_ok=True)
@@ -243,8 +243,8 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
 
 
 @contextmanager
-def room() -> Iterator[None]:
-    """Tell a client why a change of the folder failed."""
+def write_errors_named() -> Iterator[None]:
+    """An OSError inside becomes the answer that the batch folder cannot be written, and why."""
     try:
         yield
     except OSError as error:
@@ -254,7 +254,7 @@ def room() -> Iterator[None]:
 
 @contextmanager
 def _usable(folder: Path) -> Iterator[None]:
-    """Say which folder fails."""
+    """An OSError inside becomes a UsageError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -276,8 +276,8 @@ def _read(folder: Path, cls: type[Record]) -> list[Record]:
 class LinesUnderWay:
     """Counts for every line how many servers have died while they answered it: the line may be the cause.
 
-    A line that begins adds +1 to the file, its end adds -1, so that what a dead server leaves is its count. unfinished:
-    the ids of batches that go on; what the file says of others is forgotten.
+    Its beginning adds +1 to the file and its end -1, so the sum is the number of servers that died in between.
+    unfinished: the ids of batches that go on; what the file says of others is forgotten.
     """
 
     def __init__(self, path: Path, unfinished: Collection[str]) -> None:

@@ -50,7 +50,7 @@ PAGE = resources.files("slipstream.apps.server") / "page"  # the folder of the p
 
 @router.get("/", include_in_schema=False)
 async def index(http: Request) -> Response:
-    """The page, with which one chats and watches the engine."""
+    """The page for chatting and for watching the engine."""
     return _page_answer(http, "index.html")
 
 

@@ -39,8 +39,8 @@ def expected_tokens(acceptance: Acceptance | float, num_draft_tokens: int) -> fl
 def round_milliseconds(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, batch: float = 1) -> float:
     """Expected milliseconds of a round: its rows share one forward, which waits for the longest draft.
 
-    Where rows are not padded, the forward costs what the tokens of all rows cost. batch may be a mean,
-    between the whole numbers beside it.
+    Where rows are not padded, the forward costs what the tokens of all rows cost. batch may be a mean between two whole
+    numbers.
     """
     acceptance = _checked(acceptance, num_draft_tokens)
     if num_draft_tokens == 0:

@@ -133,7 +133,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray ends the whole process, and not in one line, where nobody listens."""
+    """SlipstreamError where nobody listens: there Ray would end the whole process, in many lines."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
