@@ -63,11 +63,6 @@ class TokenCosts:
         for name in ("forward", "overhead"):
             check_grid(name, getattr(self, name))
 
-    @property
-    def batches(self) -> list[int]:
-        """The batch sizes measured, ascending."""
-        return sorted(self.forward)
-
     def spans(self, batch: int) -> bool:
         """Whether a batch lies between those measured."""
         return min(self.forward) <= batch <= max(self.forward)
@@ -141,8 +136,8 @@ class Costs:
 
     target: verifying with one target forward in which every row is padded to the longest, by batch (rows) and width
     (tokens per row); overhead: what else a round of that shape takes (acceptance, the transfer, bookkeeping);
-    draft_step: one more draft token for every row, by batch; draft_round: what the drafter
-    takes besides in every round, by batch (all of it for most retrieval drafters).
+    draft_step: one more draft token for every row, by batch; draft_round: what the drafter takes besides in every
+    round, by batch (all of it for most retrieval drafters).
     drafter: whose times these are; machine: where they come from.
     padded, alone, totals: the shapes kept to where they must agree to the bit, see `Shapes.widths`, `alone` and
     `totals`; empty where forwards fit their tokens.
