@@ -464,6 +464,8 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
             with pytest.raises(openai.InternalServerError, match="cannot be written: No space left on device") as told:
                 call()
             assert told.value.status_code == 507
+        files = server.service.background.store.folder / "files"
+        assert [path.stem for path in files.glob("*.jsonl")] == [file.id]
         monkeypatch.undo()
         assert ended(server, client, _batch(client, file)).status == "completed"
         server.service.background.store.content(file.id).unlink()

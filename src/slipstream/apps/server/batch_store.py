@@ -168,7 +168,11 @@ class BatchStore:
         """Keep an upload that is on the disk."""
         id = f"file-{uuid4().hex}"
         content.replace(self.content(id))
-        return self.register(id, owner, filename, purpose)
+        try:
+            return self.register(id, owner, filename, purpose)
+        except OSError:
+            self.content(id).unlink(missing_ok=True)  # no record names it, so nobody could delete it
+            raise
 
     def register(self, id: str, owner: str, filename: str, purpose: str) -> FileRecord:
         """List a file whose content is in the folder."""
