@@ -47,6 +47,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1)
     assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
     assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
+    assert all(one.costs.trees is None for one in result.screened if one.costs)  # chains alone are predicted
     first = result.screened[0].costs
     assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
     shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out

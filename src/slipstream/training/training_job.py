@@ -233,7 +233,7 @@ class TrainingJob:
         """The costs of rounds that draft with a head of these sizes, measured once for the folder."""
         path = self.settings.folder / COSTS
         if not path.exists():
-            drafting = decoder.with_draft(str(self.settings.folder)).using("model")
+            drafting = decoder.with_draft(str(self.settings.folder)).using("model", num_draft_tokens="chain")
             seconds = min(COST_SECONDS, COST_SHARE * self._max_seconds)
             costs = measure_costs(drafting, widths=range(1, STEPS + 2), seconds=seconds)
             with replaced(path) as partial:

@@ -381,9 +381,9 @@ def _with_costs(
         if drafter.failed is None and least < time_left:
             meter.show_progress("costs of a round", space.name(drafter.candidate))
             try:
-                costs = measure_costs(
-                    space.decoder(drafter.candidate), batches, own_widths, seconds=time_left / (len(screened) - number)
-                )
+                chains = space.decoder(drafter.candidate).using(num_draft_tokens="chain")  # trees are not predicted
+                seconds = time_left / (len(screened) - number)
+                costs = measure_costs(chains, batches, own_widths, seconds=seconds)
             except UsageError as error:  # a context too short for the probe: the drafter is measured unpredicted
                 log.warning("no prediction for %s: %s", space.name(drafter.candidate), error)
             else:
