@@ -459,13 +459,14 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
 
     with server.openai() as client:
         file = client.files.create(file=("in.jsonl", io.BytesIO(jsonl(LINES))), purpose="batch")
+        files = server.service.background.store.folder / "files"
+        kept = sorted(files.glob("*.jsonl"))
         monkeypatch.setattr("slipstream.apps.server.batch_store._write", full)
         for call in (lambda: client.files.create(file=("x", b"{}"), purpose="batch"), lambda: _batch(client, file)):
             with pytest.raises(openai.InternalServerError, match="cannot be written: No space left on device") as told:
                 call()
             assert told.value.status_code == 507
-        files = server.service.background.store.folder / "files"
-        assert [path.stem for path in files.glob("*.jsonl")] == [file.id]
+        assert sorted(files.glob("*.jsonl")) == kept
         monkeypatch.undo()
         assert ended(server, client, _batch(client, file)).status == "completed"
         server.service.background.store.content(file.id).unlink()
