@@ -1,12 +1,14 @@
 """The search of `slipstream tune` with the toy models: candidates, predictions, the budget."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.plan import groups, name_prompts
 from slipstream.bench.records import make_header, read_records, start
+from slipstream.bench.speed_model.probe import measure_costs
 from slipstream.bench.tuning.advice import Tuned, tune
 from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, SearchSpace
 from slipstream.config import DecoderConfig
@@ -47,7 +49,6 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1)
     assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
     assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
-    assert all(one.costs.trees is None for one in result.screened if one.costs)  # chains alone are predicted
     first = result.screened[0].costs
     assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
     shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out
@@ -56,6 +57,20 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     }
     every = [one for advice in result.advice for one in [*advice.others, *([advice.best] if advice.best else [])]]
     assert all((one.predicted is None) == (one.candidate.length is None) for one in every)
+
+
+def test_costs_are_those_of_chains_which_are_all_that_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = list[int | str]()
+
+    def noted(decoder: SpeculativeDecoder, *given: Any, **options: Any) -> Any:
+        lengths.append(decoder.config.num_draft_tokens)
+        return measure_costs(decoder, *given, **options)
+
+    monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", noted)
+    tuned(tmp_path, 1)
+    assert set(lengths) == {"chain"}
 
 
 @pytest.mark.parametrize("seconds", [0.8, 1.6])
