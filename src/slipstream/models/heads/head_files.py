@@ -430,7 +430,8 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             loaded = load_file(path)
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(loaded, dict) or not all(isinstance(part, Tensor) for part in loaded.values()):
+            is_named = isinstance(loaded, dict) and all(isinstance(name, str) for name in loaded)
+            if not is_named or not all(isinstance(part, Tensor) for part in loaded.values()):
                 raise ValueError("it holds something other than tensors by name")
     except Exception as error:  # of many kinds, as the file says what is read
         raise SlipstreamError(
