@@ -387,7 +387,7 @@ def test_arguments_are_read() -> None:
         ("-1", "allowed"),
         ("2+", "allowed"),
         ("store=", "allowed"),
-        ("outputs=0+store=x.npz", "outputs=0 keeps nothing"),
+        ("outputs=0+store=x.npz", "outputs=0 keeps nothing; allowed: outputs above 0"),
         ("store=/no/such/folder/x.npz", "'/no/such/folder/x.npz' is not a file"),
     ],
 )

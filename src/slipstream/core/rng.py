@@ -125,7 +125,7 @@ class Race:
         speeds = remaining = probs if bits is None else torch.where(is_noisy, self.speeds(probs, bits), probs)
         tokens = [argmax(speeds)]
         for _ in range(1, count):
-            remaining = remaining.scatter(1, tokens[-1][:, None], 0.0)
+            remaining = remaining.scatter(1, tokens[-1][:, None], -1.0)  # below impossible tokens
             tokens.append(argmax(remaining))
         leaders = torch.stack(tokens, 1)
         return leaders, speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)

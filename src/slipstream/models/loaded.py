@@ -64,8 +64,8 @@ class LoadOptions:
 
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
     why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
-    quantise: the draft model's weights: "int4" and "int8" quantise them or refuse, "auto" uses int4 where that is
-    faster and `fast` allows it.
+    quantise: of the draft model's weights; "int4" and "int8" quantise or refuse, "auto" uses int4 where that is faster
+    and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
     activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what the target's

@@ -101,8 +101,9 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     cached = read_measured(FOLDER, identity, _calibration)
     if cached is not None:
         return cached
-    what, columns = f"measuring how {loaded.name!r} runs here (once)", (TaskProgressColumn(), TimeRemainingColumn())
-    with progress_bar(what, f"{what} ...", *columns, total=1.0) as bar:
+    description = f"measuring how {loaded.name!r} runs here (once)"
+    columns = TaskProgressColumn(), TimeRemainingColumn()
+    with progress_bar(description, f"{description} ...", *columns, total=1.0) as bar:
         task = bar.task_ids[0]
         calibration = calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, completed=share))
     if calibration.agrees or loaded.source:  # weights in memory have no name: others of the same sizes may be sound

@@ -137,7 +137,7 @@ class TrainingJob:
                     f"{str(folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that the "
                     "training began with, or another folder"
                 )
-            made = monotonic()
+            begun = monotonic()
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(
@@ -148,7 +148,7 @@ class TrainingJob:
             judging = batches(held, frozen.device)
             if state is None:
                 state = self._first_state(frozen, texts, learned, held)
-                state.seconds += monotonic() - made
+                state.seconds += monotonic() - begun
             config = new_head(decoder.target, LONGEST + STEPS, state.token_ids)
             head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
             run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)

@@ -19,8 +19,8 @@ from slipstream.core.types import Draft, Row
 from slipstream.errors import UsageError
 
 INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
-NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
+NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 
 
 def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter, backend: Backend) -> None:

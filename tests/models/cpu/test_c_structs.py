@@ -1,8 +1,9 @@
-"""The structs that Python mirrors are those of the C compiler; a difference is an error before anything is computed."""
+"""The structs that Python mirrors are those of the C compiler, and the types of its calls those of the C functions."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 
@@ -10,7 +11,7 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu import structs
-from slipstream.models.cpu.kernel_libraries import SOURCES
+from slipstream.models.cpu.kernel_libraries import SIGNATURES, SOURCES
 from slipstream.models.cpu.structs import MIRRORS, LinearStruct, check_layout
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -77,3 +78,13 @@ def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> 
 def test_every_struct_of_the_header_is_mirrored() -> None:
     lines = (SOURCES / "structs.h").read_text().splitlines()
     assert {line.split()[1] for line in lines if line.startswith("struct ")} == set(MIRRORS)
+
+
+def test_every_signature_is_that_of_the_c_function() -> None:
+    letters = {"int64_t": "n", "uint64_t": "n", "int32_t": "i", "int": "i", "float": "f"}
+    text = "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.[ch]")))
+    defined = re.findall(rf"^(void|int64_t) ({'|'.join(SIGNATURES)})\(([^)]*)\) {{", text, re.MULTILINE)
+    for returned, name, arguments in defined:
+        kinds = ["p" if "*" in argument else letters[argument.split()[0]] for argument in arguments.split(",")]
+        assert SIGNATURES[name] == "".join(kinds) + (">n" if returned == "int64_t" else ""), name
+    assert {name for _, name, _ in defined} == set(SIGNATURES)

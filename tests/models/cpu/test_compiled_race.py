@@ -108,3 +108,11 @@ def test_impossible_tokens_neither_lead_nor_count() -> None:
         tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
         assert tokens.tolist() == [[7, 4000]]
         torch.testing.assert_close(shares, scores[:, [7, 4000]].softmax(-1))
+
+
+def test_the_only_possible_token_is_not_its_own_runner_up() -> None:
+    scores = torch.full((1, VOCAB), float("-inf"))
+    scores[0, 0] = 1.0
+    for either in (compiled(), Race(VOCAB, CPU)):
+        tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
+        assert tokens[0, 0] == 0 != tokens[0, 1] and shares.tolist() == [[1.0, 0.0]]

@@ -141,12 +141,12 @@ class CrossVocabularyDrafter:
             text.chances(draft_chances)[:n] if n else []
             for text, draft_chances, n in zip(texts, chances, draft.lengths, strict=True)
         ]
-        records = [record_of(n, DraftChain(chances=line)) for n, line in zip(lengths, token_chances, strict=True)]
+        records = [record_of(n, DraftChain(chances=probs)) for n, probs in zip(lengths, token_chances, strict=True)]
         if isinstance(self._stop, WhilePays):
             learned = self._stop.planner.model_drafts
             chains = [
-                extended(self._extender, row, tokens, learned.acceptance_probs(row, line), n)
-                for row, tokens, line, n in zip(rows, proposals, token_chances, lengths, strict=True)
+                extended(self._extender, row, tokens, learned.acceptance_probs(row, probs), n)
+                for row, tokens, probs, n in zip(rows, proposals, token_chances, lengths, strict=True)
             ]
             draft = replace(Draft.from_lists([tokens for tokens, _ in chains], sampler.device), steps=steps)
             records = [

@@ -1,8 +1,8 @@
 """A draft model with its own KV cache, and when it stops before it has drafted what was asked for.
 
 Greedy rows get its likeliest tokens. Sampled rows get the winners of the race that the target will run with the same
-random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A draft may
-end because of a token if that token stays in it; without it, ending would be a choice among tokens (docs/exactness.md).
+random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A token may end a draft
+only if it stays in it: to drop it would be to choose among tokens (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class ModelDrafter:
     ) -> tuple[Tensor, Tensor | None]:
         """The next token [B, 1], drawn from the last of the draft's distributions, and its probability.
 
-        None for the probability where nothing needs it. scores: [B, V]; a greedy row's probabilities are theirs.
+        None for the probability where nothing needs it. scores: [B, V], whose softmax greedy rows take.
         """
         first = sampler.draw(distributions[-1], len(distributions) - 1, Stream.DRAFT)
         if self.stop is None:

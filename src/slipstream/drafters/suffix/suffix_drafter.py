@@ -298,8 +298,7 @@ class SuffixDrafter:
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:
     """ "suffix", "suffix:MIN"; p=PERCENT, outputs=TOKENS and store=FILE may follow in this order, joined by "+".
 
-    Writing the file anew is up to the caller: `SuffixDrafter.save()`. before: what the user wrote before the argument,
-    for messages.
+    The file is only read here; `SuffixDrafter.save` writes it. before: what the user wrote before the argument.
     """
     match = ARGUMENT.fullmatch(f"+{argument}" if argument else "")
     if match is None:
@@ -324,9 +323,13 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         acceptance_model=AcceptanceModel(kinds, shared=False) if judges else None,
         branches=setup.siblings if setup.fixed_tree else 0,  # beside a match they bring less than finding them takes
     )
-    if path is not None and (not drafter.outputs or not path.is_file()):
-        wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path)!r} is not a file"
-        raise UsageError(f"drafter='{before}{argument}': {wrong}; allowed: a file that SuffixDrafter.save(FILE) wrote")
     if path is not None:
+        if not drafter.outputs:
+            raise UsageError(f"drafter='{before}{argument}': outputs=0 keeps nothing; allowed: outputs above 0")
+        if not path.is_file():
+            raise UsageError(
+                f"drafter='{before}{argument}': {str(path)!r} is not a file; allowed: a file that "
+                "SuffixDrafter.save(FILE) wrote"
+            )
         drafter.load(path)
     return drafter

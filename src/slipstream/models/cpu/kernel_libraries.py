@@ -252,10 +252,10 @@ def loaded(recipe: Recipe) -> ctypes.CDLL:
     """The library, ready to compute with as many threads as PyTorch. Raises `NoKernelsError`."""
     prebuilt = prebuilt_file(recipe)
     try:
-        library = _compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt))
+        library = typed(_compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt)))
     except OSError as error:
         raise NoKernelsError(str(error)) from error
-    library.set_pool_threads(ctypes.c_int64(torch.get_num_threads()))
+    library.set_pool_threads(torch.get_num_threads())
     return library
 
 
@@ -374,7 +374,7 @@ def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""
     library = loaded(recipe)
     check_layout(library)
-    return typed(library)
+    return library
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -141,9 +141,9 @@ class SlotCache(Cache):
 
     attended_unit, attended_lengths: attention reads up to the first of these lengths that suffices, else up to a
     multiple of the unit. tree, layout: of the next forward, if it is over draft trees, or ragged. prepared: what
-    compiled layers keep from one of them to the next. shape: slots and positions reserved; held: slots and positions
-    that have memory. moves: counts the times when memory that forwards address may have moved. states: those of
-    recurrent layers, if there are any. spare_positions: positions held behind every text.
+    compiled layers share in that forward. shape: slots and positions reserved; held: those that have memory. moves:
+    counts the times when memory that forwards address may have moved. states: those of recurrent layers, if there are
+    any. spare_positions: positions held behind every text.
     """
 
     states: RecurrentStates | None = None
@@ -242,7 +242,7 @@ class SlotCache(Cache):
         return self._attend_up_to(end, *tree.reach)
 
     def _begin(self, cuts: list[Cut], layout: Layout | None = None) -> None:
-        """Forget the forward before."""
+        """Forget the previous forward."""
         self._cuts, self._blocks, self._rectangles, self.layout = cuts, {}, {}, layout
         self.tree = self._destinations = self.prepared = None
 

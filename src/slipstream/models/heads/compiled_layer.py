@@ -61,8 +61,8 @@ class CompiledLayer:
         window = self.network.config.windows[0] or 0
         memory = CacheStruct(*map(address, (keys, values)), length, window, self._scaling, slots, seen, places)
         cosines, sines = rope
-        inputs, outputs = map(address, (residual, heads)), map(address, (cosines, sines, out, scratch))
-        self._library.finish_layer(layer, ctypes.addressof(memory), *inputs, tokens, *outputs)
+        inputs, pointers = map(address, (residual, heads)), map(address, (cosines, sines, out, scratch))
+        self._library.finish_layer(layer, ctypes.addressof(memory), *inputs, tokens, *pointers)
         return out
 
 

@@ -18,9 +18,9 @@ from slipstream.models.loaded import Loaded
 
 
 def model_for(draft: str, target: Loaded) -> Any:
-    """The module that a target's backend runs. draft: what reads its hidden states, as messages begin with it.
+    """The module that a target's backend runs. draft: the head's name, with which messages begin.
 
-    Raises `UsageError` where they cannot be read.
+    Raises `UsageError` for a target whose hidden states cannot be read.
     """
     model = getattr(target.backend, "model", None)
     if model is None or not isinstance(target.backend, HiddenStates):

@@ -308,8 +308,8 @@ def windows_of(files: HeadFiles) -> list[int | None]:
         if window is not None and layer.get("use_sliding_window", True):
             raise UsageError(f"draft head {source!r} has sliding_window={window!r} without layer_types; allowed: both")
         return [None] * count
-    known = (WINDOWED, "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
+    allowed = (WINDOWED, "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in allowed for kind in kinds):
         raise UsageError(
             f"draft head {source!r} has layer_types={kinds!r}; allowed: {WINDOWED!r} or 'full_attention' for each of "
             f"its {count} layers"
@@ -407,7 +407,8 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
     if offsets.dim() != 1 or not len(offsets):
         raise SlipstreamError(f"draft head {files.source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
     if offsets.dtype not in (torch.int32, torch.int64):
-        raise SlipstreamError(f"draft head {files.source!r}: d2t is of type {_short(offsets)}; allowed: int32, int64")
+        type_name = _type_name(offsets.dtype)
+        raise SlipstreamError(f"draft head {files.source!r}: d2t is of type {type_name}; allowed: int32, int64")
     ids = offsets.long() + torch.arange(len(offsets))
     if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise SlipstreamError(
@@ -429,8 +430,9 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             loaded = load_file(path)
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(loaded, dict) or not all(isinstance(part, Tensor) for part in loaded.values()):
-                raise ValueError("it holds something else than tensors by name")
+            is_named = isinstance(loaded, dict) and all(isinstance(name, str) for name in loaded)
+            if not is_named or not all(isinstance(part, Tensor) for part in loaded.values()):
+                raise ValueError("it holds something other than tensors by name")
     except Exception as error:  # of many kinds, as the file says what is read
         raise SlipstreamError(
             f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
@@ -552,13 +554,12 @@ class TensorReader:
 def check_type(source: str, name: str, tensor: Tensor) -> None:
     """Raise `SlipstreamError` for a tensor of another type than weights have."""
     if tensor.dtype not in TYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {_short(tensor)}; allowed: {allowed}")
+        type_name, allowed = _type_name(tensor.dtype), ", ".join(map(_type_name, TYPES))
+        raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {type_name}; allowed: {allowed}")
 
 
-def _short(tensor: Tensor) -> str:
-    """The name of a tensor's type."""
-    return str(tensor.dtype).removeprefix("torch.")
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:

@@ -42,7 +42,7 @@ READERS: dict[str, Callable[[HeadFiles, Mapping[str, Tensor], Loaded], Backend]]
 
 def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
     """A head as a draft model for this target."""
-    model_for(f"draft head {files.source!r}", target)
+    model_for(f"draft head {files.source!r}", target)  # refuses targets without hidden states
     if files.kind == MTP:
         return load_mtp(target, options, files)
     if files.kind not in (ASSISTANT, *READERS):

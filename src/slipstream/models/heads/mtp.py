@@ -204,8 +204,8 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
     name, folder = (MTP, "") if head is None else (head.source, head.folder)
     fingerprint += f" from {folder}" if folder else ""
-    drafts = MtpBackend(layers, target, norm)
-    return Loaded(drafts, name, target.end_ids, target.tokenizer, fingerprint=fingerprint, source=folder)
+    mtp_backend = MtpBackend(layers, target, norm)
+    return Loaded(mtp_backend, name, target.end_ids, target.tokenizer, fingerprint=fingerprint, source=folder)
 
 
 def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFiles | None:

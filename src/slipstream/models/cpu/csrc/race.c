@@ -6,7 +6,7 @@
 
 enum { AT_ONCE = 64, BITS = 24 }; /* tokens looked at together; bits of a random number that mostly decide */
 #define ROUNDING 1e-5             /* at most, of a speed */
-#define IMPOSSIBLE 1e-20f         /* speeds of tokens that are not possible are below */
+#define IMPOSSIBLE 1e-20f         /* more than the speed of any token that is not possible */
 
 static inline uint64_t word(int64_t token, uint64_t key) { /* SplitMix64, as core/rng.py has it */
     uint64_t z = (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u + key;
@@ -65,7 +65,7 @@ static inline float exponential(float u) {
     return -(2 * s * series + (float)halvings * 0.69314718f);
 }
 
-/* exp(x) of x from -80 to 0, within 1e-6 of it. */
+/* exp(x) of x from -80 to 0; the error is below 4e-6 of it. */
 static inline float power(float x) {
     float turns = (float)(int32_t)(x * 1.44269504f - 0.5f), rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
     float series = 1 + rest * (1 + rest * (0.5f + rest * (1.0f / 6 + rest * (1.0f / 24 + rest * (1.0f / 120)))));
@@ -107,7 +107,7 @@ void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float
         read_scores(scores, is_bfloat16, start, count, speeds);
         for (int64_t i = 0; i < count; i++) {
             float score = (speeds[i] - best) * rate;
-            speeds[i] = score > -80 ? score : -80; /* so is what is no number */
+            speeds[i] = score > -80 ? score : -80; /* NaN becomes -80, too */
         }
         for (int64_t i = 0; i < count; i++) speeds[i] = power(speeds[i]);
         for (int64_t i = 0; temperature > 0 && i < count; i++) {
@@ -125,7 +125,8 @@ void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float
             }
         }
     }
-    double sum = 1e-6; /* what is possible has more */
+    double sum = 0;
     for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i];
-    shares[0] = first > IMPOSSIBLE ? first / (float)sum : 0, shares[1] = second > IMPOSSIBLE ? second / (float)sum : 0;
+    shares[0] = first > IMPOSSIBLE ? first / (float)sum : 0;
+    shares[1] = second > IMPOSSIBLE ? second / (float)sum : 0;
 }
