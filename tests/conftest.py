@@ -95,8 +95,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture: the cache folder, and what is known of the times of draft models.
 
     Calibrations of small models are not left in the user's cache; real models are looked for there. What a tiny draft
-    model takes is as much as its target, or luck: drafting is decided as if it were not known. Nor are their forwards
-    timed as often as those of real models: nothing that is tested depends on the times.
+    model takes is as much as its target, or luck: drafting is decided as if it were not known. Their forwards are timed
+    less often than those of real models, as no test depends on these times.
     """
     from slipstream.reproducibility import calibration
     from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes

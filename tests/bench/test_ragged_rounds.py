@@ -1,4 +1,4 @@
-"""Ragged batches, and trees: what they cost, against enumeration, random rounds and real ones."""
+"""Ragged batches cost what enumeration and random rounds say; the probe measures them, and trees, as drafted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import (
-    predicted_speed_up,
-    round_milliseconds,
-)
+from slipstream.bench.speed_model.formula import predicted_speed_up, round_milliseconds
 from slipstream.bench.speed_model.probe import measure_costs, ragged_lengths
 from slipstream.bench.speed_model.round_costs import Costs, TokenCosts
 from tests.support.cost_cases import RAGGED, linear_costs

@@ -19,26 +19,26 @@ from tests.support.processes import PATIENCE, started
 pytestmark = pytest.mark.slow
 
 LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0.5) for at in range(20))]
-FORWARDS = 120  # of a job that is killed: enough for many answers, not for all, however late the kill comes
+FORWARDS_BEFORE_KILL = 120  # at most, however late the kill comes: enough for many answers, not for all
 SERVER = """
 import os, sys
-from tests.jobs.test_job_kill import FORWARDS, go_on
+from tests.jobs.test_job_kill import FORWARDS_BEFORE_KILL, go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
-        go_on(folder.strip(), forwards=FORWARDS)
+        go_on(folder.strip(), max_forwards=FORWARDS_BEFORE_KILL)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def go_on(folder: str, forwards: int | None = None) -> None:
+def go_on(folder: str, max_forwards: int | None = None) -> None:
     """Do what is missing of the job; after so many forwards, wait to be killed."""
     torch.set_num_threads(1)
     decoder = toy()
-    if forwards is not None:
-        forward, turns = decoder.target.backend.forward, iter(range(forwards))
+    if max_forwards is not None:
+        forward, turns = decoder.target.backend.forward, iter(range(max_forwards))
 
         def limited(*given: Any, **options: Any) -> Any:
             if next(turns, None) is None:

@@ -21,24 +21,24 @@ from tests.support.training_cases import TOKENS, train
 pytestmark = pytest.mark.slow
 
 STEPS = 24
-STEPS_OF_A_LIFE = 7  # of a training that is killed: three do not end it, however late the kill comes
+STEPS_BEFORE_KILL = 7  # at most, however late the kill comes: three such runs do not end the training
 SERVER = """
 import os, sys
-from tests.training.test_training_kill import STEPS_OF_A_LIFE, go_on
+from tests.training.test_training_kill import STEPS_BEFORE_KILL, go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
-        go_on(folder.strip(), most=STEPS_OF_A_LIFE)
+        go_on(folder.strip(), max_steps=STEPS_BEFORE_KILL)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def go_on(folder: str, most: int = STEPS) -> None:
+def go_on(folder: str, max_steps: int = STEPS) -> None:
     """Go on with the training; after so many steps, wait to be killed."""
     torch.set_num_threads(1)
-    end, save = how_far(Path(folder))[0] + most, State.save
+    end, save = how_far(Path(folder))[0] + max_steps, State.save
 
     def limited(state: State, folder: Path) -> None:
         if state.step > end:

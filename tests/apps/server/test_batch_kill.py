@@ -19,7 +19,7 @@ from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.slow
 LINES = [chat(f"c{at}", "The heron and the", temperature=0.4, max_tokens=30 + at) for at in range(40)]
-# Imports all that a server needs once, then has one fork of itself serve after the other.
+# Imports what a server needs once, then forks one server after another.
 SERVE = """
 import os, sys
 from slipstream.apps.server.launch import serve

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from errno import ENOSPC
 from itertools import count
 from pathlib import Path
-from pkgutil import resolve_name
 from shutil import rmtree
 from threading import get_ident
 from typing import Any
@@ -18,9 +17,10 @@ import openai
 import pytest
 
 from slipstream.apps.server import engine_thread
-from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore
+from slipstream.apps.server.batch_store import MAX_UPLOADS, BatchStore, LinesUnderWay
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
+from slipstream.jobs import job_output
 from tests.support.job_cases import by_id, chat, write
 from tests.support.job_cases import toy as job_toy
 from tests.support.markers import subcases
@@ -427,19 +427,18 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
         serve(ServerSettings(port=0, batch_folder=str(tmp_path)), toy, lambda server: None)
 
 
-@pytest.mark.parametrize("place", ["jobs.job_output.append", "apps.server.batch_store.LinesUnderWay._note"])
+@pytest.mark.parametrize(("owner", "name"), [(job_output, "append"), (LinesUnderWay, "_note")])
 def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
-    place: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"slipstream.{place}"
-    work, calls = resolve_name(name.replace(".LinesUnderWay", ":LinesUnderWay").replace(".append", ":append")), count()
+    original, calls = getattr(owner, name), count()
 
     def full(*given: Any) -> Any:
         if 2 <= next(calls) < 6:
             raise OSError(ENOSPC, "No space left on device")
-        return work(*given)
+        return original(*given)
 
-    monkeypatch.setattr(name, full)
+    monkeypatch.setattr(owner, name, full)
     with monkeypatch.context() as short:
         short.setattr("slipstream.apps.server.batch_runner.ROOM_SECONDS", 0.001)
         with server.openai() as client:

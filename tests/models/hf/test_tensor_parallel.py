@@ -6,6 +6,7 @@ Sums of floats are made in another order over several ranks, so bits are compare
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -64,18 +65,20 @@ if os.environ["RANK"] == sys.argv.pop(1):
 main()
 """
 
-# Imports all that ranks need once, then forks the ranks of each job: [environment of each rank, script, arguments].
+# Imports what ranks need once, then forks those of each job: [environment of each rank, folder, script, arguments].
 FORKS = """
-import json, os, sys
+import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
 import torch.distributed.tensor.parallel, transformers.models.llama.modeling_llama
 import slipstream.apps.cli, slipstream.models.hf.tensor_parallel, slipstream.models.plain_models
+from tests.support.processes import PATIENCE
 for line in sys.stdin:
     environments, folder, script, arguments = json.loads(line)
     ranks = []
     for rank, environment in enumerate(environments):
         if (child := os.fork()) == 0:
+            signal.alarm(int(PATIENCE))  # ends it if nothing else does
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
             os.environ |= environment
@@ -124,6 +127,7 @@ def over(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[Ran
             json.dumps([environments, str(tmp_path), script, list(map(str, arguments))]), file=forks.stdin, flush=True
         )
         codes = json.loads(forks.stdout.readline())
+        assert -signal.SIGALRM not in codes, f"ranks did not end: {codes}"
         return [
             Rank(code, *((tmp_path / f"{name}{rank}").read_text() for name in ("out", "err")))
             for rank, code in enumerate(codes)

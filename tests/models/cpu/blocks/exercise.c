@@ -23,6 +23,16 @@ static float *numbers(int64_t count, float scale) {
     return made;
 }
 
+/* The part that rows pack into; they are freed. */
+static struct block_part packed(int64_t format, uint8_t *rows, int64_t outputs, int64_t inputs) {
+    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
+    uint8_t *data = aligned_alloc(64, panels);
+    memset(data, 0, panels);
+    pack_panels(format, rows, outputs, inputs, data, 1);
+    free(rows);
+    return (struct block_part){format, outputs, data};
+}
+
 /* A part of random blocks, whose float16 numbers have small exponents. */
 static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs) {
     const struct shape *of = &SHAPES[format];
@@ -34,12 +44,7 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
         block[format == Q6_K ? 209 : 1] = 0x24;
         if (of->scales != 32 && format != Q6_K) block[3] = 0x20;
     }
-    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
-    uint8_t *data = aligned_alloc(64, panels);
-    memset(data, 0, panels);
-    pack_panels(format, rows, outputs, inputs, data, 1);
-    free(rows);
-    return (struct block_part){format, outputs, data};
+    return packed(format, rows, outputs, inputs);
 }
 
 /* The same of a kind of grouped.c: codes of 4 bits, and numbers with small exponents. */
@@ -52,12 +57,7 @@ static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outpu
     if (kind == INT4 || kind == INT4_MINIMA)
         for (int64_t b = 0; b < size; b += head + group)
             for (int64_t j = 0; j < group; j++) rows[b + head + j] = next_byte() & 15;
-    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
-    uint8_t *data = aligned_alloc(64, panels);
-    memset(data, 0, panels);
-    pack_panels(format, rows, outputs, inputs, data, 1);
-    free(rows);
-    return (struct block_part){format, outputs, data};
+    return packed(format, rows, outputs, inputs);
 }
 
 static int wrong = 0;
