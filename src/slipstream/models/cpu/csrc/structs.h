@@ -82,8 +82,8 @@ struct segment {
 
 /* Of the kernels for quantised files, blocks/.
  *
- * A panel is 16 outputs of a part of a linear layer: first the codes of all inputs, 32 inputs at a time, then the
- * scales. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
+ * A panel is 16 outputs of a part of a linear layer, block by block: a block's scales, then the codes of its inputs, 32
+ * inputs at a time. Panels are read from beginning to end, as processors fetch ahead best. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
  * number; vector v of the codes has those of v in the low four bits and those of v + 4 in the high ones. Further bits of
  * a code follow: the fifth bits of vector v are bit v of one more vector; the fifth and sixth of vectors 0 to 3 are bits
  * 2 * v and 2 * v + 1 of a first and those of 4 to 7 of a second. Codes of 8 bits fill 8 vectors, shifted by 128.
@@ -101,8 +101,8 @@ enum {
 
 enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
 
-/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. The codes stand as
- * those of Q4_0, then per group 16 scales and 16 offsets or minima; numbers 16 at a time, those of an input together. */
+/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. A block is a group:
+ * 16 scales and 16 offsets or minima, then codes as those of Q4_0; numbers stand 16 at a time, those of an input together. */
 enum grouped { INT4 = 16, INT4_MINIMA, BFLOAT16, FLOAT16, FLOAT32, KINDS = 64 };
 
 /* Outputs of one format. data: panels, see above. */

@@ -69,25 +69,22 @@ static struct chunk take_chunk(struct chunks *in) {
     return (struct chunk){in->at, panel, least(up(in->at.part->outputs, LANES) / LANES, panel + in->at.panels)};
 }
 
-static const uint8_t *panel_of(const struct chunk *in, int64_t panel) { return in->of.part->data + panel * in->of.bytes; }
-
-/* A panel of a chunk times the tile that begins with token `done`. next: the panel that this thread multiplies then. */
-static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done,
-                           const uint8_t *next) {
+/* A panel of a chunk times the tile that begins with token `done`. */
+static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done) {
     float sums[2 * TILE * LANES];
     const struct block_linear *w = of->w;
     const struct block_part *part = in->of.part;
-    const uint8_t *data = panel_of(in, panel), *x = of->space + bytes_before(&of->tiling, w->inputs, done);
+    const uint8_t *data = part->data + panel * in->of.bytes, *x = of->space + bytes_before(&of->tiling, w->inputs, done);
     int64_t format = part->format, tile = of->tiling.tokens, planes = of->tiling.planes;
     int64_t rows = least(tile, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
     if (of->tiling.in_rows && !has_numbers(format)) {
-        tile_sums(format, data, next, w->inputs, tile, x, sums);
+        tile_sums(format, data, w->inputs, tile, x, sums);
     } else if (is_grouped(format)) {
         for (int64_t i = 0; i < rows; i += TILE)
-            grouped_sums(format, data, next, w->inputs, least(TILE, rows - i), planes, x, of->x + (done + i) * w->inputs,
+            grouped_sums(format, data, w->inputs, least(TILE, rows - i), planes, x, of->x + (done + i) * w->inputs,
                          sums + i * LANES);
     } else {
-        block_sums(format, data, next, w->inputs, rows, planes, x, sums);
+        block_sums(format, data, w->inputs, rows, planes, x, sums);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t first = in->of.first + panel * LANES;
@@ -102,16 +99,9 @@ static void multiply_in_team(const struct member *me, void *given) {
     quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
     if (of->tiling.in_rows) begin_tiles(tile);
     struct chunks chunks = chunks_of(me, of);
-    struct chunk now = take_chunk(&chunks), then;
-    for (; now.of.part; now = then) {
-        then = take_chunk(&chunks); /* already, so that its beginning can be fetched */
-        const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;
+    for (struct chunk chunk; (chunk = take_chunk(&chunks)).of.part;)
         for (int64_t done = 0; done < of->tokens; done += tile) /* a tile stays in the cache for all panels */
-            for (int64_t panel = now.panel; panel < now.end; panel++) {
-                const uint8_t *again = done + tile < of->tokens ? first : after;
-                multiply_panel(of, &now, panel, done, panel + 1 < now.end ? panel_of(&now, panel + 1) : again);
-            }
-    }
+            for (int64_t panel = chunk.panel; panel < chunk.end; panel++) multiply_panel(of, &chunk, panel, done);
     if (of->tiling.in_rows) end_tiles();
 }
 
