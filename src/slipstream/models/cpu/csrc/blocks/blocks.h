@@ -77,7 +77,7 @@ void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t 
                   const float *plain, float *sums);
 
 /* Fetches what stands AHEAD bytes behind these bytes of panels. */
-enum { AHEAD = 4096 };
+enum { AHEAD = 8192 };
 ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
     for (int line = 0; line < bytes; line += 64) prefetch(from + AHEAD + line);
 }
