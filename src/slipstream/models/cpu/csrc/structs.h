@@ -11,8 +11,7 @@ enum {
     PANEL = 32,            /* outputs computed together */
     BLOCK = 128,           /* inputs of a panel that are expanded at a time: 8 KB */
     QUAD = 192,            /* bytes of 4 inputs of a panel */
-    GROUP = 32,            /* inputs that share a scale at 4 bits, or that of an activation */
-    RECORD = 640,          /* bytes of a group of a panel at 4 bits */
+    GROUP = 32,            /* inputs of a token that share the scale of its activations */
     SPACE = 3,             /* bfloat16 numbers of space per input of a product: a float32 copy, and sums of them */
     MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
     MAX_SHARED_HEADS = 64, /* query heads that may share a key head */
@@ -20,9 +19,11 @@ enum {
     MAX_TAPS = 8           /* tokens that a channel of a convolution sees */
 };
 
-/* A linear layer as compressed.c reads it (12 bits) or as int4.c does (4 bits: data only). bias: [outputs] or NULL. */
+/* A bfloat16 layer's matrix in 12 bits a weight, for compressed.c, or as panels of a format of blocks: data only. bias:
+ * [outputs] or NULL. */
+enum { TWELVE_BITS = -1 };
 struct linear {
-    int64_t bits, inputs, outputs;
+    int64_t format, inputs, outputs;
     const uint8_t *data, *tables;
     const int32_t *offsets;
     const uint32_t *exceptions;

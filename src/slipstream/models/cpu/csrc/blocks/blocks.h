@@ -48,8 +48,14 @@ struct tiling tiling_of(int64_t tokens, int64_t planes);
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
 
-/* x [tokens][inputs] as integers in tiles. To be called by all threads of a team, which wait for each other. */
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of,
+/* Tokens' numbers [tokens][inputs]: float32, or bfloat16 where those are NULL. */
+struct numbers {
+    const float *floats;
+    const uint16_t *halves;
+};
+
+/* Numbers as integers in tiles. To be called by all threads of a team, which wait for each other. */
+void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
