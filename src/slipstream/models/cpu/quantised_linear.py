@@ -29,7 +29,7 @@ FORMATS: dict[int, BlockFormat] = {4: grouped_format("INT4", INPUTS), 8: Q8_0}  
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
 LARGEST_SCALE, SMALLEST_SCALE = 65504.0, 2.0**-24  # of float16
 SHARES = tuple(0.72 + 0.04 * step for step in range(9))  # of the range of a group's weights
-AT_A_TIME = 1 << 16  # weights that are rounded together: as many as fit a core's memory
+AT_A_TIME = 1 << 18  # weights that are rounded together: as many as fit the caches
 
 
 class QuantisedLinear(KernelLinear):
