@@ -6,6 +6,7 @@ A row draws the same numbers whichever rows share its batch and wherever it stan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -75,6 +76,21 @@ def uniform(bits: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+@dataclass(frozen=True)
+class Options:
+    """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether tokens lose all probability because others are likelier."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
 class Race:
     """Draws from distributions over V tokens by an exponential race: argmin E_v / p_v wins, with E_v keyed noise.
 
@@ -101,6 +117,10 @@ class Race:
         blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
         winners = [argmax(self.speeds(distributions, block_bits)) for distributions, block_bits in blocks]
         return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
+
+    def sure_winner(self, scores: Tensor, bits: int, options: Options) -> int | None:
+        """What `draw` makes of the distribution of scores [V], if something cheaper than that tells for certain."""
+        return None
 
     def speeds(self, probs: Tensor, bits: Tensor) -> Tensor:
         """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`."""

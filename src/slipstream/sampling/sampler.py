@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
+from slipstream.core.rng import Options, Race, Stream, Words, absorb, argmax, key, words
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
-from slipstream.sampling.warpers import Options, Warp
+from slipstream.sampling.warpers import Warp
 
 NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
 # scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
@@ -91,14 +91,16 @@ class Sampler:
         """
         if self.plain:
             return argmax(logits)
-        is_tree = draft.parents is not None and bool(self._processors)
-        scores = self._node_scores(logits, draft) if is_tree else self.scores(logits, draft.tokens)
+        scores = logits
+        if self._processors:
+            scores = self.scores(logits, draft.tokens) if draft.parents is None else self._node_scores(logits, draft)
         chosen = (self._choose_on_path if self.device.type == "cpu" else self._choose_everywhere)(scores, draft)
         if draft.parents is not None and self.failures:
             self._follow(chosen.tolist(), draft)
         return chosen
 
     def _choose_everywhere(self, scores: Tensor, draft: Draft) -> Tensor:
+        scores = scores.float()
         keys = self._token_keys(scores.shape[1])
         if keys is not None and draft.parents is not None:
             offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
@@ -124,10 +126,10 @@ class Sampler:
             assert keys is not None
             for warp, rows in self._path_blocks(nodes):
                 places = [nodes[row] + 1 for row in rows]
-                picked = torch.stack([scores[row, place] for row, place in zip(rows, places, strict=True)])
-                winners = self._drawn(warp, picked, keys[rows, depth])
-                chosen[rows, places] = winners
-                for row, winner in zip(rows, winners.tolist(), strict=True):
+                picked = [scores[row, place] for row, place in zip(rows, places, strict=True)]
+                winners = self._winners(warp, picked, keys[rows, depth])
+                chosen[rows, places] = chosen.new_tensor(winners)
+                for row, winner in zip(rows, winners, strict=True):
                     node, parents = nodes[row], draft.parents[row] if draft.parents else range(-1, draft.width - 1)
                     children = range(node + 1, draft.lengths[row])
                     right = (n for n in children if parents[n] == node and tokens[row][n] == winner)
@@ -142,6 +144,13 @@ class Sampler:
             group = [row for row in members.tolist() if row in rows]
             for start in range(0, len(group), at_once):
                 yield warp, group[start : start + at_once]
+
+    def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Tensor) -> list[int]:
+        """`_drawn` on scores [V] each: their distributions are only made where the race cannot do without."""
+        sure = [self.race.sure_winner(row, bits, warp.options) for row, bits in zip(scores, keys.tolist(), strict=True)]
+        if unsure := [i for i, winner in enumerate(sure) if winner is None]:
+            drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), keys[unsure]).tolist())
+        return [next(drawn) if winner is None else winner for winner in sure]
 
     def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
         """[N] tokens from scores [N, V] and the noise of their positions [N]; NONE where no token is possible."""
