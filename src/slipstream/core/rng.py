@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import reduce
 
 import numpy as np
 import torch
@@ -49,17 +50,19 @@ def _signed(value: int) -> int:
 
 def key(*parts: int) -> int:
     """A 64-bit key from whole numbers; each part is mixed in by one SplitMix64 step."""
-    state = 0
-    for part in parts:
-        state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
-        state = (state ^ state >> 30) * _MIX1 & _MASK
-        state = (state ^ state >> 27) * _MIX2 & _MASK
-        state ^= state >> 31
-    return state
+    return reduce(absorbed, parts, 0)
+
+
+def absorbed(state: int, part: int) -> int:
+    """A key with one more part mixed in: `key(a, b)` is absorbed(key(a), b)."""
+    state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
+    state = (state ^ state >> 30) * _MIX1 & _MASK
+    state = (state ^ state >> 27) * _MIX2 & _MASK
+    return state ^ state >> 31
 
 
 def absorb(state: Words, part: Words) -> Words:
-    """Mix one more part into each of many keys: `key(a, b)` is absorb(absorb(0, a), b). Both broadcast."""
+    """`absorbed` for many keys at once. Both broadcast."""
     mixed = (state ^ part) + np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX1)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX2)

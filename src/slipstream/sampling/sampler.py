@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Options, Race, Stream, Words, absorb, argmax, key, words
+from slipstream.core.rng import Options, Race, Stream, Words, absorb, absorbed, argmax, key, words
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
@@ -37,6 +37,7 @@ class Sampler:
         self._groups = list(_groups(self.rows, device))
         self._temperatures = torch.tensor([params_of(row).temperature for row in rows], device=device)
         self._seeds: dict[Stream, Words] = {}
+        self._token_seeds = [key(row.seed, Stream.TOKEN) for row in self.rows]
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in processors if processor.active]
         self.plain = self.all_greedy and not self._processors
@@ -117,25 +118,23 @@ class Sampler:
 
     def _choose_on_path(self, scores: Tensor, draft: Draft) -> Tensor:
         sampled = {row for _, members in self._groups for row in members.tolist()}
-        chosen = torch.full(scores.shape[:2], NONE)
+        chosen, tokens = [[NONE] * scores.shape[1] for _ in self.rows], draft.tokens.tolist()
         if greedy := [row for row in range(len(self.rows)) if row not in sampled]:
-            chosen[greedy] = _greedy(scores[greedy])
-        keys, tokens = self._token_keys(scores.shape[1]), draft.tokens.tolist()
+            for row, best in zip(greedy, _greedy(scores[greedy]).tolist(), strict=True):
+                chosen[row] = best
         nodes, depth = dict.fromkeys(sampled, -1), 0  # of the rows whose draft is right so far: its last right token
         while nodes:
-            assert keys is not None
             for warp, rows in self._path_blocks(nodes):
-                places = [nodes[row] + 1 for row in rows]
-                picked = [scores[row, place] for row, place in zip(rows, places, strict=True)]
-                winners = self._winners(warp, picked, keys[rows, depth])
-                chosen[rows, places] = chosen.new_tensor(winners)
-                for row, winner in zip(rows, winners, strict=True):
+                picked = [scores[row, nodes[row] + 1] for row in rows]
+                keys = [self._token_key(row, depth) for row in rows]
+                for row, winner in zip(rows, self._winners(warp, picked, keys), strict=True):
                     node, parents = nodes[row], draft.parents[row] if draft.parents else range(-1, draft.width - 1)
+                    chosen[row][node + 1] = winner
                     children = range(node + 1, draft.lengths[row])
                     right = (n for n in children if parents[n] == node and tokens[row][n] == winner)
                     nodes[row] = next(right, NONE)
             nodes, depth = {row: node for row, node in nodes.items() if node != NONE}, depth + 1
-        return chosen
+        return torch.tensor(chosen, device=scores.device)
 
     def _path_blocks(self, rows: Collection[int]) -> Iterator[tuple[Warp, list[int]]]:
         """Those of these rows that have equal options, in blocks of the best size."""
@@ -145,11 +144,12 @@ class Sampler:
             for start in range(0, len(group), at_once):
                 yield warp, group[start : start + at_once]
 
-    def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Tensor) -> list[int]:
-        """`_drawn` on scores [V] each: their distributions are only made where the race cannot do without."""
-        sure = [self.race.sure_winner(row, bits, warp.options) for row, bits in zip(scores, keys.tolist(), strict=True)]
+    def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Sequence[int]) -> list[int]:
+        """`_drawn` on scores [V] each: their distributions are made only where the race cannot do without."""
+        sure = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
         if unsure := [i for i, winner in enumerate(sure) if winner is None]:
-            drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), keys[unsure]).tolist())
+            bits = self.race.bits(words([keys[i] for i in unsure]))
+            drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), bits).tolist())
         return [next(drawn) if winner is None else winner for winner in sure]
 
     def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
@@ -189,6 +189,10 @@ class Sampler:
             for row, path in enumerate(paths):
                 scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
         return scores
+
+    def _token_key(self, row: int, offset: int) -> int:
+        """The key of the noise `offset` positions after a row's committed tokens."""
+        return absorbed(self._token_seeds[row], len(self.rows[row].tokens) + offset)
 
     def _token_keys(self, positions: int) -> Tensor | None:
         """[B, positions] bits of the noise of each position; None if no row is sampled."""
