@@ -217,7 +217,7 @@ class Sampler:
         for warp, rows in self._groups:
             if warp.options.removes_tokens:
                 scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
-        bits = self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0])
+        bits = self.race.bits(words([self._token_key(row, first) for row in range(len(self.rows))]))
         return self.race.leaders(scores, self._temperatures, bits, count)
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
