@@ -1,4 +1,7 @@
-"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed."""
+"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed.
+
+Nearly always it knows the winner from the raw scores, and their distribution need not be computed.
+"""
 
 from __future__ import annotations
 

@@ -126,9 +126,9 @@ static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_
  * nothing), as core/rng.py and sampling/warpers.py compute it; -1 where rounding could decide, and where no token is
  * possible or a score is NaN. The differences and quotients below are those of warpers.py to the bit. Exponentials are
  * within 4e-6 here and 3e-6 in PyTorch (20 units in the last place), noise and quotients of two speeds within 1e-6:
- * together less than a fifth of ROUNDING. A winner is within exp(-41) of the likeliest token, because noise lies between
- * 2^-54 and 17: what becomes of less is the same. Float sums of 2^18 probabilities in 8 lanes or more are within 2^15 / 2^24 < KEPT.
- * probs, contenders: space for all tokens. */
+ * together less than a fifth of ROUNDING. A winner is within exp(-41) of the likeliest token, because noise lies
+ * between 2^-54 and 17: what becomes of less is the same. Sums of 2^18 probabilities in 8 lanes or more are within
+ * 2^15 / 2^24 < KEPT. probs, contenders: space for all tokens. */
 int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uint64_t key, float temperature,
                     int64_t top_k, float top_p, float min_p, float *probs, int64_t *contenders) {
     float best = highest_score(scores, is_bfloat16, tokens);
