@@ -82,6 +82,7 @@ SIGNATURES = {
     "multiply": "ppnpp",
     "race_contenders": "pnnp>n",
     "race_leaders": "pnnfnpp",
+    "race_winner": "pnnnfnffpp>n",
     "advance": "ppnpppp",
     # blocks
     "panel_bytes": "nn>n",
