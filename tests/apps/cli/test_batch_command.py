@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
             monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
         else:
             errors.touch()
-            monkeypatch.setattr("os.access", lambda path, mode: path != errors)
+            monkeypatch.setattr("os.access", lambda path, mode: mode == os.R_OK or path != errors)
         code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
     assert code in (1, 2) and told.startswith(f"error: {why.format(tmp_path)}") and len(told.splitlines()) == 1
 

@@ -37,6 +37,7 @@ WRITTEN: list[Case] = [
     (("help", "simulte"), "did you mean 'simulate'?"),
     (("help", "chat", "x"), "unexpected argument 'x'; allowed: slipstream help [COMMAND]"),
     (("models", "chek"), "did you mean 'check'?"),
+    (("models", "list"), "allowed: pull, rm, check, or `slipstream models` alone"),
     (("--versoin",), "did you mean '--version'?"),
     # arguments
     (("report",), "FOLDER is missing; allowed: slipstream report [OPTIONS] FOLDER"),

@@ -147,6 +147,8 @@ def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
     """What to say of a command that a group does not have."""
     names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
+    if ctx.parent is not None and group.invoke_without_command:
+        names.append(f"or `{ctx.command_path}` alone")
     return UsageError(f"unknown command {name!r}; allowed: {', '.join(names)}{near}")
 
 
