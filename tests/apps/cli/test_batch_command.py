@@ -138,7 +138,7 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
     ("arguments", "why"),
     [
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
-        (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is the output and the input; allowed: two files"),
+        (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
         (("in.jsonl", "out.jsonl", "--seed", "1"), "error: unknown option '--seed'"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
