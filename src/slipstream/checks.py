@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import wraps
 from math import inf
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, ParamSpec, TypeGuard
 
@@ -124,3 +127,30 @@ def why_unreadable(error: Exception) -> str:
         return "it is nested too deeply"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return reason[:1].lower() + reason[1:]
+
+
+def why_no_file(path: Path) -> str | None:
+    """Why this file cannot be written, as far as that can be told without doing it; None if it can."""
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        with suppress(FileNotFoundError):
+            path.stat()  # raises of links that lead nowhere but in a circle
+        if path.exists():
+            return None if os.access(path, os.W_OK) else "permission denied"
+        if not path.parent.exists():
+            return f"the folder {str(path.parent)!r} does not exist"
+    except (OSError, ValueError) as error:
+        return why_unreadable(error)
+    return why_no_folder(path.parent)
+
+
+def why_no_folder(path: Path) -> str | None:
+    """Why nothing can be written into the folder, or into the nearest one above it that exists; None if it can."""
+    try:
+        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    except (OSError, ValueError) as error:
+        return why_unreadable(error)
+    if not nearest.is_dir():
+        return f"{str(nearest)!r} is not a folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write into {str(nearest)!r}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.jobs import job_lines
 from slipstream.jobs.job_output import JobOutput
 from tests.support.job_cases import by_id, counts, read, requests, toy, write
 from tests.support.processes import started
@@ -130,6 +131,16 @@ def test_names_of_files_are_checked_first(decoder: SpeculativeDecoder, tmp_path:
     with pytest.raises(UsageError, match=r"absent.jsonl' cannot be read; allowed: a file with one request per line"):
         decoder.batch(tmp_path / "absent.jsonl", tmp_path / "out.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.parquet.jsonl", "out.errors.jsonl"])
+def test_every_file_beside_a_parquet_output_is_checked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_lines, "check_pyarrow", lambda *names: None)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name}' cannot be written: it is a folder"):
+        job_lines.JobFiles.of(LINES, tmp_path / "out.parquet")
 
 
 def test_an_answer_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None
     lock = locked(trained / training_job.LOCK)
     assert lock is not None
     with pytest.raises(UsageError, match="is in use by another training"):
-        job(trained).run(decoder())
+        job(trained)  # before a model is loaded
     lock.release()
     before = (trained / "model.safetensors").read_bytes()
     assert train(trained)["steps"] == 40  # finished: nothing is left to do
@@ -307,6 +307,41 @@ def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
     with pytest.raises(UsageError, match=r"--hours 0.1 ended before the first training step; allowed: more"):
         train(tmp_path, hours=0.1, num_steps=4)
     assert train(tmp_path, hours=100, num_steps=4)["steps"] == 4
+
+
+@pytest.mark.slow
+def test_a_training_whose_time_is_over_goes_on_with_more_texts_and_steps_in_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, append, now = TrainableHead.loss, texts.append, [0.0]
+
+    def slow_loss(*given: Any) -> Any:
+        now[0] += 10
+        return loss(*given)
+
+    def slow_append(*given: Any) -> None:
+        now[0] += 10
+        append(*given)
+
+    monkeypatch.setattr(TrainableHead, "loss", slow_loss)
+    monkeypatch.setattr(texts, "append", slow_append)
+    monkeypatch.setattr(training_job, "FEWEST_STEPS", 1)
+    for module in (texts, training_job, training_run):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    results, made = [], []
+    for seconds in (300, 300, 200, 500, 50_000, 60_000):
+        results.append(train(tmp_path, hours=seconds / 3600, num_steps=None))
+        made.append(read_texts(tmp_path))
+    assert [result["finished"] for result in results] == [False, False, False, False, True, True]
+    assert [result["new_steps"] > 0 for result in results] == [True, False, False, True, True, False]
+    assert made[0] == made[1] == made[2] == made[3][: len(made[0])] and made[3] == made[4][: len(made[3])]
+    assert made[4] == made[5] and [result["texts"] for result in results] == [len(part) for part in made]
+    tokens = [sum(len(text.ids) for text in part) for part in made]
+    assert tokens[0] < tokens[3] < 3000 <= tokens[4]
+    learned, held = split(made[4], training_job.HELD_TOKENS)
+    assert results[-1]["steps"] == -(-training_run.PASSES * sum(len(text.ids) for text in learned) // 256)
+    before = split(made[0], training_job.HELD_TOKENS)[1]
+    assert held[: len(before)] == before  # what was held out is not learned later
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from slipstream.checks import is_text
+from slipstream.checks import is_text, why_no_file, why_no_folder
 from slipstream.constraints.grammar_text import nesting
 from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -252,7 +252,8 @@ class JobFiles:
         journal = path if parquet is None else path.with_name(f"{path.name}.jsonl")
         refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else _path("errors", errors)
         others = {"the input": Path(source)} if isinstance(source, str | Path) else {}
-        for name, file in (("the output", journal), ("the error file", refusals)):
+        written = {"the output": path, "the error file": refusals} | ({"the journal": journal} if parquet else {})
+        for name, file in written.items():
             _check(name, file, others)
             others[name] = file
         if isinstance(source, str | Path) and not Path(source).is_file():
@@ -279,8 +280,8 @@ def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:
             path.exists() and other_path.exists() and path.samefile(other_path)
         ):
             raise UsageError(f"{str(path)!r} is {name} and {other_name}; allowed: two files")
-    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
-        why = f"the folder {str(path.parent)!r} does not exist"
-        if path.exists():  # a pipe or a device cannot be read back, which continuing a job takes
-            why = "it is a folder" if path.is_dir() else "it is no ordinary file"
+    why = why_no_file(path) or why_no_folder(path.parent)  # where it gets a lock file
+    if path.exists() and not path.is_file() and not path.is_dir():
+        why = "it is no ordinary file"  # a pipe or a device cannot be read back, which continuing a job takes
+    if why is not None:
         raise UsageError(f"{name} {str(path)!r} cannot be written: {why}")

@@ -119,6 +119,9 @@ class TrainingJob:
         path = settings.folder / SETTINGS
         if path.exists():
             self._compare(path, settings.shared())
+        if (settings.folder / LOCK).exists():
+            with self._kept(), _held(settings.folder):
+                pass
 
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
         """Train with the target of this decoder; the last judgement, and where the head is."""
@@ -131,12 +134,7 @@ class TrainingJob:
         with self._kept(), _held(folder):
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
-            texts = self._make_texts(decoder) if state is None else read_texts(folder)[: state.num_texts]
-            if state is not None and len(texts) < state.num_texts:
-                raise SlipstreamError(
-                    f"{str(folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that the "
-                    "training began with, or another folder"
-                )
+            texts = self._texts(decoder, state)
             begun = monotonic()
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
@@ -149,16 +147,23 @@ class TrainingJob:
             if state is None:
                 state = self._first_state(frozen, texts, learned, held)
                 state.seconds += monotonic() - begun
+            elif self._max_seconds > state.max_seconds:  # which may have ended texts and steps
+                state.seconds += texts[-1].seconds - texts[state.num_texts - 1].seconds
+                state.num_texts, state.num_tokens = len(texts), num_tokens_of(learned)
+                state.planned = max(state.step, self._num_steps(frozen, state.num_tokens))
+            state.max_seconds, step_before = self._max_seconds, state.step
             config = new_head(decoder.target, LONGEST + STEPS, state.token_ids)
             head = TrainableHead(config, state.weights, state.feature_size, frozen).to(frozen.device)
-            run = TrainingRun(folder, head, learned, state, settings.seed, self._max_seconds)
+            run = TrainingRun(folder, head, learned, state, settings.seed)
             self._train(decoder, run, judging)
             if not state.step:
                 raise UsageError(
                     f"--hours {settings.hours:g} ended before the first training step; allowed: more, with which the "
                     "same command continues"
                 )
-            return {"folder": str(folder), "steps": state.step, "texts": len(texts)} | state.judgements[-1]
+            is_over = state.step >= self._num_steps(frozen, state.num_tokens) and not self._lacks_texts(texts)
+            facts = {"steps": state.step, "new_steps": state.step - step_before, "finished": is_over}
+            return {"folder": str(folder), **facts, "texts": len(texts)} | state.judgements[-1]
 
     @property
     def saved(self) -> str:
@@ -167,8 +172,30 @@ class TrainingJob:
         if (state := State.read(folder)) is not None:
             return f"{folder / STATE} holds step {state.step}"
         if texts := read_texts(folder):
-            return f"{folder / FILE} holds {sum(len(text.ids) for text in texts)} tokens of texts"
+            return f"{folder / FILE} holds {num_tokens_of(texts)} tokens of texts"
         return "nothing was kept yet"
+
+    def _texts(self, decoder: SpeculativeDecoder, state: State | None) -> list[MadeText]:
+        """The texts that this run trains with; where there is more time than before, further ones are made."""
+        if state is None:
+            return self._make_texts(decoder)
+        texts = read_texts(self.settings.folder)
+        if len(texts) < state.num_texts:
+            raise SlipstreamError(
+                f"{str(self.settings.folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that "
+                "the training began with, or another folder"
+            )
+        return self._make_texts(decoder) if self._max_seconds > state.max_seconds else texts[: state.num_texts]
+
+    def _lacks_texts(self, texts: Sequence[MadeText]) -> bool:
+        """Whether more time would make further texts, and steps over them."""
+        is_made = not self._sources or any(source.prompt is not None for source in self._sources)
+        return is_made and self.settings.num_steps is None and num_tokens_of(texts) < self.settings.num_tokens
+
+    def _num_steps(self, frozen: FrozenTarget, num_tokens: int) -> int:
+        """Steps in all, where the time does not end them sooner."""
+        passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
+        return self.settings.num_steps or max(FEWEST_STEPS, passes)
 
     def _make_texts(self, decoder: SpeculativeDecoder) -> list[MadeText]:
         settings, seconds = self.settings, self._max_seconds * TEXTS_SHARE
@@ -188,11 +215,11 @@ class TrainingJob:
         settings, target = self.settings, frozen.target
         token_ids = draft_vocabulary(learned, held, target.backend.vocab_size)
         config = new_head(target, LONGEST + STEPS, token_ids)
-        num_tokens = sum(len(text.ids) for text in learned)
-        passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
+        num_tokens = num_tokens_of(learned)
         return State(
             step=0,
-            planned=settings.num_steps or max(FEWEST_STEPS, passes),
+            planned=self._num_steps(frozen, num_tokens),
+            max_seconds=self._max_seconds,
             num_texts=len(texts),
             num_tokens=num_tokens,
             seconds=texts[-1].seconds,
@@ -318,6 +345,11 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def num_tokens_of(texts: Sequence[MadeText]) -> int:
+    """How many tokens these texts have together."""
+    return sum(len(text.ids) for text in texts)
 
 
 def name_for_others(target: str) -> str:

@@ -41,14 +41,15 @@ def tokens_of_step(device: torch.device) -> tuple[int, int]:
 
 @dataclass
 class State:
-    """What a run goes on from. planned: steps in all; num_texts: how many of the folder's texts there were when it
-    began; num_tokens: of those that are learned.
+    """What a run goes on from. planned: steps in all, as many as end within max_seconds; num_texts: how many of the
+    folder's texts it trains with; num_tokens: of those that are learned.
 
     seconds: of all runs so far; judgements: of the head, by step, with the loss since the one before.
     """
 
     step: int
     planned: int
+    max_seconds: float
     num_texts: int
     num_tokens: int
     seconds: float
@@ -86,15 +87,13 @@ Judge = Callable[[TrainableHead, State], Judgement]
 class TrainingRun:
     """Trains a head on texts, from a state on.
 
-    judge: what the head is worth after a step; it also writes its files. max_seconds: of all runs together, with the
-    last judgement; a step that would take longer is left out.
+    judge: what the head is worth after a step; it also writes its files. The state's max_seconds are those of all runs
+    together, with the last judgement; a step that would take longer is left out.
     """
 
-    def __init__(
-        self, folder: Path, head: TrainableHead, texts: Sequence[MadeText], state: State, seed: int, max_seconds: float
-    ) -> None:
+    def __init__(self, folder: Path, head: TrainableHead, texts: Sequence[MadeText], state: State, seed: int) -> None:
         self.head, self.state = head, state
-        self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, max_seconds
+        self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, state.max_seconds
         self._device = head.target.device
         matrices, others = _matrices_and_others(head)
         self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [

@@ -105,5 +105,5 @@ def test_models_that_cannot_be_loaded_end_the_command_with_one_line(capsys, monk
 
 def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use$"):
         serve(ServerSettings(port=port), lambda: pytest.fail("loaded"), lambda server: None)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.console import Console
 from slipstream.apps.cli import batch, consoles, serve
 from slipstream.apps.cli.consoles import err
 from slipstream.config import SERVED, DecoderConfig
+from slipstream.jobs.job_output import JobOutput
 from tests.support.command_line import run
 from tests.support.job_cases import by_id, chat, read, requests, toy, write
 
@@ -72,6 +76,37 @@ def test_a_terminal_is_told_once_what_is_loaded(
     assert code == 0 and told.count("loading toy") == 1
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("no right", "the output '{0}/out.jsonl' cannot be written: no permission to write into '{0}'"),
+        ("no right to the errors", "the error file '{0}/e.jsonl' cannot be written: permission denied"),
+        ("a letter", "'{0}/out.jsonl', line 1: not a line of a job's output; allowed: a new file, or"),
+        ("in use", "'{0}/out.jsonl' is being written by another process"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    fault: str, why: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*given: Any, **options: Any) -> None:
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(batch, "load_decoder", load)
+    source, out, errors = write(tmp_path / "in.jsonl", requests(1)), tmp_path / "out.jsonl", tmp_path / "e.jsonl"
+    with ExitStack() as held:
+        if fault == "in use":
+            held.enter_context(JobOutput(out))
+        elif fault == "a letter":
+            out.write_text("a letter\n")
+        elif fault == "no right":
+            monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+        else:
+            errors.touch()
+            monkeypatch.setattr("os.access", lambda path, mode: mode == os.R_OK or path != errors)
+        code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    assert code in (1, 2) and told.startswith(f"error: {why.format(tmp_path)}") and len(told.splitlines()) == 1
+
+
 def test_options_are_those_of_lines_that_bring_none(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +138,7 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
     ("arguments", "why"),
     [
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
-        (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is the output and the input; allowed: two files"),
+        (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
         (("in.jsonl", "out.jsonl", "--seed", "1"), "error: unknown option '--seed'"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),

@@ -102,6 +102,16 @@ def test_outputs_are_checked_before_the_work(capsys, monkeypatch, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_default_folder_is_checked_before_the_work(capsys, monkeypatch, tmp_path: Path) -> None:
+    def load(self, *args, **options):
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    assert "/runs' is not a folder" in refused(capsys, monkeypatch, "tune", *TOY)
+
+
 def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
     flags = ("--max-tokens", "20")
     _, expected, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from slipstream.apps.cli import train as train_module
-from slipstream.training import texts
+from slipstream.training import texts, training_job, training_run
 from slipstream.training.texts import read_texts
 from slipstream.training.trainable_head import TrainableHead
 from tests.support import command_line
@@ -90,6 +90,30 @@ def test_ctrl_c_among_the_texts_keeps_those_that_ended(
     assert again[:3] == kept and sum(len(text.ids) for text in again) >= 2000
     train(capsys, monkeypatch, target, tmp_path / "whole")
     assert [text.ids for text in read_texts(tmp_path / "whole")] == [text.ids for text in again]
+
+
+@pytest.mark.slow
+def test_more_hours_continue_and_a_finished_training_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    loss, now = TrainableHead.loss, [0.0]
+
+    def slow(head, batch):
+        now[0] += 1.0
+        return loss(head, batch)
+
+    monkeypatch.setattr(TrainableHead, "loss", slow)
+    for module in (texts, training_job, training_run):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    shown = [
+        train(capsys, monkeypatch, target, tmp_path / "head", "--hours", hours) for hours in ("0.003", "0.01", "1", "1")
+    ]
+    over = "--hours {} ended the training; the same command with more continues"
+    steps = [int(re.search(r"after (\d+) steps", out)[1]) for _, out, _ in shown]
+    assert [code for code, *_ in shown] == [0] * 4 and 0 < steps[0] < steps[1] < steps[2] == steps[3] == 16
+    assert over.format("0.003") in shown[0][2] and over.format("0.01") in shown[1][2]
+    assert "ended" not in shown[2][2] and "finished" not in shown[2][2]
+    assert "it was finished already; to train more, give more --tokens or --steps and another --out" in shown[3][2]
 
 
 def test_without_template_and_prompts_no_model_is_loaded(

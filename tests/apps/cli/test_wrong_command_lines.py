@@ -37,6 +37,7 @@ WRITTEN: list[Case] = [
     (("help", "simulte"), "did you mean 'simulate'?"),
     (("help", "chat", "x"), "unexpected argument 'x'; allowed: slipstream help [COMMAND]"),
     (("models", "chek"), "did you mean 'check'?"),
+    (("models", "list"), "allowed: pull, rm, check, or `slipstream models` alone"),
     (("--versoin",), "did you mean '--version'?"),
     # arguments
     (("report",), "FOLDER is missing; allowed: slipstream report [OPTIONS] FOLDER"),
@@ -161,6 +162,8 @@ WRITTEN: list[Case] = [
     (("bench", "--plan", "deep.json"), "plan 'deep.json' cannot be read: it is nested too deeply"),
     (("generate", *TOY, "--prompt-file", "category.jsonl"), "line 1: category=['x']; allowed: a non-empty text"),
     (("batch", "in.jsonl", "/dev/full", *TOY), "the output '/dev/full' cannot be written: it is no ordinary file"),
+    (("batch", "in.jsonl", "o.jsonl", *TOY, "--json", "o.jsonl"), "'o.jsonl' is OUT and --json; allowed: two files"),
+    (("generate", *TOY, "--prompt-file", "p", "--json", "./p"), "'p' is --prompt-file and --json; allowed: two files"),
     (("batch", "in.jsonl", "-", *TOY), "output='-'; allowed: the name of a file"),
     (("simulate", "--alpha", "1.5"), "--alpha '1.5'; allowed: 1 or less"),
     # serving

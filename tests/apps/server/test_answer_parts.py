@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, usage
+from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, usage, without_folders
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
@@ -51,6 +51,22 @@ def test_statistics_say_whether_the_rule_keeps_the_distribution() -> None:
     job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
     for lossless in (True, False):
         assert ChoiceState(job, None, lossless).stats.to_dict()["lossless"] is lossless
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("/srv/models/qwen", "qwen"),
+        ("~/models/qwen.gguf", "qwen.gguf"),
+        ("../qwen quantised to int4, group 32", "qwen quantised to int4, group 32"),
+        ("hybrid", "hybrid"),
+        ("suffix:2+p=40+store=/srv/ann/answers.npz", "suffix:2+p=40+store=answers.npz"),
+        ("suffix:store=ann/answers.npz", "suffix:store=answers.npz"),
+    ],
+)
+def test_clients_see_no_folders_of_the_server(name: str, shown: str) -> None:
+    assert without_folders(name) == shown
 
 
 def facts_of(tokenizer: Any) -> ModelFacts:

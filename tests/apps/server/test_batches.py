@@ -462,7 +462,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
         kept = sorted(files.glob("*.jsonl"))
         monkeypatch.setattr("slipstream.apps.server.batch_store._write", full)
         for call in (lambda: client.files.create(file=("x", b"{}"), purpose="batch"), lambda: _batch(client, file)):
-            with pytest.raises(openai.InternalServerError, match="cannot be written: No space left on device") as told:
+            with pytest.raises(openai.InternalServerError, match="cannot be used: No space left on device") as told:
                 call()
             assert told.value.status_code == 507
         assert sorted(files.glob("*.jsonl")) == kept
@@ -472,6 +472,38 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
         with pytest.raises(openai.NotFoundError, match="no longer in the batch folder"):
             client.files.content(file.id)
         assert client.files.delete(file.id).deleted
+
+
+@pytest.mark.parametrize("fault", ["input", "output", "foreign", "locked"])
+def test_no_answer_names_a_path_of_the_server_and_its_log_does(
+    fault: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For each reason that a batch's files cannot be used."""
+    store = server.service.background.store
+    begin = BatchStore.add_batch
+
+    def damaged(*given: Any) -> Any:
+        record = begin(*given)
+        output = store.content(record.output)
+        if fault == "input":
+            store.content(record.input_file_id).unlink()
+        elif fault == "output":
+            output.mkdir()
+        elif fault == "foreign":
+            output.write_text("a letter\n")
+        else:
+            output.with_name(f".{output.name}.lock").mkdir()
+        return record
+
+    monkeypatch.setattr(BatchStore, "add_batch", damaged)
+    with server.openai() as client:
+        failed = ended(server, client, begun(client, LINES[:2]))
+    message = failed.errors.data[0].message
+    why = {"input": "No such file or directory", "output": "Is a directory", "locked": "Is a directory"}
+    expected = f"the batch folder cannot be used: {why[fault]}" if fault in why else "internal error; the server's log"
+    assert failed.status == "failed" and message.startswith(expected)
+    assert str(store.folder) not in failed.model_dump_json() and ".jsonl" not in message
+    assert f"batch {failed.id} failed: '{store.folder}" in caplog.text
 
 
 def _batch(client: openai.OpenAI, file: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model
 from slipstream.models.weights.gguf_configuration import scale_positions
+from slipstream.models.weights.gguf_conversion import convert
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import TOKENS, write_model
 
@@ -132,6 +134,26 @@ def test_other_precisions_and_fast_false_unpack_the_file(files: dict[tuple[str, 
     for options in (LoadOptions("bfloat16"), LoadOptions(fast=False)):
         loaded = load(file, options)
         assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16 and not loaded.arithmetic
+
+
+def test_a_conversion_parses_the_file_and_maps_the_names_once(
+    files: dict[tuple[str, bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Counter[str]()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls[name] += 1
+            return function(*given)
+
+        return call
+
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, counted(name, getattr(gguf, name)))
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    convert(files["llama", True], tmp_path / "converted")
+    assert calls == {"GGUFReader": 1, "get_tensor_name_map": 1}
+    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map)
 
 
 def test_activations_of_what_has_no_blocks_are_refused(files: dict[tuple[str, bool], Path]) -> None:

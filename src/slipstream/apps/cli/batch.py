@@ -81,9 +81,12 @@ def batch_command(
     Exit code 1 if some failed. A job that was interrupted continues when the same command is run again.
     """
     from slipstream.jobs.job_lines import JobFiles
+    from slipstream.jobs.job_output import JobOutput
 
     config = config_from(config, models.config_file, SERVED)
     files = JobFiles.of(source, output, errors)
+    if files.output.exists():  # whatever it holds is refused before a model is loaded
+        JobOutput(files.output).close()
     if err.is_terminal and not cluster.ray:  # before a second of imports
         announce_loading(models)
     from slipstream.jobs.line_formats import JobOptions

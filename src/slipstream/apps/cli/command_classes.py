@@ -68,6 +68,17 @@ class _Worded:
 class Command(_Worded, TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; a file that is named twice is refused, as one of the two would be overwritten."""
+        rest, names = super().parse_args(ctx, args), dict[Path, str]()
+        for param in self.get_params(ctx):
+            value = ctx.params.get(param.name)
+            if _is_path(param) and value is not None and Path(value) != Path("-"):
+                name = max(param.opts, key=len) if param.param_type_name == "option" else _argument(param)
+                if (other := names.setdefault(Path(value).absolute(), name)) != name:
+                    raise UsageError(f"{str(value)!r} is {other} and {name}; allowed: two files")
+        return rest
+
     def invoke(self, ctx: Any) -> Any:
         """Run; one line says so if the reader closes the output, as `head` does, or if Ctrl-C ends the command."""
         try:
@@ -131,10 +142,16 @@ class Group(_Worded, TyperGroup):
 
 def _needs_text(option: Any) -> bool:
     """Whether an empty value would be taken for none, or for the folder that one is in."""
-    kind = getattr(option, "type_descriptor", None)  # the parser's own --help has none
-    return kind is not None and (
-        kind.annotation in (Path, Path | None) or (option.default == "" and option.metavar != "TEXT")
-    )
+    return _is_path(option) or (_kind(option) is not None and option.default == "" and option.metavar != "TEXT")
+
+
+def _is_path(param: Any) -> bool:
+    kind = _kind(param)
+    return kind is not None and kind.annotation in (Path, Path | None)
+
+
+def _kind(param: Any) -> Any:
+    return getattr(param, "type_descriptor", None)  # the parser's own --help has none
 
 
 def _argument(param: Any) -> str:
@@ -147,6 +164,8 @@ def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
     """What to say of a command that a group does not have."""
     names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
+    if ctx.parent is not None and group.invoke_without_command:
+        names.append(f"or `{ctx.command_path}` alone")
     return UsageError(f"unknown command {name!r}; allowed: {', '.join(names)}{near}")
 
 

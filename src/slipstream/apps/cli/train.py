@@ -95,7 +95,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
 
     Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
     answers. Prompts like those that will be served make a better head. The same command continues after an
-    interruption.
+    interruption, and with more --hours once its time is over.
     """
     job = _job(options)
     with interruptible(lambda: f"{job.saved}; the same command continues"):
@@ -109,6 +109,10 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
         f"{result['tokens_per_second']:.0f} tokens/s with {result['num_draft_tokens']} draft tokens, "
         f"{result['plain']:.0f} without"
     )
+    if not result["finished"]:
+        err.sentence(f"--hours {options.hours:g} ended the training; the same command with more continues")
+    elif not result["new_steps"]:
+        err.sentence("it was finished already; to train more, give more --tokens or --steps and another --out")
     out.print(f"use it: slipstream generate --model {options.target} --draft {result['folder']}", soft_wrap=True)
     write_json(json_file, {"target": options.target} | result)
 

@@ -123,6 +123,7 @@ def tune_command(
     for batch in batches:
         groups(prompts, batch)  # refuses a batch larger than the prompts
     folder = options.out_folder or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
+    check_folder("--out")(folder)  # the default one, too
     _refuse_used(folder)
     with interruptible(lambda: _what_is_saved(folder)):
         models = Models(options.target, options.drafts[0] if options.drafts else None)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
@@ -160,6 +161,13 @@ class ModelFacts:
     def token_text(self, token: int) -> str:
         """One token as text; a token without text is named by its id."""
         return self.added_bytes(token).decode(errors="replace") or f"token_id:{token}"
+
+
+def without_folders(name: str) -> str:
+    """What clients see of a draft model or drafter: of a path on this machine the last part; hub ids as they are."""
+    before, store, path = name.rpartition("store=")
+    is_path = store or path[:1] in ("~", ".") or Path(path).is_absolute()
+    return f"{before}{store}{Path(path).name if is_path else path}"
 
 
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:

@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
-from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey
-from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
+from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey, folder_fault
+from slipstream.apps.server.error_objects import INTERNAL, ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.request_reading import count_unknown_fields
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
@@ -180,6 +180,10 @@ class Prepared:
         return [job.row for job in self.live.jobs]
 
 
+class AnotherModelError(SlipstreamError):
+    """A batch holds answers of a model that is not the one that is loaded."""
+
+
 class BatchLines:
     """Answers the lines of one batch, as many at a time as the engine decodes."""
 
@@ -258,7 +262,7 @@ class BatchLines:
         """Refuse to go on with a batch that another model began."""
         for answered in self._output.answered.values():
             if answered.fingerprint != self._reader.fingerprint:
-                raise SlipstreamError(
+                raise AnotherModelError(
                     f"begun by a model with fingerprint {answered.fingerprint}, loaded is {self._reader.fingerprint}"
                 )
 
@@ -410,7 +414,8 @@ class BatchRunner:
             if _is_full(error):
                 log.warning("batch %s waits until the disk of the batch folder has room", record.id)
                 return False
-            self._fail(record, [_problem("batch_failed", first_line(error), None)])
+            log.error("batch %s failed: %s", record.id, first_line(error))
+            self._fail(record, [_problem("batch_failed", _reason(error), None)])
         except ApiError as error:  # the server ends
             log.info("batch %s goes on when the server does: %s", record.id, error.message)
         except Exception as error:
@@ -467,6 +472,14 @@ def _is_full(error: BaseException | None) -> bool:
     """Whether a disk without room is the reason."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or (error is not None and _is_full(error.__cause__))
+
+
+def _reason(error: Exception) -> str:
+    """Why a batch failed, as its owner may know it: the log alone names files of this machine."""
+    if isinstance(error, AnotherModelError):
+        return first_line(error)
+    fault = error if isinstance(error, OSError) else error.__cause__
+    return folder_fault(fault) if isinstance(fault, OSError) else INTERNAL
 
 
 def _whole_lines(path: Path) -> int:

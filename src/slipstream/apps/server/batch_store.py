@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.durable_files import locked, replaced, sync
 from slipstream.errors import SlipstreamError, UsageError, first_line
 
+log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 255  # characters of a file's name
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 24 * 3600  # seconds of the only completion window
@@ -248,12 +250,17 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
 
 @contextmanager
 def write_errors_named() -> Iterator[None]:
-    """An OSError inside becomes the answer that the batch folder cannot be written, and why."""
+    """An OSError inside becomes the answer that the batch folder cannot be used, and why."""
     try:
         yield
     except OSError as error:
-        why = f"the batch folder cannot be written: {error.strerror or first_line(error)}"
-        raise ApiError(507, why, code="batch_folder") from error
+        log.error("%s", first_line(error))
+        raise ApiError(507, folder_fault(error), code="batch_folder") from error
+
+
+def folder_fault(error: OSError) -> str:
+    """What a client may know of it: not where the folder is."""
+    return f"the batch folder cannot be used: {error.strerror or type(error).__name__}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
+from slipstream.apps.server.answer_state import without_folders
 from slipstream.apps.server.answers import EventStream, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.openai_routes import service_of, until_gone
@@ -61,8 +62,8 @@ def engine_state(service: Service) -> dict[str, Any]:
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
         "places": {"taken": service.engine_status.num_running, "most": max_rows},
         "model": service.facts.name,
-        "draft": None if decoder.draft is None else decoder.draft.name,
-        "drafter": decoder.drafter_name,
+        "draft": None if decoder.draft is None else without_folders(decoder.draft.name),
+        "drafter": without_folders(decoder.drafter_name),
         "fingerprint": service.facts.fingerprint,
         "reproducible": service.facts.reproducible,
         "max_model_len": service.rows.max_model_len,

@@ -31,6 +31,7 @@ TYPES = {
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
 # a field and where in it the fault is, at the beginning of a refusal: messages.0.content
 ADDRESS = re.compile(r"([a-z][a-z_]*)(?:\.\w+)*(?=[=:]| (?:has|with|\d+)\b)")
+INTERNAL = "internal error; the server's log has the details"
 RETRY_AFTER_SECONDS = 1  # that clients should wait before they try again
 
 
@@ -73,7 +74,7 @@ def as_api_error(error: BaseException) -> ApiError:
         is_field = address is not None and (address[1] in FIELDS or line[address.end() :].startswith("="))
         return refused(line, address[0] if address is not None and is_field else None)
     log.error("internal error", exc_info=error)
-    return ApiError(500, "internal error; the server's log has the details")
+    return ApiError(500, INTERNAL)
 
 
 def add_handlers(app: FastAPI) -> None:

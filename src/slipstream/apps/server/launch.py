@@ -179,6 +179,6 @@ def _listening(settings: ServerSettings) -> socket.socket:
     try:
         return socket.create_server((host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        why = error.strerror or first_line(error)
+        why = (error.strerror or first_line(error)).partition(" (while ")[0]  # what follows repeats the address
         shown = f"[{host}]" if ":" in host else host
         raise SlipstreamError(f"cannot listen on {shown}:{settings.port}: {why}") from error

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from slipstream.apps.server.answer_state import ModelFacts, shares
+from slipstream.apps.server.answer_state import ModelFacts, shares, without_folders
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Started
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
@@ -221,7 +221,7 @@ class ServerMetrics:
             counter.labels(*self._values)
         self._observers = {name: histogram.labels(*self._values) for name, histogram in self._histograms.items()}
         config = {
-            "drafter": decoder.drafter_name,
+            "drafter": without_folders(decoder.drafter_name),
             "max_batch_size": str(decoder.config.max_batch_size),
             "reproducible": str(decoder.reproducible),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]
 
     header = read_header(file)
     header.check_model()
-    with in_one_file(header, weights=True) as joined:
+    with in_one_file(header, weights=True) as joined, _parsed_once():
         try:
             config, tokenizer = read_text_side(header, joined)
             scale_positions(config, header)
@@ -89,6 +90,21 @@ def _check_size(config: Any, header: GGUFHeader) -> None:
             f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
             f"tensors, {available:,}"
         )
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """The reader parses the file for the configuration and for the weights, and maps all names for every module: half
+    of the time for a small model. Inside the block both are done once.
+    """
+    import gguf
+
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, originals)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
 @contextmanager
