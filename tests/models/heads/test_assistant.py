@@ -236,7 +236,7 @@ def test_assistants_are_told_by_their_configuration() -> None:
 def test_a_target_of_another_kind_is_refused_in_one_line() -> None:
     head = str(written("large").assistant)
     with pytest.raises(
-        SlipstreamError, match="is LlamaForCausalLM of transformers 5.*; allowed: a Gemma 4 model of"
+        SlipstreamError, match=r"is LlamaForCausalLM of transformers 5.*; allowed: a Gemma 4 model of"
     ) as raised:
         SpeculativeDecoder(fresh("llama"), head, drafter="model")
     assert "\n" not in str(raised.value)
