@@ -169,13 +169,8 @@ def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.Mon
 
 def test_noise_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_texts("toy", "sampled")
-    own = Sampler._token_keys
-
-    def shifted(self: Sampler, positions: int) -> Tensor | None:
-        keys = own(self, positions)
-        return None if keys is None else keys.roll(1, 1)
-
-    monkeypatch.setattr(Sampler, "_token_keys", shifted)
+    own = Sampler._token_key
+    monkeypatch.setattr(Sampler, "_token_key", lambda self, row, depth: own(self, row, 2 * depth))
     assert with_trees("toy", "sampled", count=16) != plain_texts("toy", "sampled")
 
 

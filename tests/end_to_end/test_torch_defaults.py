@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.core.rng import Options
 from slipstream.integrations.transformers.custom_generate import custom_generate
-from slipstream.sampling.warpers import Options, Warp
+from slipstream.sampling.warpers import Warp
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 

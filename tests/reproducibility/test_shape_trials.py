@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.models.backend_capabilities import RowSegment, is_shape_independent
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, packed
-from slipstream.models.cpu.quantised_linear import rounded
+from slipstream.models.cpu.quantised_linear import quantised
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
@@ -156,7 +156,7 @@ def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
         ({}, VOCAB, packed, False),
         ({}, VOCAB, lambda linear: linear, False),
         ({}, 96, packed, False),  # gate and up
-        ({}, 96, partial(rounded, bits="int4"), False),  # other kernels for more than a few tokens
+        ({}, 96, partial(quantised, bits="int4"), True),
     ],
 )
 def test_only_kernels_for_every_product_and_all_of_attention_guarantee_anything(

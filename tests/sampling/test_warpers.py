@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.core.rng import Race, key
+from slipstream.core.rng import Options, Race, key
 from slipstream.sampling import warpers as truncation
-from slipstream.sampling.warpers import NEVER, Highest, Options, Warp, keep_top_p_selected, keep_top_p_sorted
+from slipstream.sampling.warpers import NEVER, Highest, Warp, keep_top_p_selected, keep_top_p_sorted
 
 CPU = torch.device("cpu")
 SIZES = st.sampled_from([3, 40, 257, 700, 3000])

@@ -6,7 +6,9 @@ A row draws the same numbers whichever rows share its batch and wherever it stan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import reduce
 
 import numpy as np
 import torch
@@ -48,17 +50,19 @@ def _signed(value: int) -> int:
 
 def key(*parts: int) -> int:
     """A 64-bit key from whole numbers; each part is mixed in by one SplitMix64 step."""
-    state = 0
-    for part in parts:
-        state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
-        state = (state ^ state >> 30) * _MIX1 & _MASK
-        state = (state ^ state >> 27) * _MIX2 & _MASK
-        state ^= state >> 31
-    return state
+    return reduce(absorbed, parts, 0)
+
+
+def absorbed(state: int, part: int) -> int:
+    """A key with one more part mixed in: `key(a, b)` is absorbed(key(a), b)."""
+    state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
+    state = (state ^ state >> 30) * _MIX1 & _MASK
+    state = (state ^ state >> 27) * _MIX2 & _MASK
+    return state ^ state >> 31
 
 
 def absorb(state: Words, part: Words) -> Words:
-    """Mix one more part into each of many keys: `key(a, b)` is absorb(absorb(0, a), b). Both broadcast."""
+    """`absorbed` for many keys at once. Both broadcast."""
     mixed = (state ^ part) + np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX1)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX2)
@@ -73,6 +77,21 @@ def words(values: Sequence[int]) -> Words:
 def uniform(bits: int) -> float:
     """A number in [0, 1) from the upper 53 of 64 bits."""
     return (bits >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether tokens lose all probability because others are likelier."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Race:
@@ -101,6 +120,10 @@ class Race:
         blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
         winners = [argmax(self.speeds(distributions, block_bits)) for distributions, block_bits in blocks]
         return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
+
+    def sure_winner(self, scores: Tensor, bits: int, options: Options) -> int | None:
+        """What `draw` makes of the distribution of scores [V], if something cheaper than that tells for certain."""
+        return None
 
     def speeds(self, probs: Tensor, bits: Tensor) -> Tensor:
         """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`."""

@@ -17,7 +17,7 @@ from torch.nn.functional import linear as multiply
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.packed_linear import KernelLinear
-from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear
+from slipstream.models.cpu.quantised_linear import QuantisedLinear
 
 COMMON = 40_960  # first tokens that "auto" scores
 FEWER = 2  # how many times larger a vocabulary must be for that
@@ -81,21 +81,18 @@ def restricted_head(
     the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights serve
     the other tokens; that costs no memory where they are the embeddings' weights, too.
     """
-    few = complete.few if isinstance(complete, QuantisedLinear) else complete
-    if isinstance(few, BlockLinear):
-        return RestrictedHead(complete, few.first(num_first), num_first, few.rows)
+    if isinstance(complete, BlockLinear | QuantisedLinear):
+        return RestrictedHead(complete, complete.first(num_first), num_first, complete.rows)
     weight = linear.weight.detach()
     first: nn.Module
-    if isinstance(few, KernelLinear):
-        first = few.first(num_first)
+    if isinstance(complete, KernelLinear):
+        first = complete.first(num_first)
     else:
         part: Any = nn.Linear(linear.in_features, num_first, linear.bias is not None, device="meta")
         part.weight = nn.Parameter(weight[:num_first], requires_grad=False)
         if linear.bias is not None:
             part.bias = nn.Parameter(linear.bias.detach()[:num_first], requires_grad=False)
         first = part if convert is None else convert(part)
-    if isinstance(few, Int4Linear):
-        return RestrictedHead(complete, first, num_first, few.rows)
     return RestrictedHead(complete, first, num_first, lambda tokens: weight[tokens])
 
 
@@ -159,9 +156,7 @@ class Restriction:
 
     def _takes_no_memory(self, complete: Any) -> bool:
         """Whether the weights of all tokens are in memory anyway."""
-        if isinstance(complete, BlockLinear) or (
-            isinstance(complete, QuantisedLinear) and isinstance(complete.few, Int4Linear)
-        ):
+        if isinstance(complete, BlockLinear | QuantisedLinear):
             return True
         tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()
         return tied

@@ -14,9 +14,9 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version
-from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
+from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, num_weights, quantised
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
@@ -162,18 +162,20 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
 def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
     """What quantises the layers, or raise `UsageError`; "auto" packs them where quantising them is no gain."""
     bits, is_required = options.quantise, options.quantise in BITS
-    if not is_required and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
+    if not is_required and (options.fast is False or num_weights(model) < SMALLEST):
         return _packed(model, options.fast)
     reason = unsupported(model)
     if reason is None and num_weights(model) == 0:
-        reason = "no linear layer has a shape that the kernels take"
+        reason = f"no linear layer has a multiple of {INPUTS} inputs"
+    if reason is None and kernels() is None:
+        reason = "Slipstream's own kernels cannot be had"
     if reason is not None:
         if is_required:
             raise UsageError(
                 f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
             )
         return _packed(model, options.fast)
-    return partial(rounded, bits=str(bits) if is_required else BITS[0], memory=HugePages())
+    return partial(quantised, bits=str(bits) if is_required else "int4", memory=HugePages())
 
 
 def _convert(model: Any, convert: Convert) -> None:
@@ -234,7 +236,7 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
         kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}{order}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    exact = f"{bfloat16_version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    exact = f"{bfloat16_version()} " if any(isinstance(module, KernelLinear) for module in model.modules()) else ""
     if arithmetic := arithmetic_of(model):
         exact = f"{block_version()} {arithmetic} "
     fused = "fused " if any(is_fused(module) for module in model.modules()) else ""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
+from slipstream.core.rng import Options, Race, Stream, Words, absorb, absorbed, argmax, key, words
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
-from slipstream.sampling.warpers import Options, Warp
+from slipstream.sampling.warpers import Warp
 
 NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
 # scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
@@ -37,6 +37,7 @@ class Sampler:
         self._groups = list(_groups(self.rows, device))
         self._temperatures = torch.tensor([params_of(row).temperature for row in rows], device=device)
         self._seeds: dict[Stream, Words] = {}
+        self._token_seeds = [key(row.seed, Stream.TOKEN) for row in self.rows]
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in processors if processor.active]
         self.plain = self.all_greedy and not self._processors
@@ -91,14 +92,16 @@ class Sampler:
         """
         if self.plain:
             return argmax(logits)
-        is_tree = draft.parents is not None and bool(self._processors)
-        scores = self._node_scores(logits, draft) if is_tree else self.scores(logits, draft.tokens)
+        scores = logits
+        if self._processors:
+            scores = self.scores(logits, draft.tokens) if draft.parents is None else self._node_scores(logits, draft)
         chosen = (self._choose_on_path if self.device.type == "cpu" else self._choose_everywhere)(scores, draft)
         if draft.parents is not None and self.failures:
             self._follow(chosen.tolist(), draft)
         return chosen
 
     def _choose_everywhere(self, scores: Tensor, draft: Draft) -> Tensor:
+        scores = scores.float()
         keys = self._token_keys(scores.shape[1])
         if keys is not None and draft.parents is not None:
             offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
@@ -115,25 +118,23 @@ class Sampler:
 
     def _choose_on_path(self, scores: Tensor, draft: Draft) -> Tensor:
         sampled = {row for _, members in self._groups for row in members.tolist()}
-        chosen = torch.full(scores.shape[:2], NONE)
+        chosen, tokens = [[NONE] * scores.shape[1] for _ in self.rows], draft.tokens.tolist()
         if greedy := [row for row in range(len(self.rows)) if row not in sampled]:
-            chosen[greedy] = _greedy(scores[greedy])
-        keys, tokens = self._token_keys(scores.shape[1]), draft.tokens.tolist()
+            for row, best in zip(greedy, _greedy(scores[greedy]).tolist(), strict=True):
+                chosen[row] = best
         nodes, depth = dict.fromkeys(sampled, -1), 0  # of the rows whose draft is right so far: its last right token
         while nodes:
-            assert keys is not None
             for warp, rows in self._path_blocks(nodes):
-                places = [nodes[row] + 1 for row in rows]
-                picked = torch.stack([scores[row, place] for row, place in zip(rows, places, strict=True)])
-                winners = self._drawn(warp, picked, keys[rows, depth])
-                chosen[rows, places] = winners
-                for row, winner in zip(rows, winners.tolist(), strict=True):
+                picked = [scores[row, nodes[row] + 1] for row in rows]
+                keys = [self._token_key(row, depth) for row in rows]
+                for row, winner in zip(rows, self._winners(warp, picked, keys), strict=True):
                     node, parents = nodes[row], draft.parents[row] if draft.parents else range(-1, draft.width - 1)
+                    chosen[row][node + 1] = winner
                     children = range(node + 1, draft.lengths[row])
                     right = (n for n in children if parents[n] == node and tokens[row][n] == winner)
                     nodes[row] = next(right, NONE)
             nodes, depth = {row: node for row, node in nodes.items() if node != NONE}, depth + 1
-        return chosen
+        return torch.tensor(chosen, device=scores.device)
 
     def _path_blocks(self, rows: Collection[int]) -> Iterator[tuple[Warp, list[int]]]:
         """Those of these rows that have equal options, in blocks of the best size."""
@@ -142,6 +143,14 @@ class Sampler:
             group = [row for row in members.tolist() if row in rows]
             for start in range(0, len(group), at_once):
                 yield warp, group[start : start + at_once]
+
+    def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Sequence[int]) -> list[int]:
+        """`_drawn` on scores [V] each: their distributions are made only where the race cannot do without."""
+        sure = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
+        if unsure := [i for i, winner in enumerate(sure) if winner is None]:
+            bits = self.race.bits(words([keys[i] for i in unsure]))
+            drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), bits).tolist())
+        return [next(drawn) if winner is None else winner for winner in sure]
 
     def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
         """[N] tokens from scores [N, V] and the noise of their positions [N]; NONE where no token is possible."""
@@ -181,6 +190,10 @@ class Sampler:
                 scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
         return scores
 
+    def _token_key(self, row: int, offset: int) -> int:
+        """The key of the noise `offset` positions after a row's committed tokens."""
+        return absorbed(self._token_seeds[row], len(self.rows[row].tokens) + offset)
+
     def _token_keys(self, positions: int) -> Tensor | None:
         """[B, positions] bits of the noise of each position; None if no row is sampled."""
         return self.race.bits(self._keys(Stream.TOKEN, range(positions))) if self._groups else None
@@ -204,7 +217,7 @@ class Sampler:
         for warp, rows in self._groups:
             if warp.options.removes_tokens:
                 scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
-        bits = self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0])
+        bits = self.race.bits(words([self._token_key(row, first) for row in range(len(self.rows))]))
         return self.race.leaders(scores, self._temperatures, bits, count)
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:

@@ -11,30 +11,16 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.core.rng import Options
+
 NEVER = float("-inf")
 SELECTED = (64, 512, 4096)  # likeliest tokens looked at, in turn
 ROUNDING = 2e-5  # cumulative probabilities this close to top_p are left to the specification
-
-
-@dataclass(frozen=True)
-class Options:
-    """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def removes_tokens(self) -> bool:
-        """Whether tokens lose all probability because others are likelier."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Highest(NamedTuple):

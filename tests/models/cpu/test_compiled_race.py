@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, key, words
+from slipstream.core.rng import Options, Race, key, words
+from slipstream.core.types import Draft, Row
 from slipstream.models.cpu.compiled_race import CompiledRace, race
-from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.kernel_libraries import (
+    SOURCES,
+    best_bfloat16_recipe,
+    compile_library,
+    kernels,
+    typed,
+)
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import NONE, Sampler
+from slipstream.sampling.warpers import Warp
 
 CPU, VOCAB, ROWS = torch.device("cpu"), 5003, 40  # no multiple of what the kernel looks at together
 
@@ -116,3 +132,131 @@ def test_the_only_possible_token_is_not_its_own_runner_up() -> None:
     for either in (compiled(), Race(VOCAB, CPU)):
         tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
         assert tokens[0, 0] == 0 != tokens[0, 1] and shares.tolist() == [[1.0, 0.0]]
+
+
+# winners that are known without their distributions
+
+Case = tuple[Tensor, int, Options]  # scores [VOCAB], key, options
+CUTS = ({}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01})
+
+
+def drawn(scores: Tensor, bits: int, options: Options) -> int:
+    """By the specification."""
+    probs = Warp(options, CPU)(scores[None].float())
+    winner = int(Race(VOCAB, CPU).draw(probs, [bits]))
+    return winner if probs[0, winner] > 0 else NONE
+
+
+def random_cases(seeds: range = range(5)) -> Iterator[Case]:
+    """Scores as models have them, and flatter and sharper ones; in bfloat16 many are equal."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for scale in (0.1, 1.0, 3.0, 10.0):
+            scores = scale * torch.randn(VOCAB, generator=generator) + 5
+            scores[torch.rand(VOCAB, generator=generator) < 0.1] = float("-inf")
+            for dtype in (torch.float32, torch.bfloat16):
+                for temperature in (0.05, 0.3, 0.8, 1.0, 5.0):
+                    for number, cut in enumerate(CUTS):
+                        yield scores.to(dtype), key(seed, number), Options(temperature, **cut)
+
+
+def near_ties() -> Iterator[Case]:
+    """Races in which all tokens, or two, are as fast but for the last bits of their scores or of the temperature."""
+    generator = torch.Generator().manual_seed(1)
+    for seed in range(150):
+        noise, bits = Race(VOCAB, CPU).noise(key(seed)).double().log(), key(seed)
+        for temperature in (0.05, 0.8, 5.0):
+            last_bits = 1 + torch.randint(-1, 2, (VOCAB,), generator=generator) * 2.0**-23
+            yield (temperature * noise + 3).float() * last_bits, bits, Options(temperature)
+        slow, fast = (int(token) for token in torch.randperm(VOCAB, generator=generator)[:2])
+        slow, fast = (slow, fast) if noise[slow] > noise[fast] else (fast, slow)
+        scores = torch.full((VOCAB,), float("-inf"), dtype=torch.bfloat16)
+        scores[fast], scores[slow] = 10, 11
+        temperature = 1 / float(noise[slow] - noise[fast])
+        yield scores, bits, Options(temperature * (1 + int(torch.randint(-2, 3, (1,), generator=generator)) * 2.0**-23))
+
+
+def edges() -> Iterator[Case]:
+    """Options that keep the winner of the whole distribution, or just do not."""
+    for scores, bits, options in random_cases():
+        probs = Warp(Options(options.temperature), CPU)(scores[None].float())[0].double()
+        winner = probs[int(Race(VOCAB, CPU).draw(probs[None].float(), [bits]))]
+        above, least = float(probs[probs > winner].sum()), float(winner / probs.max())
+        for nudge in (-1e-7, 0.0, 1e-7):
+            yield scores, bits, Options(options.temperature, top_p=min(1.0, max(1e-9, above + nudge)))
+            yield scores, bits, Options(options.temperature, min_p=min(1.0, least * (1 + nudge)))
+            yield scores, bits, Options(options.temperature, max(1, int((probs > winner).sum()) + round(nudge * 1e7)))
+
+
+def outcomes(race_in_c: CompiledRace, cases: Iterator[Case]) -> Counter[str]:
+    """How many winners are right, wrong, or not known."""
+    counts = Counter[str]()
+    for scores, bits, options in cases:
+        winner = race_in_c.sure_winner(scores, bits, options)
+        right = winner is None or winner == drawn(scores, bits, options)
+        counts["unknown" if winner is None else "right" if right else "wrong"] += 1
+    return counts
+
+
+def test_winners_that_are_known_from_the_scores_are_those_of_the_race() -> None:
+    counts = outcomes(compiled(), random_cases())
+    assert not counts["wrong"] and counts["right"] > 2 * counts["unknown"]
+    uncut = (case for case in random_cases(range(20)) if not case[2].removes_tokens)
+    counts = outcomes(compiled(), uncut)
+    assert not counts["wrong"] and counts["unknown"] < 0.01 * counts["right"]
+
+
+def test_winners_that_rounding_may_decide_are_left_to_the_race() -> None:
+    assert outcomes(compiled(), near_ties()) == {"unknown": 600}
+    counts = outcomes(compiled(), edges())
+    assert not counts["wrong"] and counts["right"] and counts["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "cases"), [("#define ROUNDING 1e-4", near_ties), ("#define KEPT 2e-3f", edges)], ids=["ties", "edges"]
+)
+def test_without_a_margin_winners_are_wrong(bound: str, cases: type[Iterator[Case]], tmp_path: Path) -> None:
+    compiled()
+    text = (SOURCES / "race.c").read_text(encoding="utf-8")
+    assert bound in text
+    source, library = tmp_path / "race.c", tmp_path / "race.so"
+    source.write_text(text.replace(bound, f"{bound.rpartition(' ')[0]} 0.0f"), encoding="utf-8")
+    compile_library(["gcc"], replace(best_bfloat16_recipe(None), sources=(source,)), library)
+    assert outcomes(CompiledRace(VOCAB, typed(ctypes.CDLL(str(library)))), cases())["wrong"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_without_a_distribution_have_no_known_winner(value: str, dtype: torch.dtype) -> None:
+    for scores in (torch.zeros(VOCAB), torch.full((VOCAB,), float("-inf"))):
+        scores[77] = float(value)
+        winner, expected = compiled().sure_winner(scores.to(dtype), 5, Options(0.8)), drawn(scores, 5, Options(0.8))
+        is_possible = expected != NONE and dtype != torch.float16
+        assert winner == (expected if is_possible else None)
+
+
+def test_a_batch_has_the_tokens_of_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way each place is decided: rows with and without options, greedy ones, impossible scores."""
+    params = [SamplingParams(temperature=0.8, **cut) for cut in CUTS] + [
+        SamplingParams(),
+        SamplingParams(temperature=1.5, repetition_penalty=1.3),
+        SamplingParams(temperature=0.3, top_p=0.5),
+    ]
+    rows = [Row(i, [1, 2, 3], one, seed=i) for i, one in enumerate(params * 3)]
+    logits = 2 * torch.randn(len(rows), 4, VOCAB, generator=torch.Generator().manual_seed(2))
+    logits[0, 1, 5], logits[1, 2] = float("nan"), float("-inf")
+    asked, own = [], CompiledRace.sure_winner
+    monkeypatch.setattr(CompiledRace, "sure_winner", lambda *given: asked.append(own(*given)) or asked[-1])
+    for batch in (rows, [row for row in rows if row.params.repetition_penalty == 1]):
+        for dtype in (torch.float32, torch.bfloat16):
+            scores = logits[: len(batch)].to(dtype)
+            tokens = [[0, 0, 0]] * len(batch)
+            for position in range(4):  # the draft is right up to this position
+                chosen, expected = (
+                    Sampler(batch, racing, VOCAB, CPU).choose(scores, Draft.from_lists(tokens, CPU))
+                    for racing in (compiled(), Race(VOCAB, CPU))
+                )
+                assert torch.equal(chosen, expected)
+                right = chosen[:, : position + 1].clamp(min=0).tolist()
+                tokens = [[*path, 0, 0, 0][:3] for path in right]
+    assert 0 < asked.count(None) < 0.5 * len(asked)

@@ -17,10 +17,10 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.quantised_linear import rounded
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
-from slipstream.models.weights.rounding import rounded
 from tests.support.markers import mostly_slow
 from tests.support.quantised_files import SHAPE, write_checkpoint
 from tests.support.tiny_models import fresh

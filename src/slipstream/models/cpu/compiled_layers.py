@@ -23,8 +23,7 @@ from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.kernel_libraries import address, kernels
-from slipstream.models.cpu.packed_linear import CompressedLinear, KernelLinear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import (
     LANES,
     MAX_HEAD_SIZE,
@@ -49,8 +48,6 @@ from slipstream.models.decoder.fused_layer import (
     recognise_activation,
 )
 from slipstream.models.notices import warn_slower
-
-MANY = 1 << 40  # tokens
 
 
 @dataclass
@@ -88,24 +85,22 @@ def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
 class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
-    shape_independent: whether whole layers are computed and no token's bits depend on the others. False until the first
-    layer has been computed.
+    attends: whether the kernels compute whole layers. shape_independent: whether they have, so that no token's bits
+    depend on the others.
     """
 
-    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure, *, tokens_independent: bool) -> None:
-        """layer: the struct that the kernels read. tokens_independent: what `shape_independent` becomes."""
+    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure, *, wide_heads: bool = False) -> None:
+        """layer: the struct that the kernels read. wide_heads: whether they take 64 numbers of a head at a time."""
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         self.library, self._layer, self.address = library, layer, ctypes.addressof(layer)
-        self._tokens_independent, self.shape_independent = tokens_independent, False
+        fits = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+        self.attends = fits and not (wide_heads and ops.size % 64)
+        self.shape_independent = False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
         """How many numbers of scratch space the kernels need. length: of the cache, for those that attend."""
         needed: int = self.library.layer_scratch(self.address, tokens, length)
         return needed
-
-    @abstractmethod
-    def computes_whole(self, hidden: Tensor) -> bool:
-        """Whether whole layers are computed for these hidden states [B, W, H]."""
 
     @abstractmethod
     def norm(self, norm: RootMeanSquare | None) -> ctypes.Structure:
@@ -137,7 +132,7 @@ class LayerCalls(ABC):
         return out
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
-        if not self.computes_whole(hidden):
+        if not self.attends:
             return None
         keys, values = self.keys_and_values(cache, spec, hidden)
         if keys.dtype != hidden.dtype:
@@ -151,7 +146,7 @@ class LayerCalls(ABC):
         out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
         self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
-        self.shape_independent = self._tokens_independent
+        self.shape_independent = True
         return out
 
     def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,20 +177,14 @@ class LayerCalls(ABC):
 
 
 class CompiledOps(LayerCalls):
-    """A layer in bfloat16. No token's bits depend on the others where the weights have 12 bits."""
+    """A layer in bfloat16. No token's bits depend on the others."""
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation."""
-        self._plain = ops  # the struct has only the addresses of the weights
-        self._most_tokens = most_tokens(_linears(ops))
+        self._products = _linears(ops)  # the struct has only the addresses of the weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
-        products = [kernel_product(linear) for linear in _linears(ops)]
-        weights = [product.weights for product in products if product is not None]
-        layer = LayerStruct(*weights, *self._norms_of(ops), *sizes, *activation)
-        attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        self._most_attended = self._most_tokens if attends else 0
-        tokens_independent = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
-        super().__init__(ops, library, layer, tokens_independent=tokens_independent)
+        layer = LayerStruct(*(linear.weights for linear in self._products), *self._norms_of(ops), *sizes, *activation)
+        super().__init__(ops, library, layer, wide_heads=True)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
@@ -204,24 +193,12 @@ class CompiledOps(LayerCalls):
         self._norm_weights.append(weight)
         return NormStruct(address(weight), norm.eps, rounds_first)
 
-    def computes_whole(self, hidden: Tensor) -> bool:
-        return hidden.shape[0] * hidden.shape[1] <= self._most_attended
-
-    def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
-            return self._plain.project_qkv_rope(hidden, rope)
-        return super().project_qkv_rope(hidden, rope)
-
-    def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
-            return self._plain.residual_mlp(hidden, attended)
-        return super().residual_mlp(hidden, attended)
-
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
     """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
     in_blocks = all(isinstance(linear, BlockLinear) for linear in _linears(ops))
-    if not in_blocks and any(kernel_product(linear) is None for linear in _linears(ops)):
+    of_kernels = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in _linears(ops))
+    if not (in_blocks or of_kernels):
         return None  # its weights are not the kernels', which was said when they were packed
     library = None if in_blocks else kernels()
     if not in_blocks and library is None:
@@ -247,17 +224,6 @@ def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
     return ops.qkv, ops.out, ops.gate_up, ops.down
 
 
-def kernel_product(linear: Any) -> KernelLinear | None:
-    """The layer for few tokens, if our own kernels compute it."""
-    few = linear.few if isinstance(linear, QuantisedLinear) else linear
-    return few if isinstance(few, KernelLinear) else None
-
-
-def most_tokens(linears: Sequence[Any]) -> int:
-    """For how many tokens all of these are computed by `kernel_product`."""
-    return min((linear.narrow for linear in linears if isinstance(linear, QuantisedLinear)), default=MANY)
-
-
 class BlockLayerOps(LayerCalls):
     """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
 
@@ -267,17 +233,13 @@ class BlockLayerOps(LayerCalls):
         self._linears, library = linears, linears[0].parts[0].library
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
-        self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        super().__init__(ops, library, layer, tokens_independent=True)
+        super().__init__(ops, library, layer)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
             return FloatNormStruct(None, 0.0)
         self._norm_weights.append(norm.weight[0])
         return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
-
-    def computes_whole(self, hidden: Tensor) -> bool:
-        return self._attends
 
 
 class LayerStack:
@@ -310,9 +272,7 @@ class LayerStack:
         keep: of which columns; 0 of all, 1 of the last.
         """
         hidden: Tensor = self._model.get_input_embeddings()(tokens)
-        if not all(layer_ops.computes_whole(hidden) for layer_ops in self._ops) or not self._update_addresses(
-            cache, hidden
-        ):
+        if not all(layer_ops.attends for layer_ops in self._ops) or not self._update_addresses(cache, hidden):
             return None
         hidden, ready = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
         self._compute(hidden, positions, ready, cache)

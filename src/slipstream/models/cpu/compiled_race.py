@@ -1,4 +1,7 @@
-"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed."""
+"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed.
+
+Nearly always it knows the winner from the raw scores, and their distribution need not be computed.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, argmax, words
+from slipstream.core.rng import Options, Race, argmax, words
 from slipstream.models.cpu.kernel_libraries import address, kernels
 
 FEWEST = 4096  # tokens from which on the kernel is worth loading
+DTYPES = (torch.bfloat16, torch.float32)  # of scores that the kernel reads
 
 
 class CompiledRace(Race):
@@ -21,6 +25,16 @@ class CompiledRace(Race):
         super().__init__(vocab_size, torch.device("cpu"))
         self._library = library
         self._contenders = torch.empty(vocab_size, dtype=torch.int64)
+        self._probs = torch.empty(vocab_size, dtype=torch.float32)
+
+    def sure_winner(self, scores: Tensor, bits: int, options: Options) -> int | None:
+        if scores.dtype not in DTYPES or scores.shape != self._probs.shape or not scores.is_contiguous():
+            return None
+        row, is_bfloat16, spaces = address(scores), scores.dtype == torch.bfloat16, (self._probs, self._contenders)
+        temperature, cut = max(options.temperature, 1e-30), (options.top_k, options.top_p, options.min_p)
+        pointers = map(address, spaces)
+        winner = self._library.race_winner(row, is_bfloat16, len(scores), bits, temperature, *cut, *pointers)
+        return None if winner < 0 else int(winner)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
         if probs.shape[-1] != len(self._contenders):
@@ -30,7 +44,7 @@ class CompiledRace(Race):
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
 
     def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-        if count > 2 or scores.dtype not in (torch.bfloat16, torch.float32):
+        if count > 2 or scores.dtype not in DTYPES:
             return super().leaders(scores, temperatures, bits, count)
         rows, is_bfloat16 = scores.contiguous(), scores.dtype == torch.bfloat16
         tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2)

@@ -2,8 +2,7 @@
 
 There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantised files (`csrc/blocks/*.c`), each
 for the best instructions of this processor. Blocks give the same bits with all instructions. For bfloat16 all sets of
-instructions give the same bits but AMX and AVX-512 with bfloat16, and each gives the same at any width; bits of 4-bit
-drafts may depend on it.
+instructions give the same bits but AMX and AVX-512 with bfloat16, and each gives the same at any width.
 
 A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed; what it makes is loaded
 again only from a folder that nobody but the user can have written to. Without either, or on a processor without the
@@ -54,6 +53,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 ROOT = 0
 SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("prebuilt")
+BLOCK_SOURCES = sorted(SOURCES.joinpath("blocks").glob("*.c"))
 # no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
 COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
 LIBRARIES = ("-lpthread", "-ldl", "-lm")
@@ -82,6 +82,7 @@ SIGNATURES = {
     "multiply": "ppnpp",
     "race_contenders": "pnnp>n",
     "race_leaders": "pnnfnpp",
+    "race_winner": "pnnnfnffpp>n",
     "advance": "ppnpppp",
     # blocks
     "panel_bytes": "nn>n",
@@ -322,7 +323,8 @@ def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
 def bfloat16_recipe(variant: str) -> Recipe:
     """How the kernels are compiled for these instructions."""
     flags = (*COMMON_FLAGS, *compiler_flags(VARIANTS[variant]))
-    return Recipe(f"bfloat16-{variant}", tuple(sorted(SOURCES.glob("*.c"))), flags)
+    products = [path for path in BLOCK_SOURCES if path.stem != "float_layer"]
+    return Recipe(f"bfloat16-{variant}", (*sorted(SOURCES.glob("*.c")), *products), flags)
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -353,7 +355,7 @@ def bfloat16_version() -> str:
 
 def block_recipe(isa: str) -> Recipe:
     """How the kernels are compiled for these instructions."""
-    sources = (*sorted(SOURCES.joinpath("blocks").glob("*.c")), SOURCES / "layout.c", SOURCES / "team.c")
+    sources = (*BLOCK_SOURCES, SOURCES / "layout.c", SOURCES / "team.c")
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 

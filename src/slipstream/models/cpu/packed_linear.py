@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.processor import memory_bytes
-from slipstream.models.cpu.structs import BLOCK, PANEL, QUAD, SPACE, LinearStruct
+from slipstream.models.cpu.structs import BLOCK, PANEL, QUAD, SPACE, TWELVE_BITS, LinearStruct
 from slipstream.models.decoder.fused_linear import is_plain
 
 WIDTH = 4  # tokens for whose number the layout is chosen
@@ -165,11 +165,12 @@ class KernelLinear(nn.Module):
 
     in_features: int
     out_features: int
+    dtype = torch.bfloat16  # of its inputs and outputs
 
-    def _set_weights(self, library: Any, bits: int, arrays: tuple[Tensor | None, ...]) -> None:
-        """arrays: data, tables, offsets, exceptions and bias of `struct linear`."""
+    def _set_weights(self, library: Any, format: int, arrays: tuple[Tensor | None, ...]) -> None:
+        """format, arrays: of `struct linear`: data, tables, offsets, exceptions and bias."""
         self._arrays, self._multiply = arrays, library.multiply  # the struct has only their addresses
-        self.weights = LinearStruct(bits, self.in_features, self.out_features, *map(address, arrays))
+        self.weights = LinearStruct(format, self.in_features, self.out_features, *map(address, arrays))
 
     def first(self, outputs: int) -> KernelLinear:
         """The layer of the first `outputs` outputs, over the same weights."""
@@ -211,7 +212,7 @@ class CompressedLinear(KernelLinear):
         exceptions = torch.empty(self.exceptions, dtype=torch.int32)
         library.compress_weights(*source, *map(address, (tables, offsets, data, exceptions)))
         bias = None if self.bias is None else self.bias.detach()
-        self._set_weights(library, 12, (data, tables, offsets, exceptions, bias))
+        self._set_weights(library, TWELVE_BITS, (data, tables, offsets, exceptions, bias))
 
     @property
     def is_worth_it(self) -> bool:

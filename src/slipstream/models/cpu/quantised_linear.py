@@ -1,200 +1,77 @@
-"""Draft models in 4 or 8 bits on CPU: a draft step reads a third or half of the bytes. Targets are never quantised.
+"""Weights that are quantised while a model is loaded, and bfloat16 layers over them.
 
-A draft cannot change what is generated, only how much of it is accepted. Weights are rounded to the nearest step: 4
-bits with a scale and an offset per 32 inputs, 8 bits with a scale per output. The specification of a quantised layer is
-the `nn.Linear` it replaces.
+int8: 32 inputs share a float16 scale, the largest magnitude over 127 (GGUF's Q8_0). int4: 32 inputs share a float16
+scale and a zero point, the range between their extremes, or the share of it with the least squared error.
+docs/quantised.md says what else was tried.
 
-Few tokens are multiplied by Slipstream's own kernel at 4 bits where it is available (`csrc/int4.c`), else by
-PyTorch's. For more tokens, mainly batches and prompts, a second copy of the weights is faster: products of 8-bit
-integers where the processor has instructions for them (VNNI), else packed weights.
+A draft model's layers are quantised one by one: a draft cannot change what is generated, only how much of it is
+accepted. A draft step then reads a third or half of the bytes. A target is quantised as a whole (`RoundedTensors`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from slipstream.models.cpu.huge_pages import HugePages, SmallPages
+from slipstream.models.cpu.block_linear import BlockPart, block_linears
+from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, grouped_format
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import kernels
-from slipstream.models.cpu.packed_linear import WIDTH, KernelLinear, PackedLinear
-from slipstream.models.cpu.processor import processor
-from slipstream.models.cpu.structs import GROUP, PANEL, RECORD
+from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed
+from slipstream.models.cpu.structs import INPUTS, BlockFormat
 
-ROWS = 4096  # outputs laid out at a time, so that the copies stay small
-MOST, MOST_BY_TILES = 16, 64  # tokens up to which these products are the fastest, without and with AMX
-WORDS = 512  # bytes of codes in a record; scales and offsets follow
-BITS = ("int4", "int8")
-NARROW = 4, 8  # tokens up to which PyTorch's kernel for few is the fastest, beside integers and beside packed weights
+BITS = {"int4": 4, "int8": 8}
+FORMATS: dict[int, BlockFormat] = {4: grouped_format("INT4", INPUTS), 8: Q8_0}  # by bits
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
-ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
-_ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small
+LARGEST_SCALE, SMALLEST_SCALE = 65504.0, 2.0**-24  # of float16
+SHARES = tuple(0.72 + 0.04 * step for step in range(9))  # of the range of a group's weights
+AT_A_TIME = 1 << 18  # weights that are rounded together: as many as fit the caches
 
 
-class Int4Linear(KernelLinear):
-    """An `nn.Linear` whose weights are 4-bit steps with a bfloat16 scale and offset per group of inputs."""
+class QuantisedLinear(KernelLinear):
+    """An `nn.Linear` of a draft model in 4 or 8 bits. A token's result does not depend on its neighbours.
 
-    def __init__(
-        self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any, memory: HugePages | None = None
-    ) -> None:
-        """codes: uint8 [out, in], 0 to 15; steps: [out, in / 32, 2], scale and offset: code * scale + offset.
+    Its specification is the product with `rows` after the rounding of the activations that `BlockLinear` describes.
+    """
 
-        bias: bfloat16 or None. out_features and in_features must be multiples of 16 and 32. memory: for the weights.
-        """
-        super().__init__()
-        self.out_features, self.in_features = codes.shape
-        panels, groups = -(-self.out_features // PANEL), self.in_features // GROUP
-        data = (memory or SmallPages()).zeros(panels * groups * RECORD).view(panels, groups, RECORD)
-        for i in range(0, len(codes), ROWS):
-            data[i // PANEL : (i + ROWS) // PANEL] = _records(codes[i : i + ROWS], steps[i : i + ROWS])
-        self._set_weights(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
-        self.most = MOST_BY_TILES if hasattr(library, "multiply_int4_by_tiles") else MOST
-        self._records = data
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        """[N, in] bfloat16: the rounded weights of some outputs [N], read back from the records."""
-        panel, within = outputs // PANEL, outputs % PANEL
-        words = self._records[..., :WORDS].unflatten(2, (8, 16, 2, 2))  # quad, o, i, byte; as `_records` has them
-        panel_words = words[panel, :, :, within % 16].permute(0, 1, 2, 4, 3)  # ..., byte (the pair), i
-        codes = torch.where((within < 16).view(-1, 1, 1, 1, 1), panel_words & 15, panel_words >> 4).flatten(2)
-        factors = self._records[..., WORDS:].view(torch.bfloat16).unflatten(2, (2, PANEL))[panel, :, :, within].float()
-        return (codes * factors[..., :1] + factors[..., 1:]).flatten(1).to(torch.bfloat16)
-
-
-def _records(codes: Tensor, steps: Tensor) -> Tensor:
-    """Data as int4.c reads it: [panels, groups, RECORD]."""
-    rest, groups = -len(codes) % PANEL, steps.shape[1]
-    codes, steps = pad(codes, (0, 0, 0, rest)), pad(steps, (0, 0, 0, 0, 0, rest)).to(torch.bfloat16)
-    # output = side * 16 + o and input = group * 32 + quad * 4 + pair * 2 + i, as int4.c has them
-    cells = codes.view(-1, 2, 16, groups, 8, 2, 2).permute(0, 3, 4, 2, 6, 5, 1).flatten(5)  # ..., [o, i, pair and side]
-    low, high = cells[..., 0] | cells[..., 1] << 4, cells[..., 2] | cells[..., 3] << 4
-    words = torch.stack([low, high], -1).flatten(2)
-    factors = steps.view(-1, PANEL, groups, 2).permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
-    return torch.cat([words, factors], 2)
-
-
-class IntegerLinear(nn.Module):
-    """An `nn.Linear` as products of 8-bit integers: weights have a scale per output, inputs one per token."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight, scales = _int8(linear.weight.detach())
-        self.out_features, self.bias, self._dtype = linear.out_features, linear.bias, linear.weight.dtype
-        self._scales, self._zeros = scales.float(), torch.zeros(len(weight), dtype=torch.int64)
-        self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, in_features] -> [tokens, out_features]."""
-        steps = x.abs().amax(-1, keepdim=True).mul_(1 / LARGEST).clamp_(min=torch.finfo(torch.bfloat16).tiny)
-        integers = (x.float() / steps).add_(ZERO + 0.5).to(torch.uint8)  # to the nearest, as no sum is negative
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            integers, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, self._dtype, "none", [], ""
-        )
-        out *= steps
-        if self.bias is not None:
-            out += self.bias
-        return out
-
-
-class QuantisedLinear(nn.Module):
-    """An `nn.Linear` for few tokens in 4 or 8 bits, and beside it for many."""
-
-    def __init__(self, linear: nn.Linear, bits: str, memory: HugePages | None = None) -> None:
-        """memory: for the weights of few tokens."""
+    def __init__(self, linear: nn.Linear, bits: str, library: Any, memory: HugePages | None = None) -> None:
+        """bits: a key of `BITS`; library: what `kernels` returns; memory: for the weights, see `BlockPart`."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.few = _few(linear, bits, memory)
-        integers = multiplies_integers()
-        self.narrow = self.few.most if isinstance(self.few, Int4Linear) else NARROW[0] if integers else NARROW[1]
-        self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
+        weight, block = linear.weight.detach(), FORMATS[BITS[bits]]
+        self.dtype = weight.dtype
+
+        def rows(first: int, last: int) -> Any:
+            return rows_of_blocks(weight[first:last], BITS[bits])
+
+        self.part = BlockPart(block, (self.out_features, self.in_features), rows, library, memory)
+        bias = None if self.bias is None else self.bias.detach().to(torch.bfloat16)
+        self._set_weights(library, block.code, (self.part.data, None, None, None, bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] -> [..., out_features]."""
-        rows = x.flatten(0, -2)
-        if rows.shape[0] > self.narrow:
-            wide: Tensor = self._wide(rows)
-            return wide.view(*x.shape[:-1], self.out_features)
-        few: Tensor = self.few(rows)
-        return few.view(*x.shape[:-1], self.out_features)
+        """x: [..., in_features] -> [..., out_features], computed from bfloat16 numbers."""
+        return super().forward(x.to(torch.bfloat16)).to(self.dtype)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """[N, in_features]: the weights of some outputs [N] as they are multiplied."""
+        return self.part.rows(outputs).to(self.dtype)
 
 
-class FewLinear(nn.Module):
-    """An `nn.Linear` in 4 or 8 bits by PyTorch's kernels for few tokens."""
-
-    def __init__(self, linear: nn.Linear, bits: str) -> None:
-        super().__init__()
-        self.bias, self._is_int4, weight = linear.bias, bits == "int4", linear.weight.detach()
-        if self._is_int4:
-            codes, steps = _int4(weight)
-            packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(c.int(), 1) for c in codes.split(_ROWS)]
-            low = steps[..., 1] + 8 * steps[..., 0]  # PyTorch's codes count from -8
-            self._weight = torch.cat(packed)
-            self._scales = torch.stack([steps[..., 0], low], -1).transpose(0, 1).contiguous().to(weight.dtype)
-        else:
-            self._weight, self._scales = _int8(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, in_features] -> [tokens, out_features]."""
-        if self._is_int4:
-            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._weight, GROUP, self._scales)
-        else:
-            out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)
-        if self.bias is not None:
-            out += self.bias
-        return out
-
-
-def _few(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
-    """The layer for few tokens: by our own kernels where they can be had and take it."""
-    library = kernels() if bits == "int4" and linear.weight.dtype == torch.bfloat16 else None
-    if library is None:
-        return FewLinear(linear, bits)
-    return Int4Linear(*_int4(linear.weight.detach()), linear.bias, library, memory)
-
-
-def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] uint8 codes and [out, in / GROUP, 2] float32 scales and offsets: weight = code * scale + offset."""
-    all_codes, all_steps = [], []
-    for rows in weight.split(_ROWS):
-        groups = rows.float().view(len(rows), -1, GROUP)
-        low, high = groups.amin(-1), groups.amax(-1)
-        scale = ((high - low) / 15).clamp(min=torch.finfo(torch.bfloat16).tiny)
-        codes = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
-        all_codes.append(codes.to(torch.uint8).flatten(1))
-        all_steps.append(torch.stack([scale, low], -1))
-    return torch.cat(all_codes), torch.cat(all_steps)
-
-
-def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] int8 weights and [out] scales."""
-    scale = weight.abs().amax(-1).float().clamp(min=torch.finfo(torch.bfloat16).tiny) / 127
-    rounded_rows = [(rows.float() / part[:, None]).round_().to(torch.int8) for rows, part in _parts(weight, scale)]
-    return torch.cat(rounded_rows), scale.to(weight.dtype)
-
-
-def _parts(weight: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(weight.split(_ROWS), scale.split(_ROWS), strict=True))
-
-
-def multiplies_integers() -> bool:
-    """Whether products of 8-bit integers are faster here than those of the weights' own precision."""
-    kernels = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
-    return kernels and torch.cpu._is_vnni_supported()  # no public way to ask
+def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
+    """What replaces a layer: its quantised form where the kernels take its shape, else its packed one."""
+    library = kernels()
+    if library is None or not fits(linear):
+        return compressed_or_packed(linear)
+    return QuantisedLinear(linear, bits, library, memory)
 
 
 def fits(linear: nn.Linear) -> bool:
     """Whether the kernels take a layer of this shape."""
-    return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
-
-
-def is_faster(dtype: torch.dtype) -> bool:
-    """Whether few tokens go through quantised weights faster than through packed ones of this type.
-
-    Without AVX-512, PyTorch's kernels multiply float32 inputs number by number, many times slower than packed weights.
-    """
-    return dtype == torch.bfloat16 or "avx512f" in processor().flags
+    return linear.in_features % INPUTS == 0
 
 
 def num_weights(model: nn.Module) -> int:
@@ -202,9 +79,59 @@ def num_weights(model: nn.Module) -> int:
     return sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and fits(m))
 
 
-def rounded(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
-    """What replaces a layer: its quantised form where the kernels take its shape, else its packed one.
+def rounded_activations(model: nn.Module) -> str | None:
+    """How a model's activations are rounded, see `ACTIVATIONS` of block_linear.py; None if they are not."""
+    if linears := block_linears(model):
+        return linears[0].activations
+    return "int8" if any(isinstance(module, QuantisedLinear) for module in model.modules()) else None
 
-    memory: for its weights; the layers of a model had better share one.
-    """
-    return QuantisedLinear(linear, bits, memory) if fits(linear) else PackedLinear(linear, WIDTH)
+
+def rows_of_blocks(weight: Tensor, bits: int) -> Any:
+    """Weights [outputs, inputs] as rows of `FORMATS[bits]`, a numpy array [outputs, bytes]."""
+    return numpy.concatenate([piece.q8_0() if bits == 8 else piece.int4() for piece in pieces(weight, bits)])
+
+
+def pieces(weight: Tensor, bits: int) -> Iterator[GroupedMatrix]:
+    """Weights [outputs, inputs], rounded some rows at a time."""
+    for rows in weight.split(max(AT_A_TIME // weight.shape[1], 1)):
+        yield rounded(rows.float(), bits)
+
+
+def rounded(weight: Tensor, bits: int) -> GroupedMatrix:
+    """Weights [outputs, inputs] float32 as codes of 4 or 8 bits, 32 inputs a group."""
+    groups = weight.unflatten(1, (-1, INPUTS))
+    if bits == 8:
+        scales = _half(groups.abs().amax(-1) / 127)
+        zeros = torch.full_like(scales, 128)
+        return _matrix(8, _codes(groups, scales, zeros, 1, 255), scales, zeros)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    best = torch.full_like(low, torch.inf)
+    scales, zeros = torch.ones_like(low), torch.zeros_like(low)
+    for share in SHARES:
+        scale = _half((high - low) * (share / 15))
+        zero = (-low * share / scale).round().clamp(0, 15)
+        error = _error(groups, scale, zero)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+    return _matrix(4, _codes(groups, scales, zeros, 0, 15), scales, zeros)
+
+
+def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, smallest: int, largest: int) -> Tensor:
+    return (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(smallest, largest)
+
+
+def _error(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The squared error of each group in 4 bits; in place, since it is computed for every share."""
+    scale, zero = scales.unsqueeze(-1), zeros.unsqueeze(-1)
+    met = (groups * (1 / scale)).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale).sub_(groups)
+    return met.square_().sum(-1)
+
+
+def _half(scales: Tensor) -> Tensor:
+    """Scales as float16 has them, none of them 0."""
+    return scales.clamp(SMALLEST_SCALE, LARGEST_SCALE).half().float()
+
+
+def _matrix(bits: int, codes: Tensor, scales: Tensor, zeros: Tensor) -> GroupedMatrix:
+    return GroupedMatrix(bits, codes.flatten(1).to(torch.uint8), scales, zeros.int(), None, INPUTS)

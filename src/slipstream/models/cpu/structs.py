@@ -11,19 +11,19 @@ from slipstream.errors import SlipstreamError
 LANES = 16  # numbers that the kernels take at a time
 PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes of weights in 12 bits
 SPACE = 3  # bfloat16 numbers of space per input of a product
-GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
+TWELVE_BITS = -1  # instead of a format of blocks
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
-INPUTS = GROUP  # of a row of a block format, which share the scale of an activation
+INPUTS = 32  # of a row of a block format, which share the scale of an activation
 GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
 KINDS = 64
 
 
 class LinearStruct(ctypes.Structure):
-    """`struct linear`: a bfloat16 matrix in 12 bits a weight, or one of a draft model in 4."""
+    """`struct linear`: a bfloat16 layer's matrix, in 12 bits a weight or in blocks."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("format", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
     ]
 
@@ -167,8 +167,8 @@ CONSTANTS: Mapping[str, int] = {
     "PANEL": PANEL,
     "BLOCK": BLOCK,
     "QUAD": QUAD,
-    "GROUP": GROUP,
-    "RECORD": RECORD,
+    "GROUP": INPUTS,
+    "TWELVE_BITS": TWELVE_BITS,
     "SPACE": SPACE,
     "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
     "MAX_SHARED_HEADS": MAX_SHARED_HEADS,

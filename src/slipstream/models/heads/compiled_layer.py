@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cpu.compiled_layers import kernel_product, most_tokens
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
@@ -23,13 +22,12 @@ NO_NORM = NormStruct(None, 0.0, 0)
 
 
 class CompiledLayer:
-    """The kernels' struct of a network's layer. most_tokens: that one call takes. rope: as `HeadNetwork.rope`."""
+    """The kernels' struct of a network's layer. rope: as `HeadNetwork.rope`."""
 
     def __init__(self, network: HeadNetwork, products: list[KernelLinear], library: Any) -> None:
         """products: the network's qkv, out, gate_up and down."""
         config, weights = network.config, network.weights
         self.network, self.rope = network, network.rope
-        self.most_tokens = most_tokens((weights.qkv, weights.out, weights.gate_up, weights.down))
         self._products, self._norms = products, list[Tensor]()  # the structs have addresses only
         of_heads = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
         queries, keys = (self._norm(norm, rounds_first=1) for norm in of_heads)
@@ -71,7 +69,7 @@ def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
     weights = network.weights
     library = kernels() if network.device.type == "cpu" and network.dtype == torch.bfloat16 else None
     linears = weights.qkv, weights.out, weights.gate_up, weights.down
-    products = [product for linear in linears if (product := kernel_product(linear)) is not None]
+    products = [linear for linear in linears if isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16]
     if library is None or len(products) < len(linears) or weights.further or not _fits(network.config):
         return None
     return CompiledLayer(network, products, library)

@@ -67,7 +67,7 @@ class HeadBackend(FeatureReader):
         batch, width = tokens.shape
         of_rows = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
         entered, place = of_rows[0][None] if batch == 1 else torch.stack(of_rows), _Place(first_slot, starts, width)
-        if self._compiled is not None and batch * width <= self._compiled.most_tokens:
+        if self._compiled is not None:
             outputs = self._layer_compiled(self._compiled, place, tokens, entered)
         else:
             positions = place.positions(self.device)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from slipstream.checks import UNREADABLE, is_number, is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.packed_linear import compressed_or_packed
-from slipstream.models.cpu.quantised_linear import SMALLEST, is_faster, rounded
+from slipstream.models.cpu.quantised_linear import SMALLEST, quantised
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -567,7 +568,8 @@ def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.
 
     Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
     """
-    return partial(rounded, bits="int4") if num_weights >= SMALLEST and is_faster(dtype) else compressed_or_packed
+    is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
+    return partial(quantised, bits="int4", memory=HugePages()) if is_faster else compressed_or_packed
 
 
 def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:

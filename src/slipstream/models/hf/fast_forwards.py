@@ -10,8 +10,7 @@ from torch import nn
 
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
-from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
 from slipstream.models.decoder.fused_layer import FusedLayer, UnknownLayerError, fused_layers
@@ -139,6 +138,6 @@ def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], o
 
 
 def _multiplies_tokens_independently(model: Any) -> bool:
-    """Whether nothing outside the decoder layers multiplies by other weights than compressed ones or blocks."""
-    others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)]
-    return not others and isinstance(model.get_output_embeddings(), CompressedLinear | BlockLinear)
+    """Whether nothing outside the decoder layers multiplies by other weights than the kernels'."""
+    others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear)]
+    return not others and isinstance(model.get_output_embeddings(), KernelLinear | BlockLinear)

@@ -12,8 +12,7 @@ from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
-from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, prepares_inputs_differently
@@ -102,20 +101,18 @@ def is_causal(backend: Backend, model: Any) -> bool:
 def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
 
-    Either in one forward or, where quantised layers read many tokens in another precision, in as many tokens at a time.
-    later: the same of texts that begin later, [T, 9, V], computed together. Raises `UsageError` where a text's logits
-    depend on the positions of those beside it.
+    In one forward or, where these differ by rounding, in as many tokens at a time. later: the same of texts that begin
+    later, [T, 9, V], computed together. Raises `UsageError` where a text's logits depend on the positions of those
+    beside it.
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
-    expected, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
+    expected, close = logits.nan_to_num(), CLOSE_ELSE if rounded_activations(model) else None
     own_logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     if not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close) and _differs_in_two(
         model, tokens, expected, close
     ):
         return True
-    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
-        later = None  # such layers read many tokens in another precision than few, whatever their positions
     for start, logits_beside_others in () if later is None else zip(later_starts(model), later, strict=True):
         own_logits = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
         alone = [own_logits.nan_to_num()] if start else [own_logits.nan_to_num(), expected.to(own_logits.dtype)]

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 import slipstream.models
 from slipstream.core.interfaces import Backend
 from slipstream.models.cache_folder import read_measured, save_measured
-from slipstream.models.cpu.block_linear import arithmetic_of, block_linears
+from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.declared_numbers import thresholds
@@ -131,10 +132,8 @@ def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer
 
 def tolerance(model: Any) -> float:
     """The largest `difference` of a faster forward's numbers that is rounding."""
-    linears, dtype = block_linears(model), model.dtype
-    if linears:
-        return ROUNDED[linears[0].activations]
-    return max(CLOSE, ROUNDINGS * torch.finfo(dtype).eps)
+    activations = rounded_activations(model)
+    return max(CLOSE, ROUNDINGS * torch.finfo(model.dtype).eps) if activations is None else ROUNDED[activations]
 
 
 def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:

@@ -11,6 +11,8 @@
 void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint8_t *tables, int32_t *counts);
 void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
                       const int32_t *offsets, uint8_t *data, uint32_t *exceptions);
+int64_t panel_bytes(int64_t format, int64_t inputs);
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 void whole_layer(const struct layer *layer, const struct kv_cache *memory, const uint16_t *hidden, int64_t tokens,
                  const uint16_t *cosines, const uint16_t *sines, uint16_t *out, uint16_t *space);
 int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length);
@@ -64,19 +66,24 @@ static struct linear compressed(int64_t outputs, int64_t inputs, const uint16_t 
     weights[3] = 0, free(weights);
     for (int64_t i = 0; i < all; i++) /* a huge weight would hide the others */
         if ((exceptions[i] & 0xffff) == 0x7e00) exceptions[i] = (exceptions[i] & 0xffff0000) | 0x3f80;
-    return (struct linear){12, inputs, outputs, data, tables, offsets, exceptions, bias};
+    return (struct linear){TWELVE_BITS, inputs, outputs, data, tables, offsets, exceptions, bias};
 }
 
-static struct linear int4(int64_t outputs, int64_t inputs) {
-    int64_t records = (outputs + PANEL - 1) / PANEL * inputs / GROUP;
-    uint8_t *data = malloc(records * RECORD);
-    for (int64_t i = 0; i < records * RECORD; i++) data[i] = next_byte();
-    for (int64_t r = 0; r < records; r++) {
-        uint16_t *factors = halves(64, 0.1f);
-        memcpy(data + r * RECORD + 512, factors, 128);
-        free(factors);
+/* In 4 or 8 bits, with small scales. */
+static struct linear quantised(int64_t bits, int64_t outputs, int64_t inputs, const uint16_t *bias) {
+    int64_t head = bits == 4 ? 4 : 2, format = bits == 4 ? INT4 + KINDS * GROUP : Q8_0, groups = outputs * inputs / GROUP;
+    int64_t size = (outputs + LANES - 1) / LANES * panel_bytes(format, inputs);
+    uint8_t *rows = calloc(groups, head + GROUP), *data = aligned_alloc(64, size);
+    for (int64_t g = 0; g < groups; g++) {
+        uint8_t *group = rows + g * (head + GROUP);
+        group[0] = next_byte(), group[1] = 0x24;
+        if (bits == 4) group[2] = next_byte() & 7;
+        for (int i = 0; i < GROUP; i++) group[head + i] = bits == 4 ? next_byte() & 15 : next_byte();
     }
-    return (struct linear){4, inputs, outputs, data, NULL, NULL, NULL, NULL};
+    memset(data, 0, size);
+    pack_panels(format, rows, outputs, inputs, data, 1);
+    free(rows);
+    return (struct linear){format, inputs, outputs, data, NULL, NULL, NULL, bias};
 }
 
 static void free_linear(const struct linear *w) {
@@ -90,8 +97,8 @@ static void exercise_linear(const struct linear *w, int64_t most) {
         uint16_t *space = malloc(tokens * padded * 2), *one = malloc(padded * 2);
         multiply(w, x, tokens, out, space);
         multiply(w, x + (tokens - 1) * w->inputs, 1, alone, one);
-        if (w->bits == 12) wrong += memcmp(alone, out + (tokens - 1) * w->outputs, w->outputs * 2) != 0;
-        print_checksum("product", w->bits, tokens, out, tokens * w->outputs);
+        wrong += memcmp(alone, out + (tokens - 1) * w->outputs, w->outputs * 2) != 0;
+        print_checksum("product", w->format, tokens, out, tokens * w->outputs);
         free(x), free(out), free(alone), free(space), free(one);
     }
 }
@@ -105,7 +112,7 @@ static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     struct norm is = {weights, 1e-6f, 1}, none = {NULL, 0, 0}, late = {weights, 1e-6f, 0};
     struct layer layer = {
         compressed((heads + 2 * shared) * size, hidden, NULL), compressed(hidden, heads * size, NULL),
-        compressed(2 * inner, hidden, NULL), int4(hidden, inner),
+        compressed(2 * inner, hidden, NULL), quantised(4, hidden, inner, NULL),
         is, late, is, none, late, is, hidden, inner, heads, shared, size, 1, 0.05f,
     };
     int64_t slots[11], positions[11];
@@ -129,9 +136,11 @@ int main(void) {
         exercise_linear(&w, i == 1 ? 260 : 19);
         free_linear(&w);
     }
-    struct linear few = int4(48, 96);
-    exercise_linear(&few, 40);
-    free_linear(&few);
+    for (int64_t bits = 4; bits <= 8; bits += 4) {
+        struct linear few = quantised(bits, 41, 96, bias);
+        exercise_linear(&few, 260);
+        free_linear(&few);
+    }
     for (int64_t size = 64; size <= 256; size *= 2)
         for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 40);
     for (int64_t window = 0; window <= 700; window += 700) exercise_layer(64, window, 1020);

@@ -1,12 +1,15 @@
 /* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
  *
  * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all others widen numbers to
- * float32, or multiply 4-bit codes as integers (int4.c). So bits differ between them. 12-bit weights have the same
- * ones at every width, those of 4-bit drafts may differ (int4.c).
+ * float32. So bits differ between them, and are the same at every width.
  */
 #pragma once
 
 #include "blocks/simd.h"
+#include "structs.h"
+
+/* `multiply` of kernels.h by a layer in blocks, whose format has codes; see blocks/products.c. */
+void multiply_blocks_bf16(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint8_t *space);
 
 #if defined(__AVX512BF16__)
 ALWAYS floats load_bf16(const uint16_t *from) {

@@ -166,8 +166,8 @@ static void multiply_in_team(const struct member *me, void *given) {
 }
 
 void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
-    if (w->bits == 4) {
-        multiply_int4(w, x, tokens, out, space);
+    if (w->format != TWELVE_BITS) {
+        multiply_blocks_bf16(w, x, tokens, out, (uint8_t *)space);
         return;
     }
     struct product product = {w, x, tokens, out, (input *)space, {{0}}};

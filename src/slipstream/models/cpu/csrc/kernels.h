@@ -10,8 +10,6 @@
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: SPACE times as many numbers as
  * tokens times the inputs, rounded up to a multiple of BLOCK. */
 void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
-void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
-void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
             void *space);
@@ -24,8 +22,7 @@ struct panels {
 };
 
 static inline struct panels panels_of(const struct member *me, struct shares *shares, const struct linear *w) {
-    int64_t count = (w->outputs + PANEL - 1) / PANEL, bytes = w->bits == 4 ? w->inputs / GROUP * RECORD : w->inputs / 4 * QUAD;
-    int64_t some = least(HANDED_OUT / bytes, count / (8 * me->count));
+    int64_t count = (w->outputs + PANEL - 1) / PANEL, some = least(HANDED_OUT / (w->inputs / 4 * QUAD), count / (8 * me->count));
     return (struct panels){me, shares, count, some < 1 ? 1 : some, 0, 0, 0};
 }
 

@@ -15,7 +15,7 @@ struct entry {
 
 /* Ends with an entry without a name. */
 const struct entry layout[] = {
-    SIZE_OF(linear), OFFSET(linear, bits), OFFSET(linear, inputs), OFFSET(linear, outputs), OFFSET(linear, data),
+    SIZE_OF(linear), OFFSET(linear, format), OFFSET(linear, inputs), OFFSET(linear, outputs), OFFSET(linear, data),
     OFFSET(linear, tables), OFFSET(linear, offsets), OFFSET(linear, exceptions), OFFSET(linear, bias),
 
     SIZE_OF(norm), OFFSET(norm, weight), OFFSET(norm, eps), OFFSET(norm, rounds_first),
@@ -65,7 +65,7 @@ const struct entry layout[] = {
     OFFSET(float_cache, positions), OFFSET(float_cache, places), OFFSET(float_cache, forks),
     OFFSET(float_cache, begins), OFFSET(float_cache, paths),
 
-    CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(RECORD), CONSTANT(SPACE),
+    CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(TWELVE_BITS), CONSTANT(SPACE),
     CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),
     CONSTANT(Q4_0), CONSTANT(Q4_1), CONSTANT(Q5_0), CONSTANT(Q5_1), CONSTANT(Q8_0), CONSTANT(Q4_K), CONSTANT(Q5_K),
     CONSTANT(Q6_K), CONSTANT(FORMATS), CONSTANT(INT4), CONSTANT(INT4_MINIMA), CONSTANT(BFLOAT16), CONSTANT(FLOAT16),

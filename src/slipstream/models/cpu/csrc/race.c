@@ -1,11 +1,12 @@
-/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed, and which are
- * ahead, with noise that is nearly right. */
+/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed; which one wins
+ * for certain, so that its distribution need not be, either; and which are ahead, with noise that is nearly right. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 enum { AT_ONCE = 64, BITS = 24 }; /* tokens looked at together; bits of a random number that mostly decide */
-#define ROUNDING 1e-5             /* at most, of a speed */
+#define ROUNDING 1e-4             /* more than what rounding makes of the ratio of two speeds: see race_winner */
+#define KEPT 2e-3f                /* more than what it makes of a sum of probabilities, or of the ratio of two */
 #define IMPOSSIBLE 1e-20f         /* more than the speed of any token that is not possible */
 
 static inline uint64_t word(int64_t token, uint64_t key) { /* SplitMix64, as core/rng.py has it */
@@ -86,18 +87,74 @@ static inline void read_scores(const void *scores, int64_t is_bfloat16, int64_t 
     }
 }
 
+/* The greatest of all scores but NaN. */
+static inline float highest_score(const void *scores, int64_t is_bfloat16, int64_t tokens) {
+    float highest[AT_ONCE], block[AT_ONCE], best = -INFINITY;
+    for (int64_t i = 0; i < AT_ONCE; i++) highest[i] = best;
+    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
+        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
+        read_scores(scores, is_bfloat16, start, count, block);
+        for (int64_t i = 0; i < count; i++) highest[i] = block[i] > highest[i] ? block[i] : highest[i];
+    }
+    for (int64_t i = 0; i < AT_ONCE; i++) best = fmaxf(best, highest[i]);
+    return best;
+}
+
+/* Whether top_k, top_p and min_p certainly keep a token: whichever way those about as likely as it are ordered. probs:
+ * in units of the greatest. */
+static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_t top_k, float top_p, float min_p) {
+    float least = probs[token] * (1 - (float)ROUNDING), sums[AT_ONCE] = {0}, sums_above[AT_ONCE] = {0};
+    int32_t counts[AT_ONCE] = {0};
+    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
+        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
+        for (int64_t i = 0; i < count; i++) {
+            float prob = probs[start + i];
+            sums[i] += prob;
+            sums_above[i] += prob >= least ? prob : 0;
+            counts[i] += prob >= least;
+        }
+    }
+    double sum = 0, above = 0;
+    int64_t place = 0;
+    for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i], above += sums_above[i], place += counts[i];
+    if (top_k > 0 && place > top_k) return 0;
+    if (top_k > 0) sum = above; /* top_p is a part of what top_k keeps, which is this at least */
+    return (top_p >= 1 || above - probs[token] < (top_p - KEPT) * sum) && probs[token] * (1 - KEPT) >= min_p;
+}
+
+/* The token that wins the race over softmax(scores / temperature), cut by top_k, top_p and min_p (0, 1 and 0 cut
+ * nothing), as core/rng.py and sampling/warpers.py compute it; -1 where rounding could decide, and where no token is
+ * possible or a score is NaN. The differences and quotients below are those of warpers.py to the bit. Exponentials are
+ * within 4e-6 here and 3e-6 in PyTorch (20 units in the last place), noise and quotients of two speeds within 1e-6:
+ * together less than a fifth of ROUNDING. A winner is within exp(-41) of the likeliest token, because noise lies
+ * between 2^-54 and 17: what becomes of less is the same. Sums of 2^18 probabilities in 8 lanes or more are within
+ * 2^15 / 2^24 < KEPT. probs, contenders: space for all tokens. */
+int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uint64_t key, float temperature,
+                    int64_t top_k, float top_p, float min_p, float *probs, int64_t *contenders) {
+    float best = highest_score(scores, is_bfloat16, tokens);
+    int32_t unclear = 0;
+    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
+        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
+        float *block = probs + start;
+        read_scores(scores, is_bfloat16, start, count, block);
+        for (int64_t i = 0; i < count; i++) {
+            float score = (block[i] - best) / temperature;
+            unclear |= score != score;
+            block[i] = score > -80 ? score : -80;
+        }
+        for (int64_t i = 0; i < count; i++) block[i] = power(block[i]);
+    }
+    if (unclear || race_contenders(probs, tokens, key, contenders) != 1) return -1;
+    if (!top_k && top_p >= 1 && !(min_p > 0)) return contenders[0];
+    return is_kept(probs, tokens, contenders[0], top_k, top_p, min_p) ? contenders[0] : -1;
+}
+
 /* Writes the two tokens that lead in a race over softmax(scores / temperature), and their shares of all speeds; at
  * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float. */
 void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float temperature, uint64_t key,
                   int64_t *leaders, float *shares) {
-    float highest[AT_ONCE], sums[AT_ONCE] = {0}, speeds[AT_ONCE], first = 0, second = 0, best = -INFINITY;
-    for (int64_t i = 0; i < AT_ONCE; i++) highest[i] = best;
-    for (int64_t start = 0; start < tokens; start += AT_ONCE) {
-        int64_t count = tokens - start < AT_ONCE ? tokens - start : AT_ONCE;
-        read_scores(scores, is_bfloat16, start, count, speeds);
-        for (int64_t i = 0; i < count; i++) highest[i] = speeds[i] > highest[i] ? speeds[i] : highest[i];
-    }
-    for (int64_t i = 0; i < AT_ONCE; i++) best = fmaxf(best, highest[i]);
+    float sums[AT_ONCE] = {0}, speeds[AT_ONCE], first = 0, second = 0;
+    float best = highest_score(scores, is_bfloat16, tokens);
     if (best == -INFINITY) best = 0; /* no token is possible */
     float rate = temperature > 0 ? 1 / fmaxf(temperature, 1e-30f) : 1;
     leaders[0] = leaders[1] = 0;

@@ -11,8 +11,7 @@ enum {
     PANEL = 32,            /* outputs computed together */
     BLOCK = 128,           /* inputs of a panel that are expanded at a time: 8 KB */
     QUAD = 192,            /* bytes of 4 inputs of a panel */
-    GROUP = 32,            /* inputs that share a scale at 4 bits, or that of an activation */
-    RECORD = 640,          /* bytes of a group of a panel at 4 bits */
+    GROUP = 32,            /* inputs of a token that share the scale of its activations */
     SPACE = 3,             /* bfloat16 numbers of space per input of a product: a float32 copy, and sums of them */
     MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
     MAX_SHARED_HEADS = 64, /* query heads that may share a key head */
@@ -20,9 +19,11 @@ enum {
     MAX_TAPS = 8           /* tokens that a channel of a convolution sees */
 };
 
-/* A linear layer as compressed.c reads it (12 bits) or as int4.c does (4 bits: data only). bias: [outputs] or NULL. */
+/* A bfloat16 layer's matrix in 12 bits a weight, for compressed.c, or as panels of a format of blocks: data only. bias:
+ * [outputs] or NULL. */
+enum { TWELVE_BITS = -1 };
 struct linear {
-    int64_t bits, inputs, outputs;
+    int64_t format, inputs, outputs;
     const uint8_t *data, *tables;
     const int32_t *offsets;
     const uint32_t *exceptions;
@@ -82,8 +83,8 @@ struct segment {
 
 /* Of the kernels for quantised files, blocks/.
  *
- * A panel is 16 outputs of a part of a linear layer: first the codes of all inputs, 32 inputs at a time, then the
- * scales. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
+ * A panel is 16 outputs of a part of a linear layer, block by block: a block's scales, then the codes of its inputs, 32
+ * inputs at a time. Panels are read from beginning to end, as processors fetch ahead best. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
  * number; vector v of the codes has those of v in the low four bits and those of v + 4 in the high ones. Further bits of
  * a code follow: the fifth bits of vector v are bit v of one more vector; the fifth and sixth of vectors 0 to 3 are bits
  * 2 * v and 2 * v + 1 of a first and those of 4 to 7 of a second. Codes of 8 bits fill 8 vectors, shifted by 128.
@@ -101,8 +102,8 @@ enum {
 
 enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
 
-/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. The codes stand as
- * those of Q4_0, then per group 16 scales and 16 offsets or minima; numbers 16 at a time, those of an input together. */
+/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. A block is a group:
+ * 16 scales and 16 offsets or minima, then codes as those of Q4_0; numbers stand 16 at a time, those of an input together. */
 enum grouped { INT4 = 16, INT4_MINIMA, BFLOAT16, FLOAT16, FLOAT32, KINDS = 64 };
 
 /* Outputs of one format. data: panels, see above. */

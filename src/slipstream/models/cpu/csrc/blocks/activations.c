@@ -5,6 +5,7 @@
  * rows, `tile_group_bytes`. The sums that products begin with are minus the sum of the integers times 8, 16 and 128, and
  * of both halves times 32: codes are shifted by as much.
  */
+#include "../bfloat16.h"
 #include "blocks.h"
 
 static const float SMALLEST = 1e-30f; /* of a magnitude that is not taken for 0, whose inverse would be infinite */
@@ -33,10 +34,14 @@ int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes) {
     return bytes_before(&tiling, inputs, whole) + bytes_before(&tiling, inputs, rest ? places(rest) : 0);
 }
 
-/* 32 inputs of a token at its place in a tile of `count`. */
-static void quantise_group(const float *x, const struct tiling *of, int place, int count, uint8_t *to) {
+static inline floats numbers_at(struct numbers x, int64_t i) {
+    return x.floats ? load_floats(x.floats + i) : load_bf16(x.halves + i);
+}
+
+/* 32 inputs of a token, from number `first` on, at its place in a tile of `count`. */
+static void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
     int64_t planes = of->planes;
-    floats parts[2] = {load_floats(x), load_floats(x + LANES)};
+    floats parts[2] = {numbers_at(x, first), numbers_at(x, first + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
     if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* every sum with it becomes NaN */
     floats times = all_floats(most > SMALLEST ? top / most : 0);
@@ -64,7 +69,7 @@ static void quantise_group(const float *x, const struct tiling *of, int place, i
     for (int i = 0; i < 5 && !of->in_rows; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
 }
 
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of,
+void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to) {
     static const float none[GROUP] = {0};
     int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1);
@@ -74,8 +79,9 @@ void quantise(const struct member *me, const float *x, int64_t inputs, int64_t t
         uint8_t *tile = to + bytes_before(of, inputs, done);
         for (int64_t g = share_of(me, groups, me->number); g < end; g++) /* tokens share lines of memory, threads do not */
             for (int64_t place = 0; place < count; place++) {
-                const float *from = place < rows ? x + (done + place) * inputs + g * GROUP : none;
-                quantise_group(from, of, (int)place, (int)count, tile + g * bytes);
+                struct numbers from = place < rows ? x : (struct numbers){none, NULL};
+                int64_t first = place < rows ? (done + place) * inputs + g * GROUP : 0;
+                quantise_group(from, first, of, (int)place, (int)count, tile + g * bytes);
             }
     }
     wait_for_team(me);

@@ -19,6 +19,9 @@ static const struct shape SHAPES[FORMATS] = {
     [Q5_K] = {256, 176, 320, 320}, [Q6_K] = {256, 210, 384, 288},
 };
 
+/* Bytes of a panel's block. */
+static inline int64_t block_bytes(const struct shape *of) { return of->scales + of->size / GROUP * of->codes; }
+
 static inline int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 /* Bytes of a panel: a multiple of 64. */
@@ -45,22 +48,27 @@ struct tiling tiling_of(int64_t tokens, int64_t planes);
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
 
-/* x [tokens][inputs] as integers in tiles. To be called by all threads of a team, which wait for each other. */
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of,
+/* Tokens' numbers [tokens][inputs]: float32, or bfloat16 where those are NULL. */
+struct numbers {
+    const float *floats;
+    const uint16_t *halves;
+};
+
+/* Numbers as integers in tiles. To be called by all threads of a team, which wait for each other. */
+void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
-/* A panel times a tile of 1 to 8 tokens: sums [places(rows)][LANES]. next: the panel that this thread multiplies then. */
-void block_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
-                const uint8_t *x, float *sums);
+/* A panel times a tile of 1 to 8 tokens: sums [places(rows)][LANES]. */
+void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                float *sums);
 
 /* The same for a tile in rows, of 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
  * codes. Where there is no AMX there are no such tiles. */
-void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, const uint8_t *x,
-               float *sums);
+void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums);
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
 
@@ -71,22 +79,13 @@ int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
 static inline int64_t grouped_scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
 void pack_grouped_panel(int64_t panel, void *packing);
 void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
-void grouped_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
-                  const uint8_t *x, const float *plain, float *sums);
+void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                  const float *plain, float *sums);
 
-/* What is fetched while a panel is multiplied: its codes AHEAD bytes on, then those of the next panel from its beginning.
- * A panel's scales are to be fetched while the one before it is multiplied. */
+/* Fetches what stands AHEAD bytes behind these bytes of panels. */
 enum { AHEAD = 8192 };
-struct fetching {
-    const uint8_t *at, *end, *next;
-};
-static inline struct fetching begin_fetching(const uint8_t *codes, int64_t size, int64_t step, const uint8_t *next) {
-    return (struct fetching){codes + least(AHEAD / step * step, size), codes + size, next};
-}
-ALWAYS void fetch(struct fetching *of, const int64_t bytes) {
-    if (of->at == of->end) of->at = of->next;
-    for (int line = 0; line < bytes; line += 64) prefetch_later(of->at + line);
-    of->at += bytes;
+ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
+    for (int line = 0; line < bytes; line += 64) prefetch(from + AHEAD + line);
 }
 
 void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,

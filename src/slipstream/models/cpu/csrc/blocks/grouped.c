@@ -15,10 +15,13 @@ static int64_t row_head(int64_t kind) { return kind == INT4 ? 4 : 8; }
 static int64_t number_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 static int is_float(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16 || kind == FLOAT32; }
 
+/* Bytes of a panel's block. */
+static int64_t group_bytes_of(int64_t kind, int64_t group) { return grouped_scale_bytes(kind) + group / GROUP * CODES; }
+
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs) {
     int64_t kind = format % KINDS, group = format / KINDS;
     if (is_float(kind)) return inputs * LANES * number_bytes(kind);
-    return up(inputs / GROUP * CODES + inputs / group * grouped_scale_bytes(kind), 64);
+    return up(inputs / group * group_bytes_of(kind, group), 64);
 }
 
 static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
@@ -27,15 +30,14 @@ static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int l
 }
 
 static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
-    uint8_t *scales = to + inputs / GROUP * CODES;
-    for (int64_t at = 0; at < inputs; at += group, scales += grouped_scale_bytes(kind)) {
+    for (int64_t at = 0; at < inputs; at += group, to += group_bytes_of(kind, group)) {
         const uint8_t *codes = row + row_head(kind);
-        memcpy(scales + lane * (kind == INT4 ? 2 : 4), row, kind == INT4 ? 2 : 4);
-        if (kind == INT4) scales[2 * LANES + lane] = row[2];
-        else memcpy(scales + 4 * LANES + lane * 4, row + 4, 4);
+        memcpy(to + lane * (kind == INT4 ? 2 : 4), row, kind == INT4 ? 2 : 4);
+        if (kind == INT4) to[2 * LANES + lane] = row[2];
+        else memcpy(to + 4 * LANES + lane * 4, row + 4, 4);
         for (int64_t j = 0; j < group; j++) {
             int v = (int)(j % GROUP) / 4;
-            uint8_t *vectors = to + (at + j) / GROUP * CODES;
+            uint8_t *vectors = to + grouped_scale_bytes(kind) + j / GROUP * CODES;
             vectors[v % 4 * 64 + lane * 4 + j % 4] |= (uint8_t)(codes[j] << (v < 4 ? 0 : 4));
         }
         row = codes + group;
@@ -78,8 +80,9 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
                 continue;
             }
             int v = (int)(i % GROUP) / 4;
-            int code = (own[i / GROUP * CODES + v % 4 * 64 + lane * 4 + i % 4] >> (v < 4 ? 0 : 4) & 15) - 8;
-            const uint8_t *scales = own + inputs / GROUP * CODES + i / group * grouped_scale_bytes(kind);
+            const uint8_t *scales = own + i / group * group_bytes_of(kind, group);
+            const uint8_t *vectors = scales + grouped_scale_bytes(kind) + i % group / GROUP * CODES;
+            int code = (vectors[v % 4 * 64 + lane * 4 + i % 4] >> (v < 4 ? 0 : 4) & 15) - 8;
             if (kind == INT4)
                 to[row * inputs + i] = number(FLOAT16, scales + lane * 2) * (float)(code + (int8_t)scales[2 * LANES + lane]);
             else
@@ -89,33 +92,31 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
 }
 
 /* A panel of codes times a tile: sums [rows][LANES]; as add_panel of panel_sums.c. */
-ALWAYS void add_codes(const int kind, const int rows, const int planes, const uint8_t *panel, const uint8_t *next,
-                      int64_t inputs, int64_t group, const uint8_t *x, float *sums) {
-    const uint8_t *scales = panel + inputs / GROUP * CODES;
-    const int64_t to_next = next - panel;
-    struct fetching ahead = begin_fetching(panel, scales - panel, CODES, next);
+ALWAYS void add_codes(const int kind, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
+                      int64_t group, const uint8_t *x, float *sums) {
     floats whole[TILE];
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
-    for (int64_t at = 0, left = group; at < inputs; at += GROUP) {
-        const uint8_t *marks = marks_of(x, rows, planes);
-        ints exact[2 * TILE];
-        fetch(&ahead, CODES);
-        if (left == group)
-            for (int line = 0; line < grouped_scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);
-        integer_sums(Q4_0, 0, rows, planes, panel, x, exact);
-        floats scale = kind == INT4 ? load_halves(scales) : load_floats((const float *)scales), minimum;
-        if (kind == INT4) minimum = multiply_floats(scale, load_signed(scales + 2 * LANES));
-        else minimum = load_floats((const float *)scales + LANES);
-        #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            floats now = add_scaled(whole[i], rows, planes, exact, i, marks, scale);
-            now = add_product(now, total_of(rows, i, marks), minimum);
-            SETTLED(now);
-            whole[i] = now;
+    for (int64_t at = 0; at < inputs; at += group) {
+        floats scale = kind == INT4 ? load_halves(panel) : load_floats((const float *)panel), minimum;
+        if (kind == INT4) minimum = multiply_floats(scale, load_signed(panel + 2 * LANES));
+        else minimum = load_floats((const float *)panel + LANES);
+        fetch(panel, grouped_scale_bytes(kind));
+        panel += grouped_scale_bytes(kind);
+        for (int64_t j = 0; j < group; j += GROUP) {
+            const uint8_t *marks = marks_of(x, rows, planes);
+            ints exact[2 * TILE];
+            fetch(panel, CODES);
+            integer_sums(Q4_0, 0, rows, planes, panel, x, exact);
+            #pragma GCC unroll 8
+            for (int i = 0; i < rows; i++) {
+                floats now = add_scaled(whole[i], rows, planes, exact, i, marks, scale);
+                now = add_product(now, total_of(rows, i, marks), minimum);
+                SETTLED(now);
+                whole[i] = now;
+            }
+            panel += CODES, x += (32 * planes + 4 * MARKS) * rows;
         }
-        panel += CODES, x += (32 * planes + 4 * MARKS) * rows, left -= GROUP;
-        if (left == 0) scales += grouped_scale_bytes(kind), left = group;
     }
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
@@ -144,16 +145,15 @@ ALWAYS floats load_weights(const int kind, const uint8_t *from) {
 }
 
 /* A panel of numbers times tokens [there][inputs]: sums [rows][LANES], those beyond `there` of no meaning. */
-ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, const uint8_t *next, int64_t inputs,
-                        const float *x, int64_t there, float *sums) {
+ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, int64_t inputs, const float *x,
+                        int64_t there, float *sums) {
     const int each = LANES * (kind == FLOAT32 ? 4 : 2);
     const float *row[TILE];
     floats even[TILE], odd[TILE];
-    struct fetching ahead = begin_fetching(panel, inputs * each, 2 * each, next);
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) row[i] = x + (i < there ? i : 0) * inputs, even[i] = odd[i] = all_floats(0);
     for (int64_t in = 0; in < inputs; in += 2, panel += 2 * each) {
-        fetch(&ahead, 2 * each);
+        fetch(panel, 2 * each);
         floats first = load_weights(kind, panel), second = load_weights(kind, panel + each);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
@@ -165,20 +165,17 @@ ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, co
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, add_floats(even[i], odd[i]));
 }
 
-typedef void codes_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t group, const uint8_t *x,
-                            float *sums);
-typedef void numbers_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, const float *x, int64_t there,
-                              float *sums);
+typedef void codes_function(const uint8_t *panel, int64_t inputs, int64_t group, const uint8_t *x, float *sums);
+typedef void numbers_function(const uint8_t *panel, int64_t inputs, const float *x, int64_t there, float *sums);
 
-#define CODES_OF(kind, rows, planes)                                                                   \
-    static void kind##_##rows##_##planes(const uint8_t *panel, const uint8_t *next, int64_t inputs,     \
-                                         int64_t group, const uint8_t *x, float *sums) {                \
-        add_codes(kind, rows, planes, panel, next, inputs, group, x, sums);                             \
+#define CODES_OF(kind, rows, planes)                                                                                   \
+    static void kind##_##rows##_##planes(const uint8_t *panel, int64_t inputs, int64_t group, const uint8_t *x,        \
+                                         float *sums) {                                                                \
+        add_codes(kind, rows, planes, panel, inputs, group, x, sums);                                                  \
     }
-#define NUMBERS_OF(kind, rows, unused)                                                                 \
-    static void kind##_##rows##_0(const uint8_t *panel, const uint8_t *next, int64_t inputs,            \
-                                  const float *x, int64_t there, float *sums) {                         \
-        add_numbers(kind, rows, panel, next, inputs, x, there, sums);                                   \
+#define NUMBERS_OF(kind, rows, unused)                                                                                 \
+    static void kind##_##rows##_0(const uint8_t *panel, int64_t inputs, const float *x, int64_t there, float *sums) {  \
+        add_numbers(kind, rows, panel, inputs, x, there, sums);                                                        \
     }
 #define ALL_ROWS(of, kind, planes) \
     of(kind, 1, planes) of(kind, 2, planes) of(kind, 3, planes) of(kind, 4, planes) of(kind, 6, planes) of(kind, 8, planes)
@@ -199,9 +196,9 @@ static numbers_function *const OF_NUMBERS[][TILE + 1] = {
     [FLOAT32 - BFLOAT16] = TABLE(FLOAT32, 0),
 };
 
-void grouped_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
-                  const uint8_t *x, const float *plain, float *sums) {
+void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                  const float *plain, float *sums) {
     int64_t kind = format % KINDS;
-    if (is_float(kind)) OF_NUMBERS[kind - BFLOAT16][places(rows)](panel, next, inputs, plain, rows, sums);
-    else OF_CODES[kind - INT4][planes - 1][places(rows)](panel, next, inputs, format / KINDS, x, sums);
+    if (is_float(kind)) OF_NUMBERS[kind - BFLOAT16][places(rows)](panel, inputs, plain, rows, sums);
+    else OF_CODES[kind - INT4][planes - 1][places(rows)](panel, inputs, format / KINDS, x, sums);
 }

@@ -27,33 +27,32 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
     }
 }
 
-/* A panel times a tile: sums [rows][LANES]. next: the panel that this thread multiplies then. */
-ALWAYS void add_panel(const int format, const int rows, const int planes, const uint8_t *panel, const uint8_t *next,
-                      int64_t inputs, const uint8_t *x, float *sums) {
-    const int64_t size = format >= Q4_K ? SUPER : GROUP, bytes_of = SHAPES[format].codes, step = SHAPES[format].scales;
-    const uint8_t *scales = panel + inputs / GROUP * bytes_of;
-    const int64_t to_next = next - panel, each = step / (size / GROUP);
-    struct fetching ahead = begin_fetching(panel, scales - panel, bytes_of, next);
+/* A panel times a tile: sums [rows][LANES]. */
+ALWAYS void add_panel(const int format, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
+                      const uint8_t *x, float *sums) {
+    const int64_t size = format >= Q4_K ? SUPER : GROUP, bytes_of = SHAPES[format].codes;
     floats whole[TILE];
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
-    for (int64_t at = 0; at < inputs; at += size, scales += step)
+    for (int64_t at = 0; at < inputs; at += size) {
+        const uint8_t *scales = panel;
+        fetch(panel, SHAPES[format].scales);
+        panel += SHAPES[format].scales;
         for (int64_t g = 0; g < size / GROUP; g++) {
-            fetch(&ahead, bytes_of);
-            prefetch_later(scales + to_next + g * each);
+            fetch(panel, bytes_of);
             add_group(format, rows, planes, panel, scales, g, x, whole);
             panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
         }
+    }
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
 }
 
-typedef void panel_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, const uint8_t *x, float *sums);
+typedef void panel_function(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums);
 
-#define ONE(format, rows, planes)                                                                      \
-    static void format##_##rows##_##planes(const uint8_t *panel, const uint8_t *next, int64_t inputs,   \
-                                           const uint8_t *x, float *sums) {                             \
-        add_panel(format, rows, planes, panel, next, inputs, x, sums);                                  \
+#define ONE(format, rows, planes)                                                                                     \
+    static void format##_##rows##_##planes(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums) {     \
+        add_panel(format, rows, planes, panel, inputs, x, sums);                                                      \
     }
 #define ALL_ROWS(format, planes) \
     ONE(format, 1, planes) ONE(format, 2, planes) ONE(format, 3, planes) ONE(format, 4, planes) ONE(format, 6, planes) ONE(format, 8, planes)
@@ -70,7 +69,7 @@ static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
     TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0), TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K),
 };
 
-void block_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
-                const uint8_t *x, float *sums) {
-    FUNCTIONS[format][planes - 1][places(rows)](panel, next, inputs, x, sums);
+void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                float *sums) {
+    FUNCTIONS[format][planes - 1][places(rows)](panel, inputs, x, sums);
 }

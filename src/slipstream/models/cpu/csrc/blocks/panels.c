@@ -10,7 +10,7 @@
 int64_t panel_bytes(int64_t format, int64_t inputs) {
     if (is_grouped(format)) return grouped_panel_bytes(format, inputs);
     const struct shape *of = &SHAPES[format];
-    return up(inputs / GROUP * of->codes + inputs / of->size * of->scales, 64);
+    return up(inputs / of->size * block_bytes(of), 64);
 }
 
 /* The 6-bit scale and minimum of 32 values of Q4_K and Q5_K. */
@@ -103,16 +103,16 @@ static void place_scales(int64_t format, const uint8_t *block, int lane, uint8_t
 static void pack_panel(int64_t panel, void *given) {
     const struct packing *p = given;
     const struct shape *of = &SHAPES[p->format];
-    int64_t blocks = p->inputs / of->size, all = p->inputs / GROUP * of->codes;
+    int64_t blocks = p->inputs / of->size, each = block_bytes(of);
     uint8_t *own = p->to + panel * panel_bytes(p->format, p->inputs);
     for (int lane = 0; lane < LANES && panel * LANES + lane < p->count; lane++)
         for (int64_t b = 0; b < blocks; b++) {
             const uint8_t *block = p->rows + ((panel * LANES + lane) * blocks + b) * of->bytes;
             uint8_t codes[SUPER];
             read_codes(p->format, block, codes);
+            place_scales(p->format, block, lane, own + b * each);
             for (int64_t g = 0; g < of->size / GROUP; g++)
-                place_codes(p->format, codes + g * GROUP, lane, own + (b * (of->size / GROUP) + g) * of->codes);
-            place_scales(p->format, block, lane, own + all + b * of->scales);
+                place_codes(p->format, codes + g * GROUP, lane, own + b * each + of->scales + g * of->codes);
         }
 }
 
@@ -150,13 +150,14 @@ void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *o
         return;
     }
     const struct shape *of = &SHAPES[part->format];
-    int64_t each = panel_bytes(part->format, inputs), all = inputs / GROUP * of->codes;
+    int64_t panel = panel_bytes(part->format, inputs), each = block_bytes(of);
     for (int64_t row = 0; row < count; row++) {
-        const uint8_t *own = part->data + outputs[row] / LANES * each;
+        const uint8_t *own = part->data + outputs[row] / LANES * panel;
         int lane = (int)(outputs[row] % LANES);
         for (int64_t i = 0; i < inputs; i++) {
-            int code = take_codes(part->format, own + i / GROUP * of->codes, lane, (int)(i % GROUP));
-            const uint8_t *scales = own + all + i / of->size * of->scales;
+            const uint8_t *scales = own + i / of->size * each;
+            const uint8_t *codes = scales + of->scales + i % of->size / GROUP * of->codes;
+            int code = take_codes(part->format, codes, lane, (int)(i % GROUP));
             to[row * inputs + i] = weight(part->format, code, scales, lane, (int)(i % of->size));
         }
     }

@@ -1,15 +1,19 @@
 /* Products of a layer's panels with tiles of activations, by a team: threads take chunks of panels one by one. */
+#include "../bfloat16.h"
 #include "blocks.h"
 
 enum { FEW = 4 /* panels that use a tile read from memory, where there are several tiles */ };
 
-/* A product that a team computes. */
+/* A product that a team computes. rounded, bias: the results and the bias in bfloat16, NULL where `out` and the layer's
+ * own are used. */
 struct product {
     const struct block_linear *w;
-    const float *x;
+    struct numbers x;
     int64_t tokens;
     struct tiling tiling;
     float *out;
+    uint16_t *rounded;
+    const uint16_t *bias;
     uint8_t *space;
     struct shares shares;
 };
@@ -69,31 +73,38 @@ static struct chunk take_chunk(struct chunks *in) {
     return (struct chunk){in->at, panel, least(up(in->at.part->outputs, LANES) / LANES, panel + in->at.panels)};
 }
 
-static const uint8_t *panel_of(const struct chunk *in, int64_t panel) { return in->of.part->data + panel * in->of.bytes; }
+/* A token's sums of a panel's outputs, from `first` on, `there` of which there are. */
+static void store(const struct product *of, int64_t token, int64_t first, int64_t there, const float *sums) {
+    const struct block_linear *w = of->w;
+    if (of->out) {
+        float *to = of->out + token * w->outputs + first;
+        for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[o] + w->bias[first + o] : sums[o];
+        return;
+    }
+    uint16_t bias[LANES] = {0}, rounded[LANES];
+    if (of->bias) memcpy(bias, of->bias + first, (size_t)there * sizeof *bias);
+    store_bf16(rounded, add_floats(load_floats(sums), load_bf16(bias)));
+    memcpy(of->rounded + token * w->outputs + first, rounded, (size_t)there * sizeof *rounded);
+}
 
-/* A panel of a chunk times the tile that begins with token `done`. next: the panel that this thread multiplies then. */
-static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done,
-                           const uint8_t *next) {
+/* A panel of a chunk times the tile that begins with token `done`. */
+static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done) {
     float sums[2 * TILE * LANES];
     const struct block_linear *w = of->w;
     const struct block_part *part = in->of.part;
-    const uint8_t *data = panel_of(in, panel), *x = of->space + bytes_before(&of->tiling, w->inputs, done);
+    const uint8_t *data = part->data + panel * in->of.bytes, *x = of->space + bytes_before(&of->tiling, w->inputs, done);
     int64_t format = part->format, tile = of->tiling.tokens, planes = of->tiling.planes;
     int64_t rows = least(tile, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
     if (of->tiling.in_rows && !has_numbers(format)) {
-        tile_sums(format, data, next, w->inputs, tile, x, sums);
+        tile_sums(format, data, w->inputs, tile, x, sums);
     } else if (is_grouped(format)) {
         for (int64_t i = 0; i < rows; i += TILE)
-            grouped_sums(format, data, next, w->inputs, least(TILE, rows - i), planes, x, of->x + (done + i) * w->inputs,
-                         sums + i * LANES);
+            grouped_sums(format, data, w->inputs, least(TILE, rows - i), planes, x,
+                         of->x.floats ? of->x.floats + (done + i) * w->inputs : NULL, sums + i * LANES);
     } else {
-        block_sums(format, data, next, w->inputs, rows, planes, x, sums);
+        block_sums(format, data, w->inputs, rows, planes, x, sums);
     }
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t first = in->of.first + panel * LANES;
-        float *to = of->out + (done + i) * w->outputs + first;
-        for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
-    }
+    for (int64_t i = 0; i < rows; i++) store(of, done + i, in->of.first + panel * LANES, there, sums + i * LANES);
 }
 
 static void multiply_in_team(const struct member *me, void *given) {
@@ -102,21 +113,22 @@ static void multiply_in_team(const struct member *me, void *given) {
     quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
     if (of->tiling.in_rows) begin_tiles(tile);
     struct chunks chunks = chunks_of(me, of);
-    struct chunk now = take_chunk(&chunks), then;
-    for (; now.of.part; now = then) {
-        then = take_chunk(&chunks); /* already, so that its beginning can be fetched */
-        const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;
+    for (struct chunk chunk; (chunk = take_chunk(&chunks)).of.part;)
         for (int64_t done = 0; done < of->tokens; done += tile) /* a tile stays in the cache for all panels */
-            for (int64_t panel = now.panel; panel < now.end; panel++) {
-                const uint8_t *again = done + tile < of->tokens ? first : after;
-                multiply_panel(of, &now, panel, done, panel + 1 < now.end ? panel_of(&now, panel + 1) : again);
-            }
-    }
+            for (int64_t panel = chunk.panel; panel < chunk.end; panel++) multiply_panel(of, &chunk, panel, done);
     if (of->tiling.in_rows) end_tiles();
 }
 
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space) {
-    struct product product = {w, x, tokens, tiling_of(tokens, planes), out, space, {{0}}};
+    struct product product = {w, {x, NULL}, tokens, tiling_of(tokens, planes), out, NULL, NULL, space, {{0}}};
     in_team(multiply_in_team, &product);
+}
+
+/* Activations are of one plane, results are rounded once. */
+void multiply_blocks_bf16(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint8_t *space) {
+    struct block_part part = {w->format, w->outputs, w->data};
+    struct block_linear layer = {w->inputs, w->outputs, 1, &part, NULL};
+    struct product product = {&layer, {NULL, x}, tokens, tiling_of(tokens, 1), NULL, out, w->bias, space, {{0}}};
+    if (tokens) in_team(multiply_in_team, &product);
 }

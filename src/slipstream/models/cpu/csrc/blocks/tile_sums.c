@@ -96,41 +96,43 @@ ALWAYS void finish_group(const int format, const int rows, int32_t (*sums)[TILE_
         whole[i] = add_minimum(format, whole[i], all_floats(float_at(marks + (TOTAL * rows + i) * 4)), by.minimum);
 }
 
-/* block, step: inputs that a block of scales is for, and its bytes. */
-ALWAYS void add_panel(const int format, const int rows, const uint8_t *panel, const uint8_t *next, int64_t inputs,
-                      int64_t block, int64_t step, const uint8_t *x, float *sums) {
+/* block, step: a block's inputs, and the bytes of its scales. */
+ALWAYS void add_panel(const int format, const int rows, const uint8_t *panel, int64_t inputs, int64_t block,
+                      int64_t step, const uint8_t *x, float *sums) {
     const int64_t groups = inputs / GROUP, bytes_of = format < FORMATS ? SHAPES[format].codes : HALF;
-    const int64_t each = block / GROUP, per_group = step / each, of_tile = tile_group_bytes(rows);
-    const uint8_t *scales = panel + groups * bytes_of, *after = scales + (next - panel), *marks = x + GROUP * rows;
-    struct fetching ahead = begin_fetching(panel, groups * bytes_of, bytes_of, next);
+    const int64_t each = block / GROUP, of_tile = tile_group_bytes(rows);
+    const uint8_t *codes = panel, *scales = panel, *marks = x + GROUP * rows;
     struct under_way ring;
     floats whole[TILE_ROWS];
     if (format == Q6_K)
         for (int i = 0; i < RING; i++) memset(ring.codes[i] + HALF, 0, HALF);
     #pragma GCC unroll 16
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
-    for (int64_t g = -2 * LAG, in_block = 0; g < groups; g++) {
+    for (int64_t g = -2 * LAG, in_block = 0, unpacked = 0; g < groups; g++) {
         int64_t then = g + 2 * LAG, soon = g + LAG;
         MEMORY_SETTLED();
-        if (then < groups) fetch(&ahead, bytes_of), unpack(format, panel + then * bytes_of, ring.codes[then % RING]);
+        if (then < groups) {
+            if (unpacked == 0) fetch(codes, step), codes += step;
+            fetch(codes, bytes_of), unpack(format, codes, ring.codes[then % RING]);
+            codes += bytes_of, unpacked = unpacked + 1 == each ? 0 : unpacked + 1;
+        }
         if (soon >= 0 && soon < groups)
             multiply_group(format, x + soon * of_tile, ring.codes[soon % RING], ring.sums[soon % RING]);
         if (g < 0) continue;
-        prefetch_later(after + in_block * per_group);
         finish_group(format, rows, ring.sums[g % RING], marks + g * of_tile, scales_at(format, scales, in_block), whole);
-        if (++in_block == each) in_block = 0, scales += step, after += step;
+        if (++in_block == each) in_block = 0, scales += step + each * bytes_of;
     }
     #pragma GCC unroll 16
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
 }
 
-typedef void panel_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t block, int64_t step,
-                            const uint8_t *x, float *sums);
+typedef void panel_function(const uint8_t *panel, int64_t inputs, int64_t block, int64_t step, const uint8_t *x,
+                            float *sums);
 
 #define ONE(format, rows)                                                                                    \
-    static void format##_##rows(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t block,     \
-                                int64_t step, const uint8_t *x, float *sums) {                                \
-        add_panel(format, rows, panel, next, inputs, block, step, x, sums);                                   \
+    static void format##_##rows(const uint8_t *panel, int64_t inputs, int64_t block, int64_t step,            \
+                                const uint8_t *x, float *sums) {                                              \
+        add_panel(format, rows, panel, inputs, block, step, x, sums);                                         \
     }
 #define ALL_ROWS(format) ONE(format, 12) ONE(format, 16)
 ALL_ROWS(Q4_0) ALL_ROWS(Q4_1) ALL_ROWS(Q5_0) ALL_ROWS(Q5_1) ALL_ROWS(Q8_0) ALL_ROWS(Q4_K) ALL_ROWS(Q5_K) ALL_ROWS(Q6_K)
@@ -142,20 +144,18 @@ static panel_function *const FUNCTIONS[][2] = {
     TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K), TABLE(INT4), TABLE(INT4_MINIMA),
 };
 
-void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, const uint8_t *x,
-               float *sums) {
+void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums) {
     int64_t kind = is_grouped(format) ? format % KINDS : format;
     int64_t block = is_grouped(format) ? format / KINDS : SHAPES[format].size;
     int64_t step = is_grouped(format) ? grouped_scale_bytes(kind) : SHAPES[format].scales;
-    FUNCTIONS[kind][rows / 4 - 3](panel, next, inputs, block, step, x, sums);
+    FUNCTIONS[kind][rows / 4 - 3](panel, inputs, block, step, x, sums);
 }
 
 void begin_tiles(int64_t tokens) { shape_tiles((int)tokens, GROUP / 4, GROUP); }
 void end_tiles(void) { _tile_release(); }
 #else /* `tiling_of` makes no tiles in rows */
-void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, const uint8_t *x,
-               float *sums) {
-    (void)format, (void)panel, (void)next, (void)inputs, (void)rows, (void)x, (void)sums;
+void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums) {
+    (void)format, (void)panel, (void)inputs, (void)rows, (void)x, (void)sums;
 }
 void begin_tiles(int64_t tokens) { (void)tokens; }
 void end_tiles(void) {}
