@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -460,5 +461,11 @@ def test_help_tells_every_field() -> None:
 def test_the_public_methods_come_first_in_help() -> None:
     shown = pydoc.plain(pydoc.render_doc(SpeculativeDecoder))
     engine = shown.index("Methods inherited from slipstream.wiring.engine_access.EngineAccess")
-    assert all(shown.index(f" {name}(self") < engine for name in ("generate", "chat", "stream", "encode", "decode"))
-    assert all(shown.index(f" {name}(self") > engine for name in ("rows", "run", "scheduler", "renew"))
+
+    def place(name: str) -> int:
+        method = re.search(rf" {name}\(\s*self", shown)  # from Python 3.13 on a long list of arguments has lines
+        assert method is not None, name
+        return method.start()
+
+    assert all(place(name) < engine for name in ("generate", "chat", "stream", "encode", "decode"))
+    assert all(place(name) > engine for name in ("rows", "run", "scheduler", "renew"))

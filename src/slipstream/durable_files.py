@@ -6,16 +6,12 @@ A file is replaced at once, or appended line by line.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-with warnings.catch_warnings():
-    # where Python lacks fcntl, a lock is a file, which filelock removes once its owner has ended
-    warnings.filterwarnings("ignore", "only soft file lock")
-    from filelock import BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 WINDOWS = os.name == "nt"
 BLOCK = 1 << 16  # bytes read at a time

@@ -16,7 +16,7 @@ from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
 from slipstream.models.hf.prepared_inputs import cache_name
 from tests.support.hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
-from tests.support.markers import subcases
+from tests.support.markers import needs_transformers, subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, shared, tokenizer
 from tests.support.vocabularies import speaking
 from tests.support.vocabularies import tokenizer as tokenizer_of
@@ -319,7 +319,9 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*past_key_values")  # transformers calls it cache from 5.24 on
-@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize(
+    "name", ["past_key_values", pytest.param("cache", marks=needs_transformers("5.24", "this name of the argument"))]
+)
 def test_a_cache_is_refused_by_the_names_that_it_has(name: str) -> None:
     options = {name: DynamicCache(), "custom_generate": custom_generate}
     with pytest.raises(UsageError, match=r"^past_key_values \(cache\) is given; allowed: input_ids and attention_mask"):

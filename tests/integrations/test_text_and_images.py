@@ -57,7 +57,7 @@ def test_a_folder_with_images_is_not_quantised_at_load(tmp_path: Path) -> None:
 
 
 MEDIA: dict[str, dict[str, Any]] = {
-    "image input is given; allowed: text only": {"pixel_values": torch.rand(2, 3, 28, 28)},
+    "(image input|pixel_values) is given; allowed: text only": {"pixel_values": torch.rand(2, 3, 28, 28)},
     "token_type_ids is given; allowed: input_ids": {"token_type_ids": torch.ones_like(IDS)},
 }
 

@@ -14,7 +14,7 @@ from slipstream.sampling.sampler import Sampler
 from tests.support.architecture_checks import PROMPTS, Checks, Liar, Outcome, check
 from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL
 from tests.support.architectures import Unbuilt, model_types, tiny_model
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, needs_transformers
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -93,6 +93,7 @@ def test_wrong_drafts_are_wrong_after_every_number_of_tokens() -> None:
     assert sorted(right) == [0, 1, 2, 3, 4]
 
 
+@needs_transformers("5.23", "all of these types")
 def test_configurations_are_of_types_that_exist() -> None:
     assert not (set(CONFIGS) | set(NOT_CAUSAL) | set(FAMILIES) | set(REFUSED)) - set(model_types())
     with pytest.raises(Unbuilt, match="drafts from the hidden states"):

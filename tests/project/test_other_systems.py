@@ -98,6 +98,14 @@ def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
 
 
+def test_commands_do_not_show_that_a_lock_is_a_file_whichever_library_asks_first() -> None:
+    script = f"{WITHOUT_THEM[: -len('main()')]}\ntry:\n    main()\nfinally:\n    import filelock"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
 def address(log: IO[str]) -> str:
     """Where a server says that it listens."""
     lines = []

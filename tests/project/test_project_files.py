@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -78,3 +79,13 @@ def test_the_image_installs_the_wheel_and_asks_for_health() -> None:
     assert copied == kept and all((ROOT / name).exists() for name in copied)
     stages = set(re.findall(r"(?m)^FROM \S+ AS (\S+)", image))
     assert {"torch-cpu", "torch-cuda"} <= stages and "FROM torch-${DEVICE}" in image
+
+
+def test_documented_runs_of_the_image_mount_what_it_reads() -> None:
+    image = text("docker/Dockerfile")
+    (entrypoint,) = re.findall(r"(?m)^ENTRYPOINT (.*)$", image)
+    command = json.loads(entrypoint)
+    keys = command[command.index("--api-key-file") + 1]
+    (models,) = re.findall(r"(?m)^VOLUME (\S+)$", image)
+    runs = re.findall(r"docker run -p .*", image + text("docs/server.md"))
+    assert len(runs) == 2 and all(f":{keys}:ro " in run and f":{models} " in run for run in runs)

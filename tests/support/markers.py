@@ -14,6 +14,8 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 STRENGTHS = {"each_value": 1, "pairwise": 2}
 
@@ -27,6 +29,12 @@ def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
 
 def _slow(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+
+
+def needs_transformers(version: str, what: str) -> pytest.MarkDecorator:
+    """Skips with older versions, which lack what the test compares with."""
+    is_older = Version(transformers.__version__) < Version(version)
+    return pytest.mark.skipif(is_older, reason=f"{what}: from transformers {version} on")
 
 
 def subcases(names: str, cases: Iterable[Any], ids: Callable[[Any], str] | None = None) -> Callable[..., Any]:

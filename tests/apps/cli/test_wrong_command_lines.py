@@ -222,7 +222,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder that the command lines are typed in; standard input is empty."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.json").write_text('{"drafterr": "none"}')
-    (tmp_path / "deep.json").write_text("[" * 5000)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "digits.json").write_text('{"max_batch_size": ' + "9" * 5000 + "}")
     (tmp_path / "category.jsonl").write_text('{"prompt": "a", "category": ["x"]}')
     (tmp_path / "loop").symlink_to("loop")

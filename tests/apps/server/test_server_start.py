@@ -11,6 +11,7 @@ import httpx
 import pytest
 from uvicorn.lifespan.on import LifespanOn
 
+from slipstream.apps.cli import serve
 from slipstream.apps.cli.consoles import err
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
@@ -54,7 +55,15 @@ def test_a_terminal_is_told_once_what_is_loaded_and_gets_a_call_that_can_be_copi
     lines = run(capsys, monkeypatch, "serve", "--target", "toy")[2].splitlines()
     assert sum(line.startswith("loading toy") for line in lines) == 1
     (call,) = [line for line in lines if "curl" in line]
-    assert call.endswith("""[{"role": "user", "content": "Name three birds."}]}'""")
+    assert call.endswith("""[{"role": "user", "content": "Name three birds."}]}'""") and "authorization" not in call
+
+
+def test_the_shown_call_sends_a_key_where_keys_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("anna:abcdefgh\n", encoding="utf-8")
+    with running_server(api_key_file=str(tmp_path / "keys")) as server:
+        serve._banner(server.server)
+    (call,) = [line for line in capsys.readouterr().err.splitlines() if "curl" in line]
+    assert """/v1/chat/completions -H "authorization: Bearer $KEY" -H 'content-type""" in call
 
 
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])

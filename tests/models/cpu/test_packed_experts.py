@@ -10,10 +10,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
 from slipstream.models.cpu.packed_linear import STACKED, PackedExperts, are_packable, pack_experts, packed
+from tests.support.markers import needs_transformers
 
 SIZES = {"hidden_size": 32, "num_experts_per_tok": 2}
 GLM = Glm4MoeConfig(**SIZES, moe_intermediate_size=48, n_routed_experts=5)
 MIXTRAL = MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=5, hidden_act="gelu")
+
+STANDARD = needs_transformers("5.20", "what tells that experts are of two products")
 
 
 def made(kind: type[nn.Module], config: object) -> nn.Module:
@@ -41,6 +44,7 @@ def test_each_token_goes_through_its_experts(kind: type[nn.Module], config: obje
     assert not torch.allclose(found(x, chosen, shares.flip(1)), expected, atol=1e-2)
 
 
+@STANDARD
 def test_packed_experts_take_the_place_of_the_others_whose_weights_are_freed() -> None:
     model = nn.ModuleDict({"experts": made(Glm4MoeExperts, GLM), "norm": nn.LayerNorm(32)})
     stacked = model["experts"]
@@ -53,4 +57,8 @@ def test_experts_of_another_form_stay() -> None:
     biased = GptOssExperts(GptOssConfig(**SIZES, intermediate_size=48, num_local_experts=5))
     assert not are_packable(biased)
     assert not are_packable(nn.Linear(4, 4))
+
+
+@STANDARD
+def test_experts_of_two_products_are_packable() -> None:
     assert are_packable(made(Glm4MoeExperts, GLM))

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
@@ -52,6 +53,8 @@ class _Harmless(logging.Formatter):
 def main() -> None:
     """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # where Python lacks fcntl, a lock is a file, which filelock removes once its owner has ended
+    warnings.filterwarnings("ignore", "only soft file lock")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="backslashreplace"

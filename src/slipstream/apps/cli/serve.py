@@ -62,8 +62,9 @@ def _banner(server: Server) -> None:
         f"  open {server.url} in a browser, or:",
     ):
         err.sentence(line)
+    authorization = """-H "authorization: Bearer $KEY" """ if server.settings.api_key_file else ""
     err.print(
-        f"  curl {server.url}/v1/chat/completions -H 'content-type: application/json' "
+        f"  curl {server.url}/v1/chat/completions {authorization}-H 'content-type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
         soft_wrap=True,  # to be copied: a line end would end the command
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
@@ -155,7 +156,8 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     if modes is None:
         raise UsageError(
             f"draft {files.source!r} is an assistant of Gemma 4, which reads its target's keys and values; target "
-            f"{target.name!r} is {type(backend.model).__name__}; allowed: a Gemma 4 model"
+            f"{target.name!r} is {type(backend.model).__name__} of transformers {transformers.__version__}; allowed: a "
+            "Gemma 4 model of transformers 5.24 or later"
         )
     dtype, device = backend.model.dtype, backend.device
     if files.model is not None:
