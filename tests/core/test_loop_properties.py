@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder, Stats
-from slipstream.core.rng import Stream, Words, key, words
+from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.models.toy import FABLE, ToyBackend
 from slipstream.reproducibility.calibration import Calibration
@@ -220,14 +220,13 @@ def ends_with_its_last_token(row: Row, tokens: Sequence[int]) -> tuple[int, ...]
     return tuple(tokens)
 
 
-def keyed_by(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[..., Words]:
-    """`Sampler._keys` with other parts, made of the row's place, the row and the position."""
+def keyed_by(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[[Sampler, int, int], int]:
+    """`Sampler._token_key` with other parts, made of the row's place, the row and the position."""
 
-    def keys(self: Sampler, stream: Stream, offsets: range) -> Words:
-        made = [key(*parts(i, row, len(row.tokens) + j), stream) for i, row in enumerate(self.rows) for j in offsets]
-        return words(made).reshape(len(self.rows), -1)
+    def token_key(self: Sampler, row: int, offset: int) -> int:
+        return key(*parts(row, self.rows[row], len(self.rows[row].tokens) + offset))
 
-    return keys
+    return token_key
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -238,8 +237,12 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "_occurrences",
         staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1])),
     ),
-    "random draws go by the place in the batch": (Sampler, "_keys", keyed_by(lambda i, row, at: (i, at))),
-    "random draws go by the draft": (Sampler, "_keys", keyed_by(lambda i, row, at: (row.seed, at, len(row.tokens)))),
+    "random draws go by the place in the batch": (Sampler, "_token_key", keyed_by(lambda i, row, at: (i, at))),
+    "random draws go by the draft": (
+        Sampler,
+        "_token_key",
+        keyed_by(lambda i, row, at: (row.seed, at, len(row.tokens))),
+    ),
 }
 
 
