@@ -179,16 +179,6 @@ def test_equal_models_keep_every_token() -> None:
         assert mean_accepted(case, case.distributions(rejection)) == pytest.approx(WIDTH, abs=1e-6)
 
 
-def test_devices_and_host_accept_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for width in range(5):
-        choice = torch.randint(-1, 2, (200, width + 1), generator=generator)
-        lengths = tuple(torch.randint(0, width + 1, (200,), generator=generator).tolist())
-        draft = Draft(torch.randint(0, 2, (200, width), generator=generator), lengths)
-        accepted = acceptance._agreeing(choice, draft)
-        assert torch.equal(match(choice, draft).accepted, accepted) and len(set(accepted.tolist())) == width + 1
-
-
 def test_rejection_of_a_fixed_draft_accepts_as_often_as_match() -> None:
     for seed in SEEDS:
         case = Case(random_distribution(seed, "p"), None, [(likeliest(random_distribution(seed, "q")), 1.0)])
