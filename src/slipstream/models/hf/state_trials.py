@@ -13,10 +13,9 @@ from transformers import GenerationMixin
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.quantised_linear import rounded_activations
-from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.prepared_inputs import cache_name, input_device, prepares_inputs_differently
-from slipstream.models.hf.trials import START, a_few_tokens, later_starts
+from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
+from slipstream.models.hf.trials import a_few_tokens, later_starts
 from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
@@ -101,17 +100,14 @@ def is_causal(backend: Backend, model: Any) -> bool:
 def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
 
-    In one forward or, where these differ by rounding, in as many tokens at a time. later: the same of texts that begin
-    later, [T, 9, V], computed together. Raises `UsageError` where a text's logits depend on the positions of those
-    beside it.
+    later: the same of texts that begin later, [T, 9, V], computed together. Raises `UsageError` where a text's logits
+    depend on the positions of those beside it.
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
     expected, close = logits.nan_to_num(), CLOSE_ELSE if rounded_activations(model) else None
     own_logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    if not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close) and _differs_in_two(
-        model, tokens, expected, close
-    ):
+    if not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close):
         return True
     for start, logits_beside_others in () if later is None else zip(later_starts(model), later, strict=True):
         own_logits = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
@@ -125,21 +121,6 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
             "texts beside it are; allowed: models whose rotations depend on a token's own position"
         )
     return False
-
-
-def _differs_in_two(model: Any, tokens: Tensor, expected: Tensor, close: float | None) -> bool:
-    """`differ` where the model's own forward continues from its own cache after the first tokens."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    try:
-        begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
-        name = cache_name(model) or KEYS_AND_VALUES[0]
-        cache = {name: begun[name]}
-        rest = model(input_ids=tokens[:, START:], position_ids=positions[:, START:], use_cache=True, **cache)
-    except MODEL_ERRORS as error:
-        log.info("%s does not go on from its own cache: %s", type(model).__name__, error)
-        return True
-    own_logits = torch.cat([begun.logits, rest.logits], 1)
-    return not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close)
 
 
 def _ids(backend: Backend) -> Tensor:
