@@ -86,15 +86,17 @@ class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
     attends: whether the kernels compute whole layers. shape_independent: whether they have, so that no token's bits
-    depend on the others.
+    depend on the others. head_unit: numbers of a head that attention takes at a time.
     """
 
-    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure, *, wide_heads: bool = False) -> None:
-        """layer: the struct that the kernels read. wide_heads: whether they take 64 numbers of a head at a time."""
+    head_unit = 2 * LANES
+
+    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure) -> None:
+        """layer: the struct that the kernels read."""
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         self.library, self._layer, self.address = library, layer, ctypes.addressof(layer)
-        fits = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
-        self.attends = fits and not (wide_heads and ops.size % 64)
+        fits = ops.size % self.head_unit == 0 and ops.size <= MAX_HEAD_SIZE
+        self.attends = fits and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self.shape_independent = False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
@@ -179,12 +181,14 @@ class LayerCalls(ABC):
 class CompiledOps(LayerCalls):
     """A layer in bfloat16. No token's bits depend on the others."""
 
+    head_unit = 4 * LANES
+
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation."""
         self._products = _linears(ops)  # the struct has only the addresses of the weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
         layer = LayerStruct(*(linear.weights for linear in self._products), *self._norms_of(ops), *sizes, *activation)
-        super().__init__(ops, library, layer, wide_heads=True)
+        super().__init__(ops, library, layer)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
