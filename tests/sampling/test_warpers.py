@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.core.rng import Options, Race, key
+from slipstream.core.rng import Race, WarpOptions, key
 from slipstream.sampling import warpers as truncation
 from slipstream.sampling.warpers import NEVER, Highest, Warp, keep_top_p_selected, keep_top_p_sorted
 
@@ -57,7 +57,7 @@ def test_selection_keeps_what_the_full_sort_keeps(
     vocab: int, seed: int, scale: float, rounding: float, impossible: float, top_p: float, top_k: int
 ) -> None:
     scores = scores_of(vocab, seed, scale, rounding, impossible)
-    distribution = Warp(Options(1.0, top_k, top_p), CPU)(scores)
+    distribution = Warp(WarpOptions(1.0, top_k, top_p), CPU)(scores)
     warped = scores - scores.amax(-1, keepdim=True)
     expected = warped.masked_fill(~full_sort(warped, top_p, top_k), NEVER).softmax(-1)
     assert torch.equal(distribution, expected)
@@ -90,7 +90,7 @@ def test_only_positions_that_selection_leaves_open_are_sorted(monkeypatch: pytes
     top_p = torch.tensor([0.9])
     assert positions_sorted(monkeypatch, lambda: keep_top_p_selected(peaked, top_p)) == 0
     assert positions_sorted(monkeypatch, lambda: keep_top_p_selected(torch.cat([peaked, flat]), top_p)) == 1
-    after_top_k = Warp(Options(0.8, 50, 0.9), CPU)
+    after_top_k = Warp(WarpOptions(0.8, 50, 0.9), CPU)
     assert positions_sorted(monkeypatch, lambda: after_top_k(scores_of(3000, 2, 1.0, 0.0, 0.0))) == 0
 
 

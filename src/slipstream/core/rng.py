@@ -80,7 +80,7 @@ def uniform(bits: int) -> float:
 
 
 @dataclass(frozen=True)
-class Options:
+class WarpOptions:
     """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
 
     temperature: float
@@ -121,7 +121,7 @@ class Race:
         winners = [argmax(self.speeds(distributions, block_bits)) for distributions, block_bits in blocks]
         return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
 
-    def sure_winner(self, scores: Tensor, bits: int, options: Options) -> int | None:
+    def sure_winner(self, scores: Tensor, bits: int, options: WarpOptions) -> int | None:
         """What `draw` makes of the distribution of scores [V], if something cheaper than that tells for certain."""
         return None
 

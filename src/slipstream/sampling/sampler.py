@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Options, Race, Stream, Words, absorb, absorbed, argmax, key, words
+from slipstream.core.rng import Race, Stream, WarpOptions, Words, absorb, absorbed, argmax, key, words
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
@@ -268,10 +268,10 @@ def _one_hot(scores: Tensor) -> Tensor:
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
     """The sampled rows, those of equal options together, each group with the indices of its rows."""
-    groups: dict[Options, list[int]] = {}
+    groups: dict[WarpOptions, list[int]] = {}
     for i, row in enumerate(rows):
         p = params_of(row)
         if p.temperature:
-            groups.setdefault(Options(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+            groups.setdefault(WarpOptions(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
     for options, members in groups.items():
         yield Warp(options, device), torch.tensor(members, device=device)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Options
+from slipstream.core.rng import WarpOptions
 
 NEVER = float("-inf")
 SELECTED = (64, 512, 4096)  # likeliest tokens looked at, in turn
@@ -33,7 +33,7 @@ class Highest(NamedTuple):
 class Warp:
     """The options as a function from scores to distributions."""
 
-    def __init__(self, options: Options, device: torch.device) -> None:
+    def __init__(self, options: WarpOptions, device: torch.device) -> None:
         self.options = options
         self._temperature = torch.tensor([max(options.temperature, 1e-30)], dtype=torch.float32, device=device)
         self._top_p = torch.tensor([options.top_p], dtype=torch.float32, device=device)

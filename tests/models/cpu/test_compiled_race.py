@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Options, Race, key, words
+from slipstream.core.rng import Race, WarpOptions, key, words
 from slipstream.core.types import Draft, Row
 from slipstream.models.cpu.compiled_race import CompiledRace, race
 from slipstream.models.cpu.kernel_libraries import (
@@ -136,11 +136,11 @@ def test_the_only_possible_token_is_not_its_own_runner_up() -> None:
 
 # winners that are known without their distributions
 
-Case = tuple[Tensor, int, Options]  # scores [VOCAB], key, options
+Case = tuple[Tensor, int, WarpOptions]  # scores [VOCAB], key, options
 CUTS = ({}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01})
 
 
-def drawn(scores: Tensor, bits: int, options: Options) -> int:
+def drawn(scores: Tensor, bits: int, options: WarpOptions) -> int:
     """By the specification."""
     probs = Warp(options, CPU)(scores[None].float())
     winner = int(Race(VOCAB, CPU).draw(probs, [bits]))
@@ -157,7 +157,7 @@ def random_cases(seeds: range = range(5)) -> Iterator[Case]:
             for dtype in (torch.float32, torch.bfloat16):
                 for temperature in (0.05, 0.3, 0.8, 1.0, 5.0):
                     for number, cut in enumerate(CUTS):
-                        yield scores.to(dtype), key(seed, number), Options(temperature, **cut)
+                        yield scores.to(dtype), key(seed, number), WarpOptions(temperature, **cut)
 
 
 def near_ties() -> Iterator[Case]:
@@ -167,25 +167,33 @@ def near_ties() -> Iterator[Case]:
         noise, bits = Race(VOCAB, CPU).noise(key(seed)).double().log(), key(seed)
         for temperature in (0.05, 0.8, 5.0):
             last_bits = 1 + torch.randint(-1, 2, (VOCAB,), generator=generator) * 2.0**-23
-            yield (temperature * noise + 3).float() * last_bits, bits, Options(temperature)
+            yield (temperature * noise + 3).float() * last_bits, bits, WarpOptions(temperature)
         slow, fast = (int(token) for token in torch.randperm(VOCAB, generator=generator)[:2])
         slow, fast = (slow, fast) if noise[slow] > noise[fast] else (fast, slow)
         scores = torch.full((VOCAB,), float("-inf"), dtype=torch.bfloat16)
         scores[fast], scores[slow] = 10, 11
         temperature = 1 / float(noise[slow] - noise[fast])
-        yield scores, bits, Options(temperature * (1 + int(torch.randint(-2, 3, (1,), generator=generator)) * 2.0**-23))
+        yield (
+            scores,
+            bits,
+            WarpOptions(temperature * (1 + int(torch.randint(-2, 3, (1,), generator=generator)) * 2.0**-23)),
+        )
 
 
 def edges() -> Iterator[Case]:
     """Options that keep the winner of the whole distribution, or just do not."""
     for scores, bits, options in random_cases():
-        probs = Warp(Options(options.temperature), CPU)(scores[None].float())[0].double()
+        probs = Warp(WarpOptions(options.temperature), CPU)(scores[None].float())[0].double()
         winner = probs[int(Race(VOCAB, CPU).draw(probs[None].float(), [bits]))]
         above, least = float(probs[probs > winner].sum()), float(winner / probs.max())
         for nudge in (-1e-7, 0.0, 1e-7):
-            yield scores, bits, Options(options.temperature, top_p=min(1.0, max(1e-9, above + nudge)))
-            yield scores, bits, Options(options.temperature, min_p=min(1.0, least * (1 + nudge)))
-            yield scores, bits, Options(options.temperature, max(1, int((probs > winner).sum()) + round(nudge * 1e7)))
+            yield scores, bits, WarpOptions(options.temperature, top_p=min(1.0, max(1e-9, above + nudge)))
+            yield scores, bits, WarpOptions(options.temperature, min_p=min(1.0, least * (1 + nudge)))
+            yield (
+                scores,
+                bits,
+                WarpOptions(options.temperature, max(1, int((probs > winner).sum()) + round(nudge * 1e7))),
+            )
 
 
 def outcomes(race_in_c: CompiledRace, cases: Iterator[Case]) -> Counter[str]:
@@ -230,7 +238,10 @@ def test_without_a_margin_winners_are_wrong(bound: str, cases: type[Iterator[Cas
 def test_scores_without_a_distribution_have_no_known_winner(value: str, dtype: torch.dtype) -> None:
     for scores in (torch.zeros(VOCAB), torch.full((VOCAB,), float("-inf"))):
         scores[77] = float(value)
-        winner, expected = compiled().sure_winner(scores.to(dtype), 5, Options(0.8)), drawn(scores, 5, Options(0.8))
+        winner, expected = (
+            compiled().sure_winner(scores.to(dtype), 5, WarpOptions(0.8)),
+            drawn(scores, 5, WarpOptions(0.8)),
+        )
         is_possible = expected != NONE and dtype != torch.float16
         assert winner == (expected if is_possible else None)
 

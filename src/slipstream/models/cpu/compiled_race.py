@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Options, Race, argmax, words
+from slipstream.core.rng import Race, WarpOptions, argmax, words
 from slipstream.models.cpu.kernel_libraries import address, kernels
 
 FEWEST = 4096  # tokens from which on the kernel is worth loading
@@ -27,7 +27,7 @@ class CompiledRace(Race):
         self._contenders = torch.empty(vocab_size, dtype=torch.int64)
         self._probs = torch.empty(vocab_size, dtype=torch.float32)
 
-    def sure_winner(self, scores: Tensor, bits: int, options: Options) -> int | None:
+    def sure_winner(self, scores: Tensor, bits: int, options: WarpOptions) -> int | None:
         if scores.dtype not in DTYPES or scores.shape != self._probs.shape or not scores.is_contiguous():
             return None
         row, is_bfloat16, spaces = address(scores), scores.dtype == torch.bfloat16, (self._probs, self._contenders)

@@ -4,7 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { AT_ONCE = 64, BITS = 24 }; /* tokens looked at together; bits of a random number that mostly decide */
+enum { AT_ONCE = 64, BITS = 24, MOST = 1 << 18 }; /* tokens looked at together; bits of a random number that mostly
+ * decide; tokens whose probabilities are summed within KEPT */
 #define ROUNDING 1e-4             /* more than what rounding makes of the ratio of two speeds: see race_winner */
 #define KEPT 2e-3f                /* more than what it makes of a sum of probabilities, or of the ratio of two */
 #define IMPOSSIBLE 1e-20f         /* more than the speed of any token that is not possible */
@@ -103,6 +104,7 @@ static inline float highest_score(const void *scores, int64_t is_bfloat16, int64
 /* Whether top_k, top_p and min_p certainly keep a token: whichever way those about as likely as it are ordered. probs:
  * in units of the greatest. */
 static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_t top_k, float top_p, float min_p) {
+    if (tokens > MOST) return 0;
     float least = probs[token] * (1 - (float)ROUNDING), sums[AT_ONCE] = {0}, sums_above[AT_ONCE] = {0};
     int32_t counts[AT_ONCE] = {0};
     for (int64_t start = 0; start < tokens; start += AT_ONCE) {
