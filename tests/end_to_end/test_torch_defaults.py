@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.core.rng import Options
+from slipstream.core.rng import WarpOptions
 from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.sampling.warpers import Warp
 from tests.support.markers import mostly_slow
@@ -80,9 +80,9 @@ def test_a_default_device_is_the_callers_again_between_the_chunks_of_a_stream() 
 @pytest.mark.parametrize("default", ["bfloat16", "float16", "float64"], indirect=True)
 def test_temperature_and_top_p_are_the_numbers_asked_for(default: Any) -> None:
     scores = torch.linspace(-4, 4, 5000, dtype=torch.float32)[None]
-    expected = Warp(Options(0.7, top_p=0.999), scores.device)(scores)
+    expected = Warp(WarpOptions(0.7, top_p=0.999), scores.device)(scores)
     use(default)
-    assert torch.equal(Warp(Options(0.7, top_p=0.999), scores.device)(scores), expected)
+    assert torch.equal(Warp(WarpOptions(0.7, top_p=0.999), scores.device)(scores), expected)
     assert int((expected == 0).sum()) > 0
 
 

@@ -1,7 +1,7 @@
 /* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
  *
  * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all others widen numbers to
- * float32. So bits differ between them, and are the same at every width.
+ * float32: these two give different bits. Each gives a token the same bits, however many tokens are beside it.
  */
 #pragma once
 

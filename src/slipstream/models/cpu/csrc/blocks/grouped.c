@@ -16,12 +16,12 @@ static int64_t number_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 static int is_float(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16 || kind == FLOAT32; }
 
 /* Bytes of a panel's block. */
-static int64_t group_bytes_of(int64_t kind, int64_t group) { return grouped_scale_bytes(kind) + group / GROUP * CODES; }
+static int64_t grouped_block_bytes(int64_t kind, int64_t group) { return grouped_scale_bytes(kind) + group / GROUP * CODES; }
 
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs) {
     int64_t kind = format % KINDS, group = format / KINDS;
     if (is_float(kind)) return inputs * LANES * number_bytes(kind);
-    return up(inputs / group * group_bytes_of(kind, group), 64);
+    return up(inputs / group * grouped_block_bytes(kind, group), 64);
 }
 
 static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
@@ -30,7 +30,7 @@ static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int l
 }
 
 static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
-    for (int64_t at = 0; at < inputs; at += group, to += group_bytes_of(kind, group)) {
+    for (int64_t at = 0; at < inputs; at += group, to += grouped_block_bytes(kind, group)) {
         const uint8_t *codes = row + row_head(kind);
         memcpy(to + lane * (kind == INT4 ? 2 : 4), row, kind == INT4 ? 2 : 4);
         if (kind == INT4) to[2 * LANES + lane] = row[2];
@@ -80,7 +80,7 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
                 continue;
             }
             int v = (int)(i % GROUP) / 4;
-            const uint8_t *scales = own + i / group * group_bytes_of(kind, group);
+            const uint8_t *scales = own + i / group * grouped_block_bytes(kind, group);
             const uint8_t *vectors = scales + grouped_scale_bytes(kind) + i % group / GROUP * CODES;
             int code = (vectors[v % 4 * 64 + lane * 4 + i % 4] >> (v < 4 ? 0 : 4) & 15) - 8;
             if (kind == INT4)
