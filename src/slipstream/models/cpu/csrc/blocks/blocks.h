@@ -82,10 +82,13 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
 void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                   const float *plain, float *sums);
 
-/* Fetches what stands AHEAD bytes behind these bytes of panels. */
+/* Fetches what stands behind these bytes of panels, elsewhere than on Intel's AHEAD bytes. */
 enum { AHEAD = 8192 };
 ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
-    for (int line = 0; line < bytes; line += 64) prefetch(from + AHEAD + line);
+    for (int line = 0; line < bytes; line += 64) {
+        if (INTEL) fetch_in_two_steps(from + line);
+        else prefetch(from + AHEAD + line);
+    }
 }
 
 void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
