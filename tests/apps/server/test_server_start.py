@@ -20,9 +20,20 @@ from tests.support.processes import PATIENCE
 from tests.support.running_server import running_server, toy
 
 
-@pytest.mark.parametrize(("host", "url"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("127.0.0.1", "127.0.0.1")])
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("192.168.1.5", "192.168.1.5"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("[::]", "[::1]"),
+    ],
+)
 def test_an_address_is_told_in_the_form_that_browsers_take(host: str, url: str) -> None:
-    server = Server(ServerSettings(host=host, port=8421), toy, lambda server: None)
+    server = Server(ServerSettings(host=host, port=8421, insecure=True), toy, lambda server: None)
     server.servers = []  # it listens nowhere yet
     assert server.url == f"http://{url}:8421"
 

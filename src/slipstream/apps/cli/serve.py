@@ -53,6 +53,7 @@ def _banner(server: Server) -> None:
     decoder, facts = service.decoder, service.facts
     draft = "" if decoder.draft is None else f" with {decoder.draft.name}"
     keys = "API keys needed" if server.settings.api_key_file else "no API keys"
+    keys += "" if server.settings.is_local else ", open to other machines"
     same = "every seed repeats its text" if facts.reproducible else "texts may differ where two tokens tie"
     for line in (
         f"Slipstream serves {facts.name}{draft} at {server.url}",

@@ -27,6 +27,7 @@ MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
 CLOSING_SECONDS = 30.0  # that all else may take when the server ends, connections and threads included
 FORCED_SECONDS = 2.0  # that a step under way may take to end after a second signal
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by hosts that stand for every address of this machine
 
 
 class Server(uvicorn.Server):
@@ -87,9 +88,10 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """The address under which it can be called."""
+        """The address under which this machine can call it."""
         addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
+        host = LOOPBACK.get(host, host)
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{addresses[0][1] if addresses else self.settings.port}"
 
