@@ -30,6 +30,8 @@ from tests.support.running_server import running_server, toy
         ("0.0.0.0", "127.0.0.1"),
         ("::", "[::1]"),
         ("[::]", "[::1]"),
+        ("0:0:0:0:0:0:0:0", "[::1]"),
+        ("localhost", "localhost"),
     ],
 )
 def test_an_address_is_told_in_the_form_that_browsers_take(host: str, url: str) -> None:
@@ -75,6 +77,17 @@ def test_the_shown_call_sends_a_key_where_keys_are_needed(capsys: pytest.Capture
         serve._banner(server.server)
     (call,) = [line for line in capsys.readouterr().err.splitlines() if "curl" in line]
     assert """/v1/chat/completions -H "authorization: Bearer $KEY" -H 'content-type""" in call
+
+
+@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_server_that_others_reach_says_so_and_gives_an_address_that_answers(
+    capsys: pytest.CaptureFixture[str], host: str, is_open: bool
+) -> None:
+    with running_server(host=host, insecure=True) as server:
+        serve._banner(server.server)
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+    said = capsys.readouterr().err
+    assert (", open to other machines" in said) is is_open and "http://127.0.0.1:" in said and "0.0.0.0" not in said
 
 
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])

@@ -10,12 +10,13 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
 from slipstream.apps.server.connections import BoundedConnection
-from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import Load, make_app
 from slipstream.decoder import SpeculativeDecoder
@@ -27,7 +28,6 @@ MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
 CLOSING_SECONDS = 30.0  # that all else may take when the server ends, connections and threads included
 FORCED_SECONDS = 2.0  # that a step under way may take to end after a second signal
-LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by hosts that stand for every address of this machine
 
 
 class Server(uvicorn.Server):
@@ -91,7 +91,8 @@ class Server(uvicorn.Server):
         """The address under which this machine can call it."""
         addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
-        host = LOOPBACK.get(host, host)
+        if is_address(host) and ip_address(host).is_unspecified:  # it listens on every address of this machine
+            host = "::1" if ":" in host else "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{addresses[0][1] if addresses else self.settings.port}"
 
