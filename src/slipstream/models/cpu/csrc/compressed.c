@@ -10,7 +10,7 @@
  */
 #include "kernels.h"
 
-enum { AHEAD = 6144 /* bytes prefetched, elsewhere than on Intel's */ };
+enum { AHEAD = 6144 /* bytes, where one step fetches */ };
 
 /* A block to expand, a quad at a time. */
 struct compressed_block {
@@ -22,7 +22,7 @@ struct compressed_block {
 ALWAYS void expand_quad(const struct compressed_block *of, int quad) {
     const uint8_t *data = of->data + quad * QUAD;
     for (int line = 0; line < QUAD; line += 64) {
-        if (INTEL) fetch_in_two_steps(data + line);
+        if (IN_TWO_STEPS) fetch_in_two_steps(data + line);
         else prefetch_later(data + line + AHEAD);
     }
     bytes codes = load_bytes(data + 128);

@@ -4,8 +4,11 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { AT_ONCE = 64, BITS = 24, MOST = 1 << 18 }; /* tokens looked at together; bits of a random number that mostly
- * decide; tokens whose probabilities are summed within KEPT */
+enum {
+    AT_ONCE = 64,  /* tokens looked at together */
+    BITS = 24,     /* bits of a random number that mostly decide */
+    MOST = 1 << 18 /* tokens in a vocabulary up to which KEPT bounds the rounding of sums */
+};
 #define ROUNDING 1e-4             /* more than what rounding makes of the ratio of two speeds: see race_winner */
 #define KEPT 2e-3f                /* more than what it makes of a sum of probabilities, or of the ratio of two */
 #define IMPOSSIBLE 1e-20f         /* more than the speed of any token that is not possible */

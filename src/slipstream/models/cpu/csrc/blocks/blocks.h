@@ -82,11 +82,11 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
 void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                   const float *plain, float *sums);
 
-/* Fetches what stands behind these bytes of panels, elsewhere than on Intel's AHEAD bytes. */
-enum { AHEAD = 8192 };
+/* Fetches the panels' bytes that are read some KB after these. */
+enum { AHEAD = 8192 /* bytes, where one step fetches */ };
 ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
     for (int line = 0; line < bytes; line += 64) {
-        if (INTEL) fetch_in_two_steps(from + line);
+        if (IN_TWO_STEPS) fetch_in_two_steps(from + line);
         else prefetch(from + AHEAD + line);
     }
 }

@@ -46,14 +46,16 @@ ALWAYS float half_to_float(uint16_t half) {
 #define SETTLED(x) ((void)0) /* where registers suffice */
 #endif
 
-/* Processors whose vectors say that they are Intel's: those with AMX, and those with AVX-VNNI but no AVX-512. They wait
- * least for memory that is fetched into the second level of the caches, and from there into the first. */
+/* Whether weights are fetched in two steps. Intel's processors wait less for memory then; those with AMX are Intel's, and
+ * so are those with AVX-VNNI but without AVX-512. */
 #if defined(__AMX_TILE__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-enum { INTEL = 1, FAR = 4096, NEAR = 1024 /* bytes ahead */ };
+enum { IN_TWO_STEPS = 1 };
 #else
-enum { INTEL = 0, FAR = 0, NEAR = 0 };
+enum { IN_TWO_STEPS = 0 };
 #endif
-ALWAYS void fetch_in_two_steps(const uint8_t *line) { prefetch_later(line + FAR), prefetch(line + NEAR); }
+
+/* Fetches the line 4 KB further on into the second level of the caches, and the line 1 KB further on into the first. */
+ALWAYS void fetch_in_two_steps(const uint8_t *line) { prefetch_later(line + 4096), prefetch(line + 1024); }
 
 /* e to the x, for x from -87 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. At -88 it is
  * 0. */
