@@ -212,7 +212,7 @@ class TieJudge:
         nothing = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
         scores = sampler.scores(logits[None, None, :vocab_size], nothing)
         if not params.temperature:
-            return scores[0, 0]
+            return scores[0, 0].float()
         noise = self._race.noise(key(row.seed, Stream.TOKEN, len(ids)))
         return sampler.probs(scores)[0, 0].log() - noise.log()
 

@@ -91,7 +91,7 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
         return match(chosen, draft) if draft.parents is None else Verdict(*match_tree(chosen, draft))
     if draft.parents is not None:
         raise UsageError(f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches")
-    scores = sampler.scores(logits, draft.tokens)
+    scores = sampler.scores(logits, draft.tokens).float()
     distributions = choice.distributions(sampler.probs(scores), scores, draft)
     if not isinstance(distributions, Distributions):
         raise UsageError(

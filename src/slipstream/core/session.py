@@ -154,7 +154,7 @@ class Session:
         batch, device = self._input_batch(rows, draft.tokens[:, :0], 1), self.backend.device
         segments, columns = list[TreeSegment](), list[list[int]]()
         tails = [token for tail in batch.missing for token in tail]
-        # a row's input is what its cache lacks, then its nodes: as indices into the draft followed by all tails
+        # a row's input is what its cache lacks, then its nodes: as indices into the draft followed by all tails and a 0
         inputs, next_tail = list[int](), draft.tokens.numel()
         for slot, (row, tail, parents) in enumerate(zip(rows, batch.missing, draft.parents, strict=True)):
             segments += segments_of(slot, batch.starts[slot], len(row.tokens), parents)
@@ -162,14 +162,18 @@ class Session:
             columns.append([min(root + i, root + len(parents)) for i in range(draft.width + 1)])
             inputs += [*range(next_tail, next_tail + len(tail)), *range(first_node, first_node + len(parents))]
             next_tail += len(tail)
-        tokens = torch.cat([draft.tokens.flatten().to(device), torch.tensor(tails, dtype=torch.int64).to(device)])
+        total = self.shapes.tree_total_for(len(inputs), len(rows)) or len(inputs)
+        inputs += [next_tail] * (total - len(inputs))
+        tokens = torch.cat([draft.tokens.flatten().to(device), torch.tensor([*tails, 0]).to(device)])
         tokens = tokens[torch.tensor(inputs, device=device)]
         if self.table.audit:
             self._audit_tree(batch, tokens.tolist(), draft.lengths)
-        total = self.shapes.tree_total_for(len(inputs), len(rows)) or len(inputs)
-        tokens = self.table.clamp_to_vocabulary(torch.cat([tokens, tokens.new_zeros(total - len(inputs))]))
+        tokens = self.table.clamp_to_vocabulary(tokens)
         logits = self.backend.forward_tree(tokens, segments, widths=self.shapes.widths)
         self.table.note_cached(rows, chain_lengths(draft), draft.lengths)
+        first, last = columns[0][0], columns[-1][-1]
+        if len(rows) == 1 and last - first == draft.width:  # without a copy
+            return logits[None, first : last + 1]
         return logits[torch.tensor(columns, device=device)]
 
     def _audit_tree(self, batch: InputBatch, tokens: list[int], lengths: Sequence[int]) -> None:

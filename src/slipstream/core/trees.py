@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from slipstream.core.rounds import chain_end, depths, num_consecutive
+from slipstream.core.rounds import chain_end, num_consecutive
 from slipstream.core.types import Draft
 from slipstream.errors import UsageError
 
@@ -121,23 +121,23 @@ def check_parents(draft: Draft, drafter: str) -> None:
 def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     """Sample and match: walk from the root to the child that the target chose, while there is one.
 
-    choice: [B, K + 1], the target's choice after the root and after each node. Exact for any tree, as for a chain:
-    every committed token is the target's choice at its position. Returns how many nodes are accepted [B], the target's
-    choice after them [B], and the nodes [B, D].
+    choice: [B, K + 1], the target's choice after the root and after each node of an arranged tree. Exact for any tree,
+    as for a chain: every committed token is the target's choice at its position. Returns how many nodes are accepted
+    [B], the target's choice after them [B], and the nodes [B, K].
     """
     assert draft.parents is not None
-    device, width = choice.device, draft.width
-    padded = [[*row, *[width] * (width - len(row))] for row in draft.parents]  # padding is nobody's child
-    parents = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
-    node = torch.full((len(padded), 1), -1, dtype=torch.int64, device=device)
-    accepted, walking, path = torch.zeros_like(node), torch.ones_like(node, dtype=torch.bool), []
-    for _ in range(1 + max(max(depths(row), default=-1) for row in draft.parents)):
-        children = (parents == node) & (draft.tokens == choice.gather(1, node + 1)) & walking
-        walking = children.any(1, keepdim=True)
-        node = torch.where(walking, children.long().argmax(1, keepdim=True), node)
-        accepted = accepted + walking
-        path.append(node)
-    return accepted[:, 0], choice.gather(1, node + 1)[:, 0], torch.cat(path, 1)
+    # waits for the device, as the commit would next; a walk there would be some kernels for each level
+    table = torch.cat([choice, draft.tokens], 1).tolist()
+    lines = []
+    for line, parents in zip(table, draft.parents, strict=True):
+        node, path = -1, list[int]()
+        for child, parent in enumerate(parents):  # children stand behind their parents
+            if parent == node and line[draft.width + 1 + child] == line[node + 1]:
+                node = child
+                path.append(child)
+        lines.append([len(path), line[node + 1], *path, *[-1] * (draft.width - len(path))])
+    walked = torch.tensor(lines).to(choice.device, non_blocking=True)
+    return walked[:, 0], walked[:, 1], walked[:, 2:]
 
 
 def _order(parents: Sequence[int]) -> list[int]:

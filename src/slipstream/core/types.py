@@ -97,6 +97,8 @@ class Draft:
     @staticmethod
     def where(chosen: Sequence[bool], first: Draft, second: Draft) -> Draft:
         """Row by row, `first` where chosen[i], else `second`; the steps are those of both."""
+        if len(set(chosen)) == 1:
+            return replace(first if chosen[0] else second, steps=first.steps + second.steps)
         width = max(first.width, second.width)
         mask = torch.tensor(chosen).to(first.tokens.device, non_blocking=True)
 

@@ -60,13 +60,14 @@ class Sampler:
             processor.advance(row, tokens)
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
-        """Logits after all logits processors, float32. logits: [B, J, V]; draft: [B, >= first + J - 1].
+        """Logits after all logits processors, float32; without any, as they are. logits: [B, J, V].
 
-        guess: the draft may yet be cut into other tokens; without the processors that may fail at one.
+        draft: [B, >= first + J - 1]. guess: it may yet be cut into other tokens; without the processors that may fail
+        at one.
         """
         processors = [processor for processor in self._processors if not (guess and processor.may_fail)]
         if not processors:
-            return logits.float()
+            return logits
         scores = logits.to(torch.float32, copy=True)
         for processor in processors:
             processor.apply(scores, draft, first)
@@ -74,6 +75,7 @@ class Sampler:
 
     def probs(self, scores: Tensor) -> Tensor:
         """The distribution at each position, float32 [B, J, V]: one-hot for greedy rows."""
+        scores = scores.float()
         if self.all_greedy:
             return _one_hot(scores)
         blocks = list(self._blocks(scores.shape[1]))
@@ -92,9 +94,10 @@ class Sampler:
         """
         if self.plain:
             return argmax(logits)
-        scores = logits
-        if self._processors:
-            scores = self.scores(logits, draft.tokens) if draft.parents is None else self._node_scores(logits, draft)
+        if draft.parents is not None and self._processors:
+            scores = self._node_scores(logits, draft)
+        else:
+            scores = self.scores(logits, draft.tokens)
         chosen = (self._choose_on_path if self.device.type == "cpu" else self._choose_everywhere)(scores, draft)
         if draft.parents is not None and self.failures:
             self._follow(chosen.tolist(), draft)
@@ -216,6 +219,7 @@ class Sampler:
             return self.race.leaders(scores, self._temperatures, None, count)
         for warp, rows in self._groups:
             if warp.options.removes_tokens:
+                scores = scores.float()
                 scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
         bits = self.race.bits(words([self._token_key(row, first) for row in range(len(self.rows))]))
         return self.race.leaders(scores, self._temperatures, bits, count)

@@ -235,7 +235,7 @@ class CrossVocabularyDrafter:
         scores = torch.empty_like(logits, dtype=torch.float32)
         for offset in sorted(set(offsets)):
             rows = [i for i, row_offset in enumerate(offsets) if row_offset == offset]
-            scores[rows] = sampler.scores(logits, drafted, first=offset, guess=True)[rows]
+            scores[rows] = sampler.scores(logits, drafted, first=offset, guess=True)[rows].float()
         return scores
 
 

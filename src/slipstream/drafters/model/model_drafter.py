@@ -248,7 +248,7 @@ class ModelDrafter:
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
         probs = distributions[-1][:, 0]
         if bool(greedy.any()):  # softmax gives NaN where a constraint allows no token
-            probs = torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), probs)
+            probs = torch.where(greedy[:, None], scores.float().softmax(-1).nan_to_num(0.0), probs)
         return first, probs.gather(1, first)
 
     def _fit(self, logits: Tensor) -> Tensor:

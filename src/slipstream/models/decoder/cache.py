@@ -21,6 +21,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,32 +74,35 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     """The rows of a forward of `total` tokens; those after the last segment continue it."""
     counts = [segment.count for segment in segments]
     written = [*counts[:-1], total - sum(counts[:-1])]
-    rows, positions, places = list[int](), list[int](), list[int]()
+    branched, positions, places = list[int](), list[int](), list[int]()
     forks, begins, paths = [NOWHERE] * len(segments), [0] * len(segments), list[int]()
     for row, (segment, count) in enumerate(zip(segments, written, strict=True)):
         if segment.place != segment.start:
             begin = segment.start - len(segment.detour)
             detour_places = [*segment.detour, *range(segment.place, segment.place + segment.count)]
-            rows += [row] * len(detour_places)
+            branched += [row] * len(detour_places)
             positions += range(begin, begin + len(detour_places))
             places += detour_places
             forks[row], begins[row] = begin, len(paths)
             paths += [*segment.detour, *range(segment.place, segment.place + count)]
-    row_of_token = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
-    column = torch.arange(total) - torch.tensor([0, *accumulate(counts)][:-1])[row_of_token]
-    place = torch.tensor([segment.place for segment in segments])[row_of_token] + column
-    slots = torch.tensor([segment.slot for segment in segments])
-    parts = slots, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions), torch.tensor(places)
-    own_slots, own_rows, moved_positions, moved_places = (part.to(device=device, dtype=torch.int64) for part in parts)
-    cells, into = (row_of_token.to(device), column.to(device)), (slots[row_of_token].to(device), place.to(device))
-    forked = (
-        torch.tensor(forks)[row_of_token],
-        torch.tensor(begins)[row_of_token],
-        torch.tensor(paths, dtype=torch.int64),
-    )
+    both = zip(segments, forks, begins, strict=True)
+    of_rows = torch.tensor([(segment.slot, segment.place, fork, begin) for segment, fork, begin in both])
+    rows, columns = _rows_and_columns(written)
+    slots, first_places, fork, beginning = of_rows[rows].T.contiguous()
+    cells, into = (rows.to(device), columns.to(device)), (slots.to(device), (first_places + columns).to(device))
+    moved = torch.tensor([branched, positions, places], dtype=torch.int64).to(device)
     last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last
-    return TreeRows(own_slots, own_rows, moved_positions, moved_places, cells, into, *forked, reach)
+    own_slots = of_rows[:, 0].to(device)
+    path = torch.tensor(paths, dtype=torch.int64)
+    return TreeRows(own_slots, *moved, cells, into, fork, beginning, path, reach)
+
+
+def _rows_and_columns(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of each token, which of the rows of counts[0], counts[1], ... tokens it belongs to, and its place in it."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    column = np.arange(len(row)) - np.array([0, *accumulate(counts)])[row]
+    return torch.from_numpy(row), torch.from_numpy(column)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -290,10 +294,12 @@ class SlotCache(Cache):
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """Move the keys and values at these places of a slot to `start` and the positions behind it."""
+        index = None
         for layer in self._stored:
             if layer.keys is not None:
-                for cached in (layer.keys, layer.values):
-                    cached[slot, :, start : start + len(places)] = cached[slot, :, list(places)]
+                index = torch.tensor(places, device=layer.keys.device) if index is None else index
+                for cached in (layer.keys[slot], layer.values[slot]):
+                    cached[:, start : start + len(places)] = cached.index_select(1, index)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""
@@ -405,8 +411,7 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     first = [0, *accumulate(counts)][:-1]
     written = [*counts[:-1], total - first[-1]]
     starts = torch.tensor([segment.start for segment in segments])
-    row = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
-    column = torch.arange(total) - torch.tensor(first)[row]
+    row, column = _rows_and_columns(written)
     slots, positions = torch.tensor([segment.slot for segment in segments])[row], starts[row] + column
     last = max(segment.start + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last

@@ -231,5 +231,4 @@ def all_scores(drafted: Tensor, token_ids: Tensor | None, vocab_size: int) -> Te
     if token_ids is None:
         return drafted[..., :vocab_size]
     scores = drafted.new_full((*drafted.shape[:-1], vocab_size), float("-inf"))
-    scores[..., token_ids] = drafted
-    return scores
+    return scores.index_copy_(-1, token_ids, drafted)
