@@ -19,7 +19,8 @@ class Sampler(Protocol):
     race: Race
     device: torch.device
     all_greedy: bool  # every row decodes greedily
-    plain: bool  # and nothing else changes its logits
+    edits: bool  # bias, penalties or processors change a row's logits
+    plain: bool  # every row decodes greedily, and nothing changes its logits
     branching: bool  # no row brings processors of its own, so that a tree can be chosen from
 
     @property
@@ -45,9 +46,9 @@ class Sampler(Protocol):
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
 
-    def leaders(self, scores: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def leaders(self, scores: Tensor, first: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[B, count] the tokens that lead in the race of position `first` if these are the target's scores [B, V], the
-        likeliest ones in greedy rows, and [B, count] their shares of it."""
+        likeliest ones in greedy rows, and [B, count] their shares of it. token_ids: as in `PartialVocabulary`."""
 
     def draw_at(self, probs: Tensor, offsets: Tensor, width: int) -> Tensor:
         """[B] one token per row from probs [B, V], at offsets[i] <= width positions after row i's tokens."""
@@ -181,6 +182,16 @@ class PromptLogits(Protocol):
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
         """As `forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
+
+
+@runtime_checkable
+class PartialVocabulary(Protocol):
+    """Optional capability of a draft model's backend: it scores a part of the vocabulary.
+
+    token_ids: [N], ascending, on the backend's device: the tokens of the logits that `forward` returns; None for all.
+    """
+
+    token_ids: Tensor | None
 
 
 @runtime_checkable

@@ -125,33 +125,48 @@ class Race:
         """What `draw` makes of the distribution of scores [V], if something cheaper than that tells for certain."""
         return None
 
-    def speeds(self, probs: Tensor, bits: Tensor) -> Tensor:
-        """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`."""
+    def speeds(self, probs: Tensor, bits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`.
+
+        token_ids: [V] of the probabilities; None for 0, 1, 2, ...
+        """
+        steps = self._steps if token_ids is None else self._steps[token_ids]
         if probs.device.type == "cpu":
             possible = np.flatnonzero(probs.detach().numpy() > 0)
             if len(possible) * SPARSE < probs.numel():
                 index, flat = torch.from_numpy(possible), probs.new_zeros(probs.numel())
-                noise = _exponential(self._steps[index % probs.shape[1]] + bits[index // probs.shape[1]])
+                noise = _exponential(steps[index % probs.shape[1]] + bits[index // probs.shape[1]])
                 flat[index] = probs.reshape(-1)[index] / noise
                 return flat.view_as(probs)
-        return probs / _exponential(self._steps + bits[:, None])
+        return probs / _exponential(steps + bits[:, None])
 
-    def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    def leaders(
+        self,
+        scores: Tensor,
+        temperatures: Tensor,
+        bits: Tensor | None,
+        count: int,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The `count` fastest tokens of each row, the fastest first, and each one's share of the sum of all speeds.
 
         scores: [N, V], of which softmax(scores / temperature) is the distribution. temperatures: [N]; a race at 0 has
-        no noise, and its speeds are softmax(scores). bits: [N] keys, None if all are without noise. Both [N, count].
+        no noise, and its speeds are softmax(scores). bits: [N] keys, None if all are without noise. token_ids: [V] of
+        the scores; None for 0, 1, 2, ... Both [N, count].
         """
         is_noisy = temperatures[:, None] > 0
         warped = scores.float() / torch.where(is_noisy, temperatures[:, None].clamp(min=1e-30), 1.0)
         probs = warped.softmax(-1).nan_to_num_(0.0)
-        speeds = remaining = probs if bits is None else torch.where(is_noisy, self.speeds(probs, bits), probs)
+        speeds = remaining = probs
+        if bits is not None:
+            speeds = remaining = torch.where(is_noisy, self.speeds(probs, bits, token_ids), probs)
         tokens = [argmax(speeds)]
         for _ in range(1, count):
             remaining = remaining.scatter(1, tokens[-1][:, None], -1.0)  # below impossible tokens
             tokens.append(argmax(remaining))
         leaders = torch.stack(tokens, 1)
-        return leaders, speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+        shares = speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+        return leaders if token_ids is None else token_ids[leaders], shares
 
     def bits(self, keys: Words) -> Tensor:
         """Keys as an int64 tensor on the race's device, sent without waiting for the device."""

@@ -40,7 +40,8 @@ class Sampler:
         self._token_seeds = [key(row.seed, Stream.TOKEN) for row in self.rows]
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in processors if processor.active]
-        self.plain = self.all_greedy and not self._processors
+        self.edits = bool(self._processors)
+        self.plain = self.all_greedy and not self.edits
         self.branching = not any(processor.may_fail for processor in self._processors)
 
     @property
@@ -94,7 +95,7 @@ class Sampler:
         """
         if self.plain:
             return argmax(logits)
-        if draft.parents is not None and self._processors:
+        if draft.parents is not None and self.edits:
             scores = self._node_scores(logits, draft)
         else:
             scores = self.scores(logits, draft.tokens)
@@ -209,20 +210,20 @@ class Sampler:
         keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
-    def leaders(self, scores: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def leaders(self, scores: Tensor, first: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The tokens that lead in the race of position `first` and their shares of it, [B, count] both.
 
         The first is the target's own token if its scores are these, [B, V]. Greedy rows have no noise: their likeliest
-        tokens lead, and the shares are probabilities.
+        tokens lead, and the shares are probabilities. token_ids: [V] of the scores; None for 0, 1, 2, ...
         """
         if self.all_greedy:
-            return self.race.leaders(scores, self._temperatures, None, count)
+            return self.race.leaders(scores, self._temperatures, None, count, token_ids)
         for warp, rows in self._groups:
             if warp.options.removes_tokens:
                 scores = scores.float()
                 scores = scores.index_copy(0, rows, warp(scores[rows]).log_().mul_(warp.options.temperature))
         bits = self.race.bits(words([self._token_key(row, first) for row in range(len(self.rows))]))
-        return self.race.leaders(scores, self._temperatures, bits, count)
+        return self.race.leaders(scores, self._temperatures, bits, count, token_ids)
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
         """One token per row from distributions [B, V] -> [B], `offsets[i]` positions after row i's committed tokens.

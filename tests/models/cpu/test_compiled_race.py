@@ -109,6 +109,21 @@ def test_leaders_and_their_shares_are_nearly_those_of_the_race(
         assert torch.equal(tokens[clear, 0], expected_tokens[clear, 0]) and int(clear.sum()) > ROWS // 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_that_are_given_alone_race_as_they_do_among_impossible_ones(temperature: float) -> None:
+    token_ids = torch.arange(3, VOCAB, 3)
+    some = distributions(3.0).log()[:, token_ids]
+    every = torch.full((ROWS, VOCAB), float("-inf")).index_copy(1, token_ids, some)
+    for either in (compiled(), Race(VOCAB, CPU)):
+        bits, temperatures = either.bits(words(keys(1))), torch.full((ROWS,), temperature)
+        tokens, shares = either.leaders(some, temperatures, bits, 2, token_ids)
+        expected_tokens, expected_shares = either.leaders(every, temperatures, bits, 2)
+        assert torch.equal(tokens, expected_tokens)
+        torch.testing.assert_close(shares, expected_shares)
+        before, _ = either.leaders(some, temperatures, bits, 2, token_ids - 1)
+        assert (temperature == 0) == torch.equal(before + 1, tokens)  # noise is the token's, not the place's
+
+
 def test_leaders_of_a_race_that_nobody_can_win_have_no_share() -> None:
     for race_of_nobody in (compiled(), Race(VOCAB, CPU)):
         for nothing in (float("-inf"), float("nan")):

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Drafter, DraftScorer, Extender, Sampler
+from slipstream.core.interfaces import Drafter, DraftScorer, Extender, PartialVocabulary, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Stream, argmax
 from slipstream.core.rounds import MODEL, RowDraft
@@ -27,6 +27,7 @@ from slipstream.draft_length.planner import Planner
 from slipstream.drafters import Setup, load
 from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
+from slipstream.models.heads.network import all_scores
 
 MIN_DRAFT_PROB = 0.4  # of a draft so far, where drafts must depend on the row alone
 TRAITS = Traits(
@@ -141,6 +142,10 @@ class ModelDrafter:
     steps: int = MAX_DRAFT_TOKENS
     extender: Extender | None = None
 
+    def __post_init__(self) -> None:
+        backend = self.session.backend
+        self._token_ids = backend.token_ids if isinstance(backend, PartialVocabulary) else None
+
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
@@ -159,10 +164,11 @@ class ModelDrafter:
                 return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
         distributions = list[Tensor]()
+        token_ids = None if sampled or sampler.edits else self._token_ids  # of the scores
         chains = [DraftChain() for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
-            scores = self._fit(logits).to(sampler.device)
+            scores = (self._fit(logits) if token_ids is None else logits).to(sampler.device)
             if not sampler.plain:
                 scores = sampler.scores(scores, tokens[:, :j].to(sampler.device), first=j)
                 ends = _before_dead_ends(rows, scores[:, 0], ends, j)
@@ -172,7 +178,7 @@ class ModelDrafter:
                 distributions.append(sampler.probs(scores))
                 leaders, leader_chances = self._sampled(scores[:, 0], distributions, sampler)
             else:
-                leaders, leader_chances = self._leaders(scores, j, sampler, 1 + siblings)
+                leaders, leader_chances = self._leaders(scores, j, sampler, 1 + siblings, token_ids)
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
                 if isinstance(self.session, ParallelScorer):
@@ -226,13 +232,16 @@ class ModelDrafter:
         is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
         return min(self.steps, min(self.depth, length) if self.depth and is_cut_short else -(-length // width))
 
-    def _leaders(self, scores: Tensor, place: int, sampler: Sampler, count: int) -> tuple[Tensor, Tensor | None]:
+    def _leaders(
+        self, scores: Tensor, place: int, sampler: Sampler, count: int, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """A one-hot draft's next token and its runners-up [B, count], and the draft model's confidence in each.
 
-        None for the confidence where nothing needs it. scores: [B, 1, V] of the draft token at `place`.
+        None for the confidence where nothing needs it. scores: [B, 1, V] of the draft token at `place`. token_ids: [V]
+        of the scores; None for all.
         """
-        if self.stop is not None or count > 1:
-            return sampler.leaders(scores[:, 0], place, count)
+        if self.stop is not None or count > 1 or token_ids is not None:
+            return sampler.leaders(scores[:, 0], place, count, token_ids)
         return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place)), None
 
     def _sampled(
@@ -252,6 +261,9 @@ class ModelDrafter:
         return first, probs.gather(1, first)
 
     def _fit(self, logits: Tensor) -> Tensor:
+        """[..., V] of the target's vocabulary: tokens that the draft model cannot propose are impossible."""
+        if self._token_ids is not None:
+            return all_scores(logits, self._token_ids, self.vocab_size)
         extra = self.vocab_size - logits.shape[-1]
         if extra <= 0:
             return logits[..., : self.vocab_size]

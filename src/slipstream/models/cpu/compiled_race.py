@@ -43,15 +43,23 @@ class CompiledRace(Race):
         pairs = zip(probs.detach().float().contiguous(), bits.tolist(), strict=True)
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
 
-    def leaders(self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    def leaders(
+        self,
+        scores: Tensor,
+        temperatures: Tensor,
+        bits: Tensor | None,
+        count: int,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if count > 2 or scores.dtype not in DTYPES:
-            return super().leaders(scores, temperatures, bits, count)
+            return super().leaders(scores, temperatures, bits, count, token_ids)
         rows, is_bfloat16 = scores.contiguous(), scores.dtype == torch.bfloat16
         tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2)
         keys = [0] * len(rows) if bits is None else bits.tolist()
+        ids = None if token_ids is None else address(token_ids)
         for i, (temperature, key) in enumerate(zip(temperatures.tolist(), keys, strict=True)):
             row, results = address(rows[i]), (address(tokens[i]), address(shares[i]))
-            self._library.race_leaders(row, is_bfloat16, rows.shape[1], temperature, key, *results)
+            self._library.race_leaders(row, is_bfloat16, rows.shape[1], ids, temperature, key, *results)
         return tokens[:, :count], shares[:, :count]
 
     def _winner(self, probs: Tensor, bits: int) -> int:

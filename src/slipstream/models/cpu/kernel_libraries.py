@@ -81,7 +81,7 @@ SIGNATURES = {
     "compress_weights": "pnnpppp",
     "multiply": "ppnpp",
     "race_contenders": "pnnp>n",
-    "race_leaders": "pnnfnpp",
+    "race_leaders": "pnnpfnpp",
     "race_winner": "pnnnfnffpp>n",
     "advance": "ppnpppp",
     # blocks

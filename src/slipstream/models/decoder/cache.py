@@ -90,12 +90,12 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     rows, columns = _rows_and_columns(written)
     slots, first_places, fork, beginning = of_rows[rows].T.contiguous()
     cells, into = (rows.to(device), columns.to(device)), (slots.to(device), (first_places + columns).to(device))
-    moved = torch.tensor([branched, positions, places], dtype=torch.int64).to(device)
+    moved, positions_of, places_of = torch.tensor([branched, positions, places], dtype=torch.int64).to(device)
     last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last
     own_slots = of_rows[:, 0].to(device)
     path = torch.tensor(paths, dtype=torch.int64)
-    return TreeRows(own_slots, *moved, cells, into, fork, beginning, path, reach)
+    return TreeRows(own_slots, moved, positions_of, places_of, cells, into, fork, beginning, path, reach)
 
 
 def _rows_and_columns(counts: Sequence[int]) -> tuple[Tensor, Tensor]:

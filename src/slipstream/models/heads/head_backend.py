@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.network import HeadNetwork, Network, all_scores, grouped_attention
+from slipstream.models.heads.network import HeadNetwork, Network, grouped_attention
 
 if TYPE_CHECKING:
     from slipstream.models.heads.compiled_layer import CompiledLayer
@@ -46,7 +46,7 @@ class HeadBackend(FeatureReader):
             from slipstream.models.heads.compiled_layer import compiled_layer  # it imports transformers
 
             self._compiled = compiled_layer(network)
-        self._token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
+        self.token_ids = None if config.token_ids is None else config.token_ids.to(self.device)
 
     def reserve(self, rows: int, length: int) -> None:
         slots, _, positions, _ = self._keys.shape
@@ -81,7 +81,8 @@ class HeadBackend(FeatureReader):
         place.write(self._outputs, self.network.returned(outputs)[:, None])
         if not logits:
             return outputs.new_empty(0)
-        return all_scores(self.network.draft_logits(outputs), self._token_ids, self.vocab_size)
+        drafted = self.network.draft_logits(outputs)
+        return drafted if self.token_ids is not None else drafted[..., : self.vocab_size]
 
     def _layer_compiled(self, compiled: CompiledLayer, place: _Place, tokens: Tensor, entered: Tensor) -> Tensor:
         residual, heads = compiled.network.project(tokens, entered)

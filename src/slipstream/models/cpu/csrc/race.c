@@ -155,9 +155,10 @@ int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uin
 }
 
 /* Writes the two tokens that lead in a race over softmax(scores / temperature), and their shares of all speeds; at
- * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float. */
-void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float temperature, uint64_t key,
-                  int64_t *leaders, float *shares) {
+ * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float.
+ * ids: of the tokens that the scores are of; NULL for 0, 1, 2, ... */
+void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, const int64_t *ids, float temperature,
+                  uint64_t key, int64_t *leaders, float *shares) {
     float sums[AT_ONCE] = {0}, speeds[AT_ONCE], first = 0, second = 0;
     float best = highest_score(scores, is_bfloat16, tokens);
     if (best == -INFINITY) best = 0; /* no token is possible */
@@ -173,7 +174,7 @@ void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float
         }
         for (int64_t i = 0; i < count; i++) speeds[i] = power(speeds[i]);
         for (int64_t i = 0; temperature > 0 && i < count; i++) {
-            float u = ((float)(int32_t)(word(start + i, key) >> 41) + 0.5f) * 0x1p-23f;
+            float u = ((float)(int32_t)(word(ids ? ids[start + i] : start + i, key) >> 41) + 0.5f) * 0x1p-23f;
             speeds[i] /= exponential(u);
         }
         for (int64_t i = 0; i < count; i++) any |= speeds[i] > second;
@@ -189,6 +190,7 @@ void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, float
     }
     double sum = 0;
     for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i];
+    for (int i = 0; ids && i < 2; i++) leaders[i] = ids[leaders[i]];
     shares[0] = first > IMPOSSIBLE ? first / (float)sum : 0;
     shares[1] = second > IMPOSSIBLE ? second / (float)sum : 0;
 }
