@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from slipstream.models.cpu.compiled_norm import CompiledNorm, compiled_norm
+
 Linear = Callable[[Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -126,6 +128,7 @@ class HeadLayers:
         """norm: any of the head's, for its type and its device."""
         self.config, self.dtype, self.device = config, norm.dtype, norm.device
         self._cosines, self._sines = rotations(config, norm.dtype, norm.device)
+        self._norms: dict[int, tuple[Tensor, CompiledNorm | None]] = {}  # by the identity of their weights
 
     def _finish(
         self, weights: LayerWeights, residual: Tensor, heads: Tensor, positions: Tensor, attend: Attend
@@ -144,7 +147,12 @@ class HeadLayers:
         return hidden + weights.down(silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return rms_norm(x, x.shape[-1:], weight, self.config.eps)
+        if weight is None:
+            return rms_norm(x, x.shape[-1:], None, self.config.eps)
+        if id(weight) not in self._norms:
+            self._norms[id(weight)] = weight, compiled_norm(weight, self.config.eps)
+        _, compiled = self._norms[id(weight)]
+        return rms_norm(x, x.shape[-1:], weight, self.config.eps) if compiled is None else compiled(x)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [B, heads, W, D] at positions [B, W]."""

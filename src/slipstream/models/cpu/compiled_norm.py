@@ -1,0 +1,35 @@
+"""RMSNorm by the kernels, for draft heads: PyTorch's is eight operators, which take longer than a short step's sums."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cpu.kernel_libraries import address, kernels
+from slipstream.models.cpu.structs import LANES, NormStruct
+
+
+class CompiledNorm:
+    """RMSNorm over the last dimension of bfloat16 numbers."""
+
+    def __init__(self, weight: Tensor, eps: float, library: Any) -> None:
+        self._weight, self._library = weight.float().contiguous(), library  # the struct has only its address
+        self._struct = NormStruct(address(self._weight), eps, 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same."""
+        rows, size = x.contiguous(), len(self._weight)
+        out = torch.empty_like(rows)
+        pointers = address(rows), rows.numel() // size, size, address(out)
+        self._library.normalise_tokens(ctypes.addressof(self._struct), *pointers)
+        return out
+
+
+def compiled_norm(weight: Tensor, eps: float) -> CompiledNorm | None:
+    """The compiled form of a norm with this weight [size]; None where it is not the kernels'."""
+    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
+    library = kernels() if fits and not weight.requires_grad else None
+    return None if library is None else CompiledNorm(weight, eps, library)
