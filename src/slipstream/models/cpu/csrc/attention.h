@@ -19,6 +19,7 @@ enum {
     QUERIES = 48,         /* of a group, at most, unless one token has more */
     TOGETHER = 4,         /* queries whose products are computed side by side */
     UNITS = 8,            /* of work per thread: where there are as many without that, no text is shared out */
+    LOADED = 2,           /* queries that take as long as keys and values take to be loaded for a group */
     MOST_SUMS = 1 << 22   /* numbers of stretches' sums that are kept, at most: 16 MB; more are joined by one thread */
 };
 
@@ -269,9 +270,45 @@ static void write_token(const struct attention *of, int64_t t) {
     }
 }
 
+/* Groups of at most so many tokens; returns how many. */
+static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_t tokens, int64_t most, struct group *groups) {
+    int64_t count = 0, before = 0, sums_before = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+        int follows = t && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1 &&
+                      (!m->forks || (m->forks[t] == m->forks[t - 1] && m->begins[t] == m->begins[t - 1]));
+        if (count && groups[count - 1].count < most && follows) groups[count - 1].count++;
+        else groups[count++] = (struct group){t, 1, 0, 0, 0, 0};
+    }
+    for (struct group *group = groups; group < groups + count; group++) {
+        int64_t first = m->positions[group->token], last = first + group->count - 1;
+        first = m->window && first >= m->window ? first - m->window + 1 : 0;
+        group->stretch = first / STRETCH, group->stretches = last / STRETCH + 1 - group->stretch;
+        group->before = before, group->sums_before = sums_before;
+        before += group->stretches;
+        sums_before += group->count * layer->heads * group->stretches * sums_of(layer->size);
+    }
+    return count;
+}
+
+/* Groups the tokens, into smaller groups where few large ones would leave threads without work. */
+static void begin_attention(struct attention *of, int64_t threads) {
+    const layer_type *layer = of->layer;
+    int64_t shared = layer->key_heads, repeats = layer->heads / shared, most = QUERIES / repeats > 1 ? QUERIES / repeats : 1;
+    int64_t count = group_tokens(layer, of->cache, of->tokens, most, of->groups), largest = 1, best = most, shortest = INT64_MAX;
+    int64_t units = (of->groups[count - 1].before + of->groups[count - 1].stretches) * shared;
+    for (int64_t i = 0; i < count; i++) largest = of->groups[i].count > largest ? of->groups[i].count : largest;
+    for (int64_t parts = 1; parts <= largest && units * parts < UNITS * threads; parts++) {
+        int64_t tokens = (largest + parts - 1) / parts, time = (units * parts + threads - 1) / threads * (LOADED + tokens * repeats);
+        if (time < shortest) best = tokens, shortest = time;
+    }
+    of->count = best < largest ? group_tokens(layer, of->cache, of->tokens, best, of->groups) : count;
+    for (int64_t i = 0; i < of->count * shared; i++) atomic_init(of->done + i, 0);
+}
+
 static void attend_in_team(const struct member *me, void *given) {
     struct attention *of = given;
     int64_t shared = of->layer->key_heads, end = share_of(me, of->tokens, me->number + 1);
+    if (me->number == 0) begin_attention(of, me->count);
     for (int64_t t = share_of(me, of->tokens, me->number); t < end; t++) write_token(of, t);
     wait_for_team(me);
     if (!of->sums || of->count * shared >= UNITS * me->count) {
@@ -301,34 +338,12 @@ static int64_t attention_bytes(const layer_type *layer, int64_t tokens, int64_t 
     return sums_kept(layer, tokens, length) * (int64_t)sizeof(float) + (of_groups + 63) / 64 * 64;
 }
 
-static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_t tokens, struct group *groups) {
-    int64_t most = QUERIES * layer->key_heads / layer->heads > 1 ? QUERIES * layer->key_heads / layer->heads : 1;
-    int64_t count = 0, before = 0, sums_before = 0;
-    for (int64_t t = 0; t < tokens; t++) {
-        int follows = t && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1 &&
-                      (!m->forks || (m->forks[t] == m->forks[t - 1] && m->begins[t] == m->begins[t - 1]));
-        if (count && groups[count - 1].count < most && follows) groups[count - 1].count++;
-        else groups[count++] = (struct group){t, 1, 0, 0, 0, 0};
-    }
-    for (struct group *group = groups; group < groups + count; group++) {
-        int64_t first = m->positions[group->token], last = first + group->count - 1;
-        first = m->window && first >= m->window ? first - m->window + 1 : 0;
-        group->stretch = first / STRETCH, group->stretches = last / STRETCH + 1 - group->stretch;
-        group->before = before, group->sums_before = sums_before;
-        before += group->stretches;
-        sums_before += group->count * layer->heads * group->stretches * sums_of(layer->size);
-    }
-    return count;
-}
-
 /* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
  * `project_qkv_rope` makes them -> out [tokens][heads][size]. space: `attention_bytes`. */
 void attend(const layer_type *layer, const cache_type *m, const number *heads, int64_t tokens, number *out, void *space) {
     int64_t kept = sums_kept(layer, tokens, m->length);
     struct group *groups = (struct group *)((float *)space + kept);
-    int64_t count = group_tokens(layer, m, tokens, groups);
     _Atomic int64_t *done = (_Atomic int64_t *)(groups + tokens);
-    for (int64_t i = 0; i < count * layer->key_heads; i++) atomic_init(done + i, 0);
-    struct attention attention = {layer, m, heads, tokens, count, out, groups, kept ? space : NULL, done, 0};
+    struct attention attention = {layer, m, heads, tokens, 0, out, groups, kept ? space : NULL, done, 0};
     in_team(attend_in_team, &attention);
 }
