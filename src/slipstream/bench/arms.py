@@ -108,10 +108,17 @@ def _length(text: str, spelled: str | None) -> int | str | None:
 def reference_of(arms: Sequence[Arm], name: str | None) -> str:
     """The arm that speed-ups refer to: the one named, else plain decoding, else the first."""
     names = [arm.name for arm in arms]
-    if name is not None and name not in names:
+    if name is None:
+        return PLAIN if PLAIN in names else names[0]
+    check_reference(name, names)
+    return name
+
+
+def check_reference(name: str, names: Sequence[str]) -> None:
+    """Refuse a reference that is not among the arms of these names."""
+    if name not in names:
         near = did_you_mean(name, *names)
         raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}{near}")
-    return name or (PLAIN if PLAIN in names else names[0])
 
 
 def runs_in_batches(arm: Arm) -> bool:

@@ -65,7 +65,7 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         charts=_chart_rows(charts),
         time=_time(data),
         samples=_samples(data, tokenizer),
-        arms=arms_table(data.header),
+        arms=[(label(name), describe(name)) for name in data.header.settings.get("arms", [])],
         settings=settings_table(data.header),
         machine=machine_table(data.header),
         command=data.header.command,
@@ -258,11 +258,6 @@ def machine_table(header: Header) -> Rows:
     """What it was measured on: the machine, and the versions of Slipstream and the libraries it uses."""
     both = header.machine | header.versions
     return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
-
-
-def arms_table(header: Header) -> Rows:
-    """Each arm that was run, in one sentence."""
-    return [(label(name), describe(name)) for name in header.settings.get("arms", [])]
 
 
 def describe(name: str) -> str:

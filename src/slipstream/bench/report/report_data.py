@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.bench.arms import label, parse_arm
+from slipstream.bench.arms import check_reference, label, parse_arm
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
+from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
 from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError
 from slipstream.text.round_view import views
 from slipstream.tokenization.tokenizer import Tokenizer
 
@@ -74,9 +74,7 @@ def load(folder: Path) -> Data:
 def against(data: Data, reference: str) -> Data:
     """The runs summarised once more, with every speed-up referring to one arm."""
     names = list(data.references)
-    if reference not in names:
-        near = did_you_mean(reference, *names)
-        raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}{near}")
+    check_reference(reference, names)
     return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
 
 
@@ -99,9 +97,7 @@ def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | No
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
     over, under = upper[sampled].sum(axis=1), lower[sampled].sum(axis=1)
     defined = under > 0  # a resample of prompts for which nothing was drafted says nothing
-    tail = 50 * (1 - LEVEL)
-    low, high = np.percentile(over[defined] / under[defined], [tail, 100 - tail])
-    return Estimate(value, float(low), float(high))
+    return estimated(value, over[defined] / under[defined])
 
 
 def acceptance(runs: Sequence[Run]) -> Estimate | None:
