@@ -48,6 +48,7 @@ from slipstream.models.cpu.processor import (
 from slipstream.models.cpu.structs import check_layout
 from slipstream.models.notices import announce, warn_slower
 
+log = logging.getLogger("slipstream")
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DESCRIPTORS = Path("/proc/self/fd")
 CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -159,9 +160,6 @@ def _is_of_user(status: os.stat_result) -> bool:
     if not hasattr(os, "geteuid"):
         return True
     return status.st_uid in (os.geteuid(), ROOT) and not status.st_mode & OTHERS_MAY_WRITE
-
-
-log = logging.getLogger("slipstream")
 
 
 def switched_on() -> bool:
