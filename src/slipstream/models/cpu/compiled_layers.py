@@ -233,11 +233,10 @@ class BlockLayerOps(LayerCalls):
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
-        linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
-        self._linears, library = linears, linears[0].parts[0].library
+        self._products = linears = _linears(ops)  # the struct has only the addresses of the weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
-        super().__init__(ops, library, layer)
+        super().__init__(ops, linears[0].parts[0].library, layer)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:

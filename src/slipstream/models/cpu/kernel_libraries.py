@@ -41,7 +41,6 @@ from slipstream.models.cpu.processor import (
     NoKernelsError,
     Processor,
     compiler_flags,
-    isa_of,
     isas_of,
     processor,
 )
@@ -310,8 +309,8 @@ def _run(command: list[str]) -> None:
 
 
 def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
-    """The variants that can be used, best first. forced_isa: see `isa_of`, which raises the errors."""
-    best = isa_of(processor, forced_isa)
+    """The variants that can be used, best first. forced_isa: see `isas_of`, which raises the errors."""
+    best = isas_of(processor, forced_isa)[0]
     below = list(NEEDED)[list(NEEDED).index(best) :]
     allowed = [name for name in VARIANTS if name in below or (name == BFLOAT16 and "avx512" in below)]
     usable = [name for name in allowed if set(VARIANTS[name]) <= processor.flags and name != "plain"]
