@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from slipstream import drafters
 from slipstream.core.acceptance import load_rule
@@ -160,12 +159,3 @@ def label(name: str, *, temperature: bool = True) -> str:
     if temperature and arm.temperature is not None:
         parts.append("greedy" if arm.temperature == 0 else f"temperature {arm.temperature:g}")
     return ", ".join(parts)
-
-
-def local_time(text: str) -> str:
-    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
-    try:
-        moment = datetime.fromisoformat(text).astimezone()
-    except ValueError:
-        return text
-    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname()}"

@@ -11,21 +11,19 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from slipstream import drafters
-from slipstream.bench.arms import (
-    ASSISTED,
-    HF,
-    LLAMA,
-    LLAMA_LOOKUP,
-    LOOKUP,
-    TUNED,
-    label,
-    local_time,
-    parse_arm,
-)
+from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, TUNED, label, parse_arm
 from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, sample, sampled_texts
+from slipstream.bench.report.report_data import (
+    Data,
+    Sample,
+    acceptance,
+    efficiency,
+    local_time,
+    sample,
+    sampled_texts,
+)
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of

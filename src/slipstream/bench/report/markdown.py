@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.bench.arms import local_time
 from slipstream.bench.records import Header
-from slipstream.bench.report.report_data import Data, efficiency
+from slipstream.bench.report.report_data import Data, efficiency, local_time
 from slipstream.bench.result_tables import Cell, Row, Table, cell, markdown_table
 from slipstream.bench.summary import ArmSummary
 from slipstream.checks import counted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,12 @@ def sample(
     )
     spans = [(CSS_CLASSES[piece.kind], piece.text) for piece in pieces[:MAX_SAMPLE_TOKENS] if piece.text]
     return Sample(caption, (prompts or {}).get(run.prompts[row], ""), spans, len(pieces) > MAX_SAMPLE_TOKENS)
+
+
+def local_time(text: str) -> str:
+    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        return text
+    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname()}"
