@@ -40,8 +40,6 @@ __all__ = [
     "compare",
     "custom_generate",
 ]
-
-
 _HOMES = {
     "bench.comparison": ("compare",),
     "constraints.constraint": ("Constraint",),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -54,6 +55,13 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         near = did_you_mean(str(value), *allowed)
         raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
+
+
+def check_known(what: str, names: Iterable[object], allowed: Sequence[str]) -> None:
+    """Refuse the first of these names that is not allowed, and suggest the nearest. what: such as "unknown option"."""
+    for name in names:
+        if name not in allowed:
+            raise UsageError(f"{what} {name!r}; allowed: {', '.join(allowed)}{did_you_mean(str(name), *allowed)}")
 
 
 def arguments_named(owner: str, other_names: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -127,6 +135,22 @@ def why_unreadable(error: Exception) -> str:
         return "it is nested too deeply"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return reason[:1].lower() + reason[1:]
+
+
+def read_json(what: str, file: Path) -> Any:
+    """What a JSON file holds. what: of the file, for the message; raises `UsageError` if it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except UNREADABLE as error:
+        raise UsageError(f"{what} {str(file)!r} cannot be read: {why_unreadable(error)}") from error
+
+
+def save_json(what: str, file: Path, value: Any) -> None:
+    """Write a JSON file for people to read. what: as in `read_json`; raises `UsageError` if it cannot be written."""
+    try:
+        file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{what} {str(file)!r} cannot be written: {error.strerror}") from error
 
 
 def why_no_file(path: Path) -> str | None:

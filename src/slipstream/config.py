@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.checks import UNREADABLE, changed_repr, check_choice, check_whole, explained_fields, why_unreadable
+from slipstream.checks import changed_repr, check_choice, check_known, check_whole, explained_fields, read_json
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
-from slipstream.errors import UsageError, did_you_mean, setting
+from slipstream.errors import UsageError, setting
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -112,15 +112,10 @@ class DecoderConfig:
     @classmethod
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8-sig"))
-        except UNREADABLE as error:
-            raise UsageError(f"config file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
-        allowed = [f.name for f in fields(cls)]
-        if not isinstance(values, dict) or (unknown := [key for key in values if key not in allowed]):
-            what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"
-            near = did_you_mean(unknown[0], *allowed) if isinstance(values, dict) else ""
-            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(allowed)}{near}")
+        values, allowed = read_json("config file", path), [f.name for f in fields(cls)]
+        if not isinstance(values, dict):
+            raise UsageError(f"config file {str(path)!r} is not an object; allowed: {', '.join(allowed)}")
+        check_known(f"config file {str(path)!r} has the unknown key", values, allowed)
         return replace(defaults or cls(), **values)
 
 

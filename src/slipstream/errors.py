@@ -24,6 +24,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def with_class(error: BaseException) -> str:
+    """The class of an exception and the first line of its message."""
+    name, line = type(error).__name__, first_line(error)
+    return line if line == name else f"{name}: {line}"
+
+
 def did_you_mean(name: str, *allowed: str) -> str:
     """The end of a message: the allowed name that a wrong one is nearest to; nothing if none is near."""
     by_lower_case = {word.lower(): word for word in allowed}

@@ -34,7 +34,7 @@ def test_costs_are_interpolated_in_tokens() -> None:
     assert costs.forward(2, 2) == pytest.approx(12)
     assert costs.forward(3, 5) == pytest.approx(29)
     assert costs.forward(2.5, 3) == pytest.approx(0.75 * 14 + 0.25 * 26)
-    assert costs.round(3, 1, 2) == pytest.approx(2 * 4 + 11 + 1.5)
+    assert costs.plain(3, 1) + costs.drafting(3, 2) == pytest.approx(2 * 4 + 11 + 1.5)
     assert costs.batches == [2, 4] and costs.widest == 5
 
 
@@ -104,7 +104,7 @@ def test_the_roofline_has_two_sides() -> None:
     costs = paper_costs(1e9, 1e8, machine, batches=(1, 200), widths=range(1, 6))
     assert costs.forward(1, 5) == costs.forward(1, 1) == pytest.approx(2.0)
     assert costs.forward(200, 5) == pytest.approx(20.0)
-    assert costs.round(1, 5, 4) == pytest.approx(4 * 0.5 + 2.0 + 0.1)
+    assert costs.plain(1, 5) + costs.drafting(1, 4) == pytest.approx(4 * 0.5 + 2.0 + 0.1)
     assert best_length(costs, 0.8) > 0 == best_length(costs, 0.3, batch=200)
     assert paper_costs(1e9, 0, machine).draft_step[1] == 0
 

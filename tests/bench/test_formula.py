@@ -52,7 +52,7 @@ def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Cos
             chance *= share
         longest = max(proposed for _, proposed, _ in rows)
         tokens += chance * (1 + rows[0][2])
-        milliseconds += chance * costs.round(batch, longest + 1, longest)
+        milliseconds += chance * (costs.plain(batch, longest + 1) + costs.drafting(batch, longest))
     return tokens, milliseconds
 
 
@@ -98,7 +98,7 @@ def test_limits_of_acceptance(n: int, batch: int) -> None:
 def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, batch: int) -> None:
     costs, (low, high) = linear_costs(), sorted((one, two))
     assert predicted_speed_up(costs, low, n, batch) <= predicted_speed_up(costs, high, n, batch) + 1e-12
-    assert best_length(costs, low, 12, batch) <= best_length(costs, high, 12, batch)
+    assert best_length(costs, low, batch) <= best_length(costs, high, batch)
 
 
 @modest
@@ -118,8 +118,8 @@ def test_larger_batches_gain_less_where_tokens_cost(alpha: float, batch: int) ->
 def test_a_batch_waits_for_its_longest_proposal() -> None:
     costs = linear_costs()
     rare = Acceptance.by_position([0.5] * 4, [0.1] * 4)
-    alone, eight = (round_milliseconds(costs, rare, 4, b) - costs.round(b, 1, 0) for b in (1, 8))
-    full = [costs.round(b, 5, 4) - costs.round(b, 1, 0) for b in (1, 8)]
+    alone, eight = (round_milliseconds(costs, rare, 4, b) - (costs.plain(b, 1) + costs.drafting(b, 0)) for b in (1, 8))
+    full = [costs.plain(b, 5) + costs.drafting(b, 4) - (costs.plain(b, 1) + costs.drafting(b, 0)) for b in (1, 8)]
     assert alone / full[0] == pytest.approx(0.1)
     assert eight / full[1] == pytest.approx(1 - 0.9**8)
 

@@ -16,7 +16,7 @@ from slipstream.apps.cli.application import app
 from slipstream.apps.cli.measuring import command_line
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
-from slipstream.bench.arms import label, local_time
+from slipstream.bench.arms import label
 from slipstream.bench.records import Header, read_records
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
@@ -27,6 +27,7 @@ from slipstream.bench.report.report_data import (
     acceptance,
     acceptance_at,
     load,
+    local_time,
     restored,
     sample,
     sampled_texts,

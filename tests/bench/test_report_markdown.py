@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.apps import cli
-from slipstream.bench.arms import local_time
 from slipstream.bench.records import read_records
 from slipstream.bench.report.markdown import markdown
-from slipstream.bench.report.report_data import against, load
+from slipstream.bench.report.report_data import against, load, local_time
 from slipstream.bench.summary import summarise
 from slipstream.errors import UsageError
 from tests.support.toy_runs import fail, make

@@ -18,7 +18,6 @@ from slipstream.bench.tuning.search import (
     Candidate,
     Entry,
     Screened,
-    at_length,
     in_turn,
     predictable,
     search,
@@ -261,7 +260,3 @@ def test_every_family_comes_early() -> None:
     named = [Group((prompt,)) for prompt in name_prompts(builtin_prompts())]
     first = [group.family for group in in_turn(named)[:8]]
     assert len(set(first)) == 8 and sorted(g.ids[0] for g in in_turn(named)) == sorted(g.ids[0] for g in named)
-
-
-def test_a_length_is_set_without_touching_the_rest() -> None:
-    assert at_length(Candidate("model", None, "d"), 3) == Candidate("model", 3, "d")

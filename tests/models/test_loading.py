@@ -467,7 +467,7 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
             weight.copy_(torch.randn(weight.shape, generator=generator) / 7)
     x = torch.randn(2, width, 48, generator=generator).to(dtype)
     with torch.inference_mode():
-        got = PackedLinear(linear, 4)(x)
+        got = PackedLinear(linear)(x)
         assert got.shape == (2, width, 33) and got.dtype == dtype
         torch.testing.assert_close(got, linear(x), rtol=tolerance, atol=tolerance)
         if bias:

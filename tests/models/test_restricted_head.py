@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.kernel_libraries import kernels
-from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_packed, packed
+from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, quantised
 from slipstream.models.draft_vocabulary import RestrictedHead, restricted_head
 
@@ -19,7 +19,7 @@ OTHERS = torch.tensor([95, 40, 33, 64])
 Convert = Callable[[nn.Linear], nn.Module]
 KINDS: dict[str, Convert | None] = {
     "plain": None,
-    "packed": packed,
+    "packed": PackedLinear,
     "compressed": compressed_or_packed,
     "int8": lambda linear: quantised(linear, "int8"),
     "int4": lambda linear: quantised(linear, "int4"),

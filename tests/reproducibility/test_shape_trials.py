@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.models.backend_capabilities import RowSegment, is_shape_independent
 from slipstream.models.cpu.kernel_libraries import kernels
-from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, packed
+from slipstream.models.cpu.packed_linear import PackedLinear, compressed_or_packed, pack
 from slipstream.models.cpu.quantised_linear import quantised
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
@@ -151,11 +151,11 @@ def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "outputs", "other", "guaranteed"),
     [
-        ({}, 0, packed, True),
-        ({"head_dim": 32}, 0, packed, False),  # attention is PyTorch's
-        ({}, VOCAB, packed, False),
+        ({}, 0, PackedLinear, True),
+        ({"head_dim": 32}, 0, PackedLinear, False),  # attention is PyTorch's
+        ({}, VOCAB, PackedLinear, False),
         ({}, VOCAB, lambda linear: linear, False),
-        ({}, 96, packed, False),  # gate and up
+        ({}, 96, PackedLinear, False),  # gate and up
         ({}, 96, partial(quantised, bits="int4"), True),
     ],
 )

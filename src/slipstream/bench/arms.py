@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from slipstream import drafters
 from slipstream.core.acceptance import load_rule
@@ -108,10 +107,17 @@ def _length(text: str, spelled: str | None) -> int | str | None:
 def reference_of(arms: Sequence[Arm], name: str | None) -> str:
     """The arm that speed-ups refer to: the one named, else plain decoding, else the first."""
     names = [arm.name for arm in arms]
-    if name is not None and name not in names:
+    if name is None:
+        return PLAIN if PLAIN in names else names[0]
+    check_reference(name, names)
+    return name
+
+
+def check_reference(name: str, names: Sequence[str]) -> None:
+    """Refuse a reference that is not among the arms of these names."""
+    if name not in names:
         near = did_you_mean(name, *names)
         raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}{near}")
-    return name or (PLAIN if PLAIN in names else names[0])
 
 
 def runs_in_batches(arm: Arm) -> bool:
@@ -153,12 +159,3 @@ def label(name: str, *, temperature: bool = True) -> str:
     if temperature and arm.temperature is not None:
         parts.append("greedy" if arm.temperature == 0 else f"temperature {arm.temperature:g}")
     return ", ".join(parts)
-
-
-def local_time(text: str) -> str:
-    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
-    try:
-        moment = datetime.fromisoformat(text).astimezone()
-    except ValueError:
-        return text
-    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname()}"

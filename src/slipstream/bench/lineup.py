@@ -25,7 +25,7 @@ from slipstream.bench.records import Run, VerdictName, append, compact, finished
 from slipstream.certificate.parity import Difference, TieJudge, coupled, plain_difference
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, with_class
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.paused_collection import paused_collection
@@ -321,14 +321,8 @@ class Runner:
             params = [self.lineup.params_of(measurement.arm, prompt) for prompt in measurement.group.prompts]
             output, seconds = self._timed.run(measurement.arm, prompts, params, measurement.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
-            return replace(empty, error=one_line(error))
+            return replace(empty, error=with_class(error))
         return _finished(empty, output, seconds, judge, measurement)
-
-
-def one_line(error: Exception) -> str:
-    """An exception as one line: its kind and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _finished(empty: Run, output: Output, seconds: float, judge: Judge, measurement: Measurement) -> Run:

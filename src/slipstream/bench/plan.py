@@ -60,7 +60,6 @@ class Measurement:
 
     @property
     def key(self) -> Key:
-        """As in the records."""
         return self.arm.name, tuple(self.group.ids), self.batch, self.repeat
 
 

@@ -33,8 +33,6 @@ from slipstream.version import __version__
 
 FILE = "runs.jsonl"
 LATER = {"num_forwards", "parts", "prompts", "command"}  # fields that folders written before may lack
-
-
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
 
 

@@ -77,7 +77,6 @@ class Table:
         return [[Cell(entry) if isinstance(entry, str) else entry for entry in row] for row in self.rows]
 
     def without(self, name: str) -> Table:
-        """The table without a column."""
         place = list(self.columns).index(name)
         rows = [[entry for number, entry in enumerate(row) if number != place] for row in self.rows]
         return replace(self, columns=[column for column in self.columns if column != name], rows=rows)

@@ -22,8 +22,6 @@ RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
 # of several repeats the verdict that says least in favour counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
 PARTS = ("prefill", "draft", "verify", "accept")
-
-
 Floats = NDArray[np.float64]
 RepeatedSeconds = Sequence[Sequence[float]]  # seconds: one list of repeats per group of prompts
 Group = tuple[str, ...]
@@ -52,7 +50,7 @@ def speed(tokens: Sequence[int], seconds: RepeatedSeconds) -> Estimate:
     if draws is None:
         return Estimate(float(value))
     medians = draws.medians(table)
-    return _estimate(value, counts[draws.groups].sum(axis=1) / medians.sum(axis=1))
+    return estimated(value, counts[draws.groups].sum(axis=1) / medians.sum(axis=1))
 
 
 def speed_up(
@@ -69,7 +67,7 @@ def speed_up(
     if draws is None:
         return Estimate(float(value))
     resampled = np.log(counts[draws.groups] * draws.medians(base_table) / draws.medians(seconds_table))
-    return _estimate(value, np.exp(resampled.mean(axis=1)))
+    return estimated(value, np.exp(resampled.mean(axis=1)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,8 @@ def _table(seconds: RepeatedSeconds) -> Floats:
     return np.array([[*row, *[np.nan] * (width - len(row))] for row in seconds], dtype=np.float64)
 
 
-def _estimate(value: float, resampled: Floats) -> Estimate:
+def estimated(value: float, resampled: Floats) -> Estimate:
+    """A value with the interval of its resamples."""
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(resampled, [tail, 100 - tail])
     return Estimate(float(value), float(low), float(high))

@@ -96,7 +96,6 @@ class Best:
 
     @property
     def sentence(self) -> str:
-        """The advice in words."""
         where = f"{label(self.series)}, batch {self.batch}"
         if self.length == 0:
             return f"{where}: do not speculate (plain decoding is fastest, {self.tokens_per_second:.1f} tok/s)"

@@ -53,8 +53,6 @@ COMPUTED_OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
     "min_tokens": lambda text: {"stop_token_ids": sorted(set(text[8:]))},
 }
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
-
-
 Outcome = Literal["pass", "FAIL", "not applicable"]
 
 

@@ -29,8 +29,6 @@ from slipstream.sampling.sampler import Sampler
 CEILING = {torch.float32: 1e-2, torch.float16: 0.25, torch.bfloat16: 1.5}
 NEIGHBOURS = 10
 POSITIONS = 12  # at which rounding is measured: at a few alone it may happen to be small
-
-
 Scores = Callable[[list[int]], Tensor]
 LastScores = Callable[[list[int], int], Tensor]
 

@@ -31,8 +31,6 @@ from slipstream.tokenization.byte_vocabulary import ByteVocabulary, NamedModel, 
 
 SAVED, SAVED_MEGABYTES = 32, 512  # grammars that stay compiled: how many, and what they take together
 LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
-
-
 Bits = NDArray[np.uint8]
 
 

@@ -45,7 +45,6 @@ class Session:
 
     @property
     def slot_states(self) -> list[SlotState]:
-        """What each slot holds."""
         return self.table.states
 
     @property

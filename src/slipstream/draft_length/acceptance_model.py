@@ -65,7 +65,6 @@ class AcceptanceModel:
                 break
 
     def forget(self) -> None:
-        """Return to the prior."""
         self._kinds, self._known = list(self._prior), [PRIOR] * len(self._prior)
         self._rows.clear()
 

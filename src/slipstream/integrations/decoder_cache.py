@@ -30,15 +30,6 @@ class DecoderSettings:
     num_draft_tokens: int | str = DecoderConfig.num_draft_tokens
     max_batch_size: int = DecoderConfig.max_batch_size
 
-    def same_as(self, other: DecoderSettings) -> bool:
-        """Whether a decoder made with these serves the others."""
-        modules = isinstance(self.draft, Module) or isinstance(other.draft, Module)
-        drafts = self.draft is other.draft if modules else self.draft == other.draft
-        plain = (self.drafter, self.num_draft_tokens, self.max_batch_size)
-        same = plain == (other.drafter, other.num_draft_tokens, other.max_batch_size)
-        tokenizers = self.tokenizer is other.tokenizer and self.draft_tokenizer is other.draft_tokenizer
-        return drafts and tokenizers and same
-
 
 class _DecoderInsideGenerate(SpeculativeDecoder):
     WARNS_OF_UNREAD_SETTINGS = False
@@ -67,20 +58,10 @@ def cached_settings(target: Module) -> DecoderSettings | None:
 def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder:
     """The model's decoder over the models as they are now; made anew for other settings."""
     cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
-    if cached is not None and cached.settings.same_as(settings):
+    if cached is not None and cached.settings == settings:
         cached.decoder.renew()
         return cached.decoder
     vars(target)[ATTRIBUTE] = cached = None  # frees the old decoder's KV cache first
-    decoder = _DecoderInsideGenerate(
-        target,
-        settings.draft,
-        tokenizer=settings.tokenizer,
-        draft_tokenizer=settings.draft_tokenizer,
-        drafter=settings.drafter,
-        num_draft_tokens=settings.num_draft_tokens,
-        fast=False,
-        reproducible=False,
-        max_batch_size=settings.max_batch_size,
-    )
+    decoder = _DecoderInsideGenerate(target, fast=False, reproducible=False, **vars(settings))
     vars(target)[ATTRIBUTE] = CachedDecoder(decoder, settings)
     return decoder

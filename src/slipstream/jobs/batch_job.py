@@ -9,7 +9,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.checks import check_known
+from slipstream.errors import UsageError
 from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
 from slipstream.jobs.job_output import ErrorFile, JobOutput, output_lines
 from slipstream.jobs.line_formats import (
@@ -239,10 +240,7 @@ def run_batch(
 ) -> JobReport:
     """Run a job with a decoder that is there: what `SpeculativeDecoder.batch` does."""
     names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
-    if unknown := [name for name in options if name not in names]:
-        raise UsageError(
-            f"unknown option {unknown[0]!r}; allowed: {', '.join(names)}{did_you_mean(unknown[0], *names)}"
-        )
+    check_known("unknown option", options, names)
     job_options = {name: value for name, value in options.items() if name != "errors"}
     files = JobFiles.of(source, output, options.get("errors"))
     return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **job_options)).run()

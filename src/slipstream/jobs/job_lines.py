@@ -244,8 +244,8 @@ class JobFiles:
         cls, source: str | Path | Iterable[Mapping[str, Any]], output: str | Path, errors: str | Path | None = None
     ) -> JobFiles:
         """Check the names before anything is loaded; nothing is created."""
-        if not isinstance(source, str | Path):
-            _check_requests(source)
+        if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Path | Iterable):
+            raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
         path = _path("output", output)
         check_pyarrow(*(name for name in (source, output) if isinstance(name, str | Path)))
         parquet = path if is_parquet(path) else None
@@ -259,11 +259,6 @@ class JobFiles:
         if isinstance(source, str | Path) and not Path(source).is_file():
             raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
         return cls(lines_of(source), journal, refusals, parquet)
-
-
-def _check_requests(source: Any) -> None:
-    if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Iterable):
-        raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
 
 
 def _path(name: str, value: Any) -> Path:

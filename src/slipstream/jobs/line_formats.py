@@ -22,7 +22,7 @@ from slipstream.core.acceptance import Rule
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, first_line, with_class
 from slipstream.jobs.job_lines import Line, is_openai
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
@@ -122,7 +122,6 @@ class LineReader:
         self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
     def request_of(self, line: Line) -> JobRequest:
-        """The request of a line."""
         reader = self._openai if is_openai(line.item) else self._plain
         request: JobRequest = reader.request_of(line, self.digests.of(line))
         return request
@@ -151,7 +150,8 @@ def _openai_lines() -> Any:
 def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """What the error file says of a line, in the line's format."""
     if line.error or not is_openai(line.item):
-        return {"line": line.number, "id": line.item.get("id"), "error": error_text(error)}
+        why = first_line(error) if isinstance(error, SlipstreamError) else with_class(error)
+        return {"line": line.number, "id": line.item.get("id"), "error": why}
     refusal: dict[str, Any] = _openai_lines().refusal_line(line, digest, error)
     return {"line": line.number} | refusal
 
@@ -159,11 +159,6 @@ def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
 def seed_of(key: str) -> int:
     """The seed of a request that names none: it follows from the request's id alone."""
     return int.from_bytes(hashlib.sha256(f"seed of {key}".encode()).digest()[:8], "big") >> 1
-
-
-def error_text(error: Exception) -> str:
-    """An error in one line; with its class where it is none of ours."""
-    return first_line(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def reason_of(refusal: Mapping[str, Any]) -> str:

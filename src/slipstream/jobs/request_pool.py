@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from slipstream.core.rounds import Round
-from slipstream.core.types import Row
 from slipstream.jobs.line_formats import Decoder, JobRequest
 
 
@@ -80,7 +79,8 @@ class RequestPool:
     def await_together(self) -> None:
         """No more requests will come: from now on only the end of the last row matters."""
         if not self._queue:
-            rows = self._unfinished_rows()
+            requests = {id(request): request for request in self._running.values()}
+            rows = [row for request in requests.values() for row in request.rows if row.finish_reason is None]
             for row in rows:
                 row.call_rows = rows
 
@@ -96,7 +96,3 @@ class RequestPool:
             if not request.rows:
                 empty.append(request)
         return empty
-
-    def _unfinished_rows(self) -> list[Row]:
-        requests = {id(request): request for request in self._running.values()}
-        return [row for request in requests.values() for row in request.rows if row.finish_reason is None]

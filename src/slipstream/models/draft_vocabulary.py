@@ -23,8 +23,6 @@ COMMON = 40_960  # first tokens that "auto" scores
 FEWER = 2  # how many times larger a vocabulary must be for that
 SHARE = 0.1  # of the weights that a draft step reads: it must save at least as many
 UNIT = 32  # outputs of a layer come in multiples of this
-
-
 Rows = Callable[[Tensor], Tensor]
 
 

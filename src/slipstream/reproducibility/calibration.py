@@ -40,8 +40,6 @@ TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
 SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
-
-
 log = logging.getLogger("slipstream")
 
 Report = Callable[[float], None]  # called with the share of the work that is done, 0 to 1

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 LARGEST = 1e30  # leaves room in float32 for products with counts
 MAX_TEXTS = 1024  # of a prompt
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-
-
 OTHER_NAMES = {  # of other libraries, and what to write here
     **dict.fromkeys(("max_new_tokens", "max_length", "max_completion_tokens", "max_gen_len"), "max_tokens=..."),
     **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens=..."),

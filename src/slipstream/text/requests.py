@@ -299,7 +299,6 @@ class RequestReader:
         return row
 
     def _messages(self, prompt: Any, chat: bool) -> list[Message] | None:
-        """The chat that a prompt is rendered as, if it is."""
         tokenizer = self.target.tokenizer
         if isinstance(prompt, str):
             templated = chat and tokenizer is not None and tokenizer.has_chat_template and prompt

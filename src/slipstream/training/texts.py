@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from slipstream.checks import why_unreadable
+from slipstream.core.kv_slots import common_beginning
 from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
@@ -128,7 +129,7 @@ class TextMaker:
         Each comes once it and those before it have ended; what is not asked for is not made. When `is_over`, answers
         end where they are.
         """
-        numbers = [n for n in range(first, first + count) if not (self._only_texts and n >= len(self._sources))]
+        numbers = [n for n in range(first, first + count) if not self.is_exhausted(n)]
         prompts = self._prompts(numbers, show, is_over)
         rows, texts = dict[int, Row](), dict[int, list[int]]()
         for n in numbers:
@@ -228,8 +229,9 @@ def user_turn(decoder: SpeculativeDecoder) -> tuple[list[int], tuple[int, ...]]:
     refuse_without_template(tokenizer, decoder.target.name)
     assert tokenizer is not None
     first, second = (tokenizer.chat([{"role": "user", "content": content}]) for content in PROBES)
-    before = _common(first, second)
-    after = _common(first[::-1], second[::-1])
+    shorter = min(len(first), len(second))
+    before = common_beginning(first, second, shorter)
+    after = common_beginning(first[::-1], second[::-1], shorter)
     if not before or before + after >= len(first):
         raise UsageError(
             f"the chat template of {decoder.target.name!r} does not show where a user's words begin; allowed: "
@@ -238,12 +240,6 @@ def user_turn(decoder: SpeculativeDecoder) -> tuple[list[int], tuple[int, ...]]:
     special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset()
     ends = tuple(token for token in first[len(first) - after :][:1] if token in special)
     return first[:before], ends
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts share from their beginning on."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def read_texts(folder: Path) -> list[MadeText]:

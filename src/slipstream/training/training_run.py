@@ -108,7 +108,6 @@ class TrainingRun:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all runs so far."""
         return self._seconds_before + monotonic() - self._begun
 
     @property
@@ -214,7 +213,6 @@ class TrainingRun:
         return total / count
 
     def _chosen(self, step: int) -> list[MadeText]:
-        """The texts of a step."""
         dice, chosen, count = Random(f"{self._seed} {step}"), list[MadeText](), 0
         while count < tokens_of_step(self._device)[0]:
             chosen.append(self._texts[dice.randrange(len(self._texts))])

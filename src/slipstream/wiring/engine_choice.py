@@ -90,7 +90,6 @@ class EngineParts:
 
     @property
     def name(self) -> str:
-        """The name of the drafter."""
         return name_of(self.picked)
 
     @property

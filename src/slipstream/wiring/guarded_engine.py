@@ -24,7 +24,7 @@ from slipstream.core.loop import STEPS, Batch, Clock, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.errors import first_line
+from slipstream.errors import first_line, with_class
 from slipstream.sampling.params import SamplingParams
 
 log = logging.getLogger("slipstream")
@@ -129,7 +129,7 @@ class GuardedEngine(Engine):
                 raise
             self._tidy([])
             if not isinstance(error, Exception):  # a panic in Rust
-                error = RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+                error = RuntimeError(with_class(error))
             row.fail(error)
             start, step = len(row.tokens), next(STEPS)
             row.rounds.append(Round(row.index, step, 1, start, (), (), 0, rejected=False, finish_reason="error"))

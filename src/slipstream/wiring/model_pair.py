@@ -87,7 +87,7 @@ class ModelPair:
                 draft = str(embedded_head())
             loaded_draft = None if draft is not None else _brought_mtp(loaded, config)
             if loaded_draft is None:
-                loaded_draft = load_draft(draft, config, draft_tokenizer, loaded)
+                loaded_draft = load_draft(draft, config, loaded, draft_tokenizer)
             return cls._of_loaded(loaded, loaded_draft, config)
 
     @classmethod
@@ -106,7 +106,7 @@ class ModelPair:
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """A pair of this target, its cache included, and another draft model, or none."""
         tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
-        return self._with_loaded_draft(load_draft(_inner(draft), config, tokenizer, self.target), config)
+        return self._with_loaded_draft(load_draft(_inner(draft), config, self.target, tokenizer), config)
 
     def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
         session = _draft_session(draft)
@@ -135,7 +135,7 @@ class ModelPair:
 
         draft = self.draft
         if draft is not None and draft in changed:
-            draft = wrap_again(draft, draft_options_of(config))
+            draft = wrap_again(draft, draft_options_of(config, self.target.backend.device))
         if self.target not in changed:
             return self._with_loaded_draft(draft, config)
         return self._of_loaded(wrap_again(self.target, load_options_of(config)), draft, config)
@@ -374,43 +374,38 @@ def load_options_of(config: DecoderConfig) -> LoadOptions:
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **of_target)
 
 
-def draft_options_of(config: DecoderConfig, target_device: torch.device | None = None) -> LoadOptions:
+def draft_options_of(config: DecoderConfig, target_device: torch.device) -> LoadOptions:
     """How the draft model is loaded. target_device: where the target is, if its load options have put it there."""
     options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
-    if "device_map" in config.load_options and options.device == "auto" and target_device is not None:
+    if "device_map" in config.load_options and options.device == "auto":
         options = replace(options, device=str(target_device))  # the map names the target's layers
     return options
 
 
-def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None, target: Loaded | None = None) -> Loaded | None:
+def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any) -> Loaded | None:
     """The draft model in its own precision, or the draft head; None if there is none.
 
-    tokenizer: the draft model's; None where one lies beside it, or none is needed. target: beside which it drafts, None
-    for a draft model that is looked at alone.
+    tokenizer: the draft model's; None where one lies beside it, or none is needed.
     """
     if _is_mtp(draft):
-        if target is None:
-            raise UsageError(f"draft={MTP!r} without a target; allowed: a draft model of its own")
         _refuse_settings_of_models(config, "the target's MTP layers")
         from slipstream.models.heads.mtp import load_mtp
 
         return load_mtp(target, load_options_of(config))
-    options = draft_options_of(config, None if target is None else target.backend.device)
-    if draft is not None and target is not None and not is_toy(draft):
+    options = draft_options_of(config, target.backend.device)
+    if draft is not None and not is_toy(draft):
         from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
         from slipstream.models.heads.load import load_head
 
-        files = head_files(draft, options)
-    else:
-        files = None
-    if files is not None and target is not None:
-        _refuse_settings_of_models(config, f"the draft head {files.source!r}")
-        head = load_head(files, target, options)
-        if (trained_for := files.trained_for(target.name)) is not None:
-            log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
-        if files.source != EMBEDDED_NAME and (tried := remembered_agreement(head, target)) and tried.best is not None:
-            log.warning("%s", tried.line(head.name, target.name))
-        return head
+        if (files := head_files(draft, options)) is not None:
+            _refuse_settings_of_models(config, f"the draft head {files.source!r}")
+            head = load_head(files, target, options)
+            if (trained_for := files.trained_for(target.name)) is not None:
+                log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
+            tried = None if files.source == EMBEDDED_NAME else remembered_agreement(head, target)
+            if tried is not None and tried.best is not None:
+                log.warning("%s", tried.line(head.name, target.name))
+            return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from slipstream.models.backend_capabilities import RowSegment
-from slipstream.models.cpu.compiled_layers import LayerStack, Rotations
+from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.decoder.around_layers import Rotations
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers
 from slipstream.models.hf.trials import OwnLogits

@@ -9,7 +9,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4Mo
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
-from slipstream.models.cpu.packed_linear import STACKED, PackedExperts, are_packable, pack_experts, packed
+from slipstream.models.cpu.packed_linear import STACKED, PackedExperts, PackedLinear, are_packable, pack_experts
 from tests.support.markers import needs_transformers
 
 SIZES = {"hidden_size": 32, "num_experts_per_tok": 2}
@@ -38,7 +38,7 @@ def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_each_token_goes_through_its_experts(kind: type[nn.Module], config: object, count: int) -> None:
     x, chosen, shares = inputs(count)
     expected = made(kind, config)(x, chosen, shares)
-    found = PackedExperts(made(kind, config), packed)
+    found = PackedExperts(made(kind, config), PackedLinear)
     assert torch.allclose(found(x, chosen, shares), expected, atol=1e-5)
     assert not torch.allclose(found(x, (chosen + 1) % 5, shares), expected, atol=1e-2)
     assert not torch.allclose(found(x, chosen, shares.flip(1)), expected, atol=1e-2)
@@ -48,7 +48,7 @@ def test_each_token_goes_through_its_experts(kind: type[nn.Module], config: obje
 def test_packed_experts_take_the_place_of_the_others_whose_weights_are_freed() -> None:
     model = nn.ModuleDict({"experts": made(Glm4MoeExperts, GLM), "norm": nn.LayerNorm(32)})
     stacked = model["experts"]
-    pack_experts(model, packed)
+    pack_experts(model, PackedLinear)
     assert isinstance(model["experts"], PackedExperts) and isinstance(model["norm"], nn.LayerNorm)
     assert all(getattr(stacked, name) is None for name in STACKED)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slipstream.models.cpu import packed_linear
-from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, needs_float32, pack, unsupported
+from slipstream.models.cpu.packed_linear import PackedLinear, needs_float32, pack, unsupported
 from tests.support.tiny_models import fresh
 
 
@@ -41,7 +41,7 @@ def test_float32_copies_give_the_exact_product_rounded_once(
     linear = layer(torch.bfloat16, bias)
     x = torch.randn(width, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():
-        got = PackedLinear(linear, WIDTH)(x)
+        got = PackedLinear(linear)(x)
         exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
     assert got.dtype == torch.bfloat16
     assert bool(((got.double() - exact).abs() <= exact.abs() / 256 + 1e-6).all())
@@ -71,7 +71,7 @@ def test_own_kernels_need_neither_copies_nor_onednn(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(packed_linear, "kernels", object)
     assert unsupported(model) is None and unsupported(fresh("llama")) is not None
     with torch.inference_mode():
-        assert torch.equal(PackedLinear(layer(torch.bfloat16, True), WIDTH)(x), layer(torch.bfloat16, True)(x))
+        assert torch.equal(PackedLinear(layer(torch.bfloat16, True))(x), layer(torch.bfloat16, True)(x))
 
 
 def test_a_packed_bfloat16_model_gives_its_own_logits(has_bf16: bool) -> None:

@@ -66,7 +66,7 @@ def test_a_group_is_packed_before_the_next_is_fused() -> None:
     def keep(linear: nn.Linear) -> nn.Module:
         alive.append(weakref.ref(linear.weight))
         most.append(sum(one() is not None for one in alive))
-        return PackedLinear(linear, 4)
+        return PackedLinear(linear)
 
     assert fuse(model, keep) == len(most) == GROUPS["llama"]
     assert set(most) == {1}

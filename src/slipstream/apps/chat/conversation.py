@@ -7,7 +7,6 @@ decoder's session compares it with its cache, token by token, and reads only wha
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any, Literal, Protocol
 from rich.text import Text
 
 from slipstream.certificate.parity import TieJudge, verdict
-from slipstream.checks import counted
+from slipstream.checks import counted, save_json
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -117,7 +116,6 @@ class Chat:
 
     @property
     def active(self) -> SpeculativeDecoder:
-        """The decoder that answers."""
         return self.decoder if self.speculative else self.decoder.using("none", num_draft_tokens="auto")
 
     @property
@@ -129,7 +127,6 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far as chat messages."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
@@ -280,10 +277,7 @@ def save(chat: Chat, path: Path) -> None:
         "messages": chat.messages,
         "turns": [turn.to_dict() for turn in chat.turns],
     }
-    try:
-        path.expanduser().write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
+    save_json("file", path.expanduser(), value)
 
 
 def _speed(stats: Stats) -> float:

@@ -37,7 +37,6 @@ class MarkdownStream:
         self._next_picture = 0.0
 
     def write(self, text: str) -> None:
-        """Add a piece of the text."""
         self._text += text
         if end := finished_blocks(self._text):
             self._print(self._text[:end])

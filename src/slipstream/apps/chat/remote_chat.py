@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from slipstream.constraints.constraint import Constraint
-from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line, one_line
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class RemoteApi:
         return RemoteApi(url.rstrip("/").removesuffix("/v1"), key)
 
     def models(self) -> list[str]:
-        """The names of its models."""
         with self._failing(), self._open("/v1/models", None) as answer:
             answer_fields = _object(answer.read())
         self._raise_error_in(answer_fields)
@@ -308,7 +307,7 @@ class RemoteChat:
             elif text:
                 self._ask(text)
         except SlipstreamError as error:
-            self.display.error(" ".join(str(error).split()))
+            self.display.error(one_line(error))
 
     def _command(self, name: str) -> None:
         if name == "/reset":

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat, compare, save, totals
 from slipstream.checks import counted
-from slipstream.errors import SlipstreamError, UsageError, did_you_mean
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean, one_line
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
 
@@ -289,7 +289,7 @@ def handle(chat: Chat, line: str) -> None:
         elif text:
             chat.ask(text)
     except SlipstreamError as error:
-        chat.display.error(" ".join(str(error).split()))
+        chat.display.error(one_line(error))
     except KeyboardInterrupt:
         chat.display.remark("interrupted")
 

@@ -18,7 +18,8 @@ from slipstream import drafters
 from slipstream.apps.cli.command_classes import WIDTH, Command, Group, unknown_command
 from slipstream.apps.cli.consoles import err, print_error
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
-from slipstream.apps.cli.output_files import STANDARD, write_text
+from slipstream.apps.cli.output_files import STANDARD
+from slipstream.checks import save_json
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import check_rule
 from slipstream.errors import UsageError
@@ -196,7 +197,7 @@ def write_json(path: Path | None, value: dict[str, Any]) -> None:
     if path == STANDARD:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     elif path is not None:
-        write_text("--json", path, json.dumps(value, indent=2) + "\n")
+        save_json("--json", path, value)
 
 
 def demo_data() -> list[dict[str, str]]:

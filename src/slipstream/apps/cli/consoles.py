@@ -109,7 +109,6 @@ class WordWrap:
         return "".join(written)
 
     def flush(self) -> str:
-        """What is held back."""
         return self._place() + self._rest()
 
     def _rest(self) -> str:
@@ -137,7 +136,6 @@ class TextWriter:
         self._wrap = WordWrap(out.width) if out.is_terminal else None
 
     def write(self, text: str) -> None:
-        """Write the next piece."""
         write_raw(text if self._wrap is None else self._wrap.push(harmless(text)))
 
     def end(self) -> None:

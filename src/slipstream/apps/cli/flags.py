@@ -19,12 +19,12 @@ import typer
 
 from slipstream import drafters
 from slipstream.apps.cli.output_files import check_file, check_folder
-from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.checks import UNREADABLE, why_unreadable
+from slipstream.apps.server.server_settings import SEVERAL, ServerSettings
+from slipstream.checks import UNREADABLE, check_known, read_json, why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -50,7 +50,6 @@ SHORT = {
 }
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
-SEVERAL = "may be given several times"
 MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
 NAMED = "hub id, folder, .gguf file, or a name from `slipstream models`"
 STRUCTURE = "Structured output"
@@ -151,11 +150,12 @@ WRITTEN = {
     "logprobs": Written(int | None, lambda value: value, "K"),
     "prediction": Written(str | None, _prediction, "FILE", "; a file of UTF-8 text"),
 }
-
-
 HELP_ALL = "help_all"
 FULL = {
-    f.name: f.metadata["help"] for cls in reversed(SECTIONS) for f in fields(cls) if f.name in SHORT and cls in USUAL
+    f.name: f.metadata["help"] + (WRITTEN[f.name].more if f.name in WRITTEN else "")
+    for cls in reversed(SECTIONS)
+    for f in fields(cls)
+    if f.name in SHORT
 }
 
 
@@ -165,7 +165,7 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
         for option in context.command.params:
             setattr(option, "hidden", False)  # noqa: B010  # arguments have none
             if option.name in SHORT:
-                setattr(option, "help", FULL[option.name] + _more(option.name))  # noqa: B010
+                setattr(option, "help", FULL[option.name])  # noqa: B010
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -174,10 +174,6 @@ HelpAll = Annotated[
     bool,
     typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
 ]
-
-
-def _more(name: str) -> str:
-    return WRITTEN[name].more if name in WRITTEN else ""
 
 
 def flags(
@@ -270,15 +266,7 @@ def _complete_model(incomplete: str) -> list[str]:
 
 Target = Annotated[
     str,
-    option(
-        MODELS,
-        "-m",
-        "--target",
-        "--model",
-        text=NAMED,
-        metavar="MODEL",
-        autocompletion=_complete_model,
-    ),
+    option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model),
 ]
 DraftModel = Annotated[
     str | None,
@@ -475,13 +463,11 @@ def read_plan(context: typer.Context, value: Path | None) -> Path | None:
     if value is None:
         return None
     allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
-    defaults: dict[str, Any] = {}
-    for key, item in _object(value).items():
-        if key not in allowed:
-            near = did_you_mean(key, *allowed)
-            raise UsageError(
-                f"plan {str(value)!r} has the unknown key {key!r}; allowed: {', '.join(sorted(allowed))}{near}"
-            )
+    plan, defaults = read_json("plan", value), dict[str, Any]()
+    if not isinstance(plan, dict):
+        raise UsageError(f"plan {str(value)!r} is not an object; allowed: one JSON object of options")
+    check_known(f"plan {str(value)!r} has the unknown key", plan, sorted(allowed))
+    for key, item in plan.items():
         option = allowed[key]
         defaults[str(option.name)] = _default(f"plan {str(value)!r}: {key}", item, getattr(option, "multiple", False))
     context.default_map = defaults
@@ -503,16 +489,6 @@ Plan = Annotated[
 def _key(option: Any) -> str:
     """The flag's name as a key: --max-tokens is max_tokens."""
     return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
-
-
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UNREADABLE as error:
-        raise UsageError(f"plan {str(file)!r} cannot be read: {why_unreadable(error)}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")
-    return value
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:

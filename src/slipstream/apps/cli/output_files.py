@@ -33,14 +33,6 @@ def check_folder(name: str) -> Callable[[Path | None], Path | None]:
     return check
 
 
-def write_text(name: str, path: Path, text: str) -> None:
-    """Write the file of the option `name`."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{name} {str(path)!r} cannot be written: {error.strerror}") from error
-
-
 def _refuse(name: str, path: Path, reason: str | None) -> None:
     if reason is not None:
         raise UsageError(f"{name} {str(path)!r} cannot be written: {reason}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from slipstream.apps.cli.application import command, quiet_libraries, write_json
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
-from slipstream.checks import UNREADABLE, why_unreadable
+from slipstream.checks import read_json
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
@@ -222,10 +221,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
 
     if path.is_dir():
         return _arm_of_folder(path, arm)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except UNREADABLE as error:
-        raise UsageError(f"--stats {str(path)!r} cannot be read: {why_unreadable(error)}") from error
+    values = read_json("--stats", path)
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None
     if not isinstance(stats, dict):

@@ -59,15 +59,13 @@ def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> 
 
 def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
     """Say what the colours of speculative texts mean, as far as they occur; nothing where the console has none."""
-    if console.color_system is not None and not console.no_color:
-        console.sentence(Text("Colours: ", "dim") + _legend(comparisons))
-
-
-def _legend(comparisons: Sequence[Comparison]) -> Text:
+    if console.color_system is None or console.no_color:
+        return
     results = [comparison.runs[SPECULATIVE].result for comparison in comparisons]
     rounds = [decoded for result in results if result is not None for decoded in result.rounds]
     shown = {origin for decoded in rounds for origin in decoded.origins}
-    return Text(", ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown)
+    legend = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown]
+    console.sentence(Text("Colours: ", "dim") + Text(", ").join(legend))
 
 
 def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
@@ -186,7 +184,9 @@ def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
 def print_series(series: Sequence[Series]) -> None:
     """Print the tables of every series, then the best setting of each."""
     for entry in series:
-        out.print(series_table(entry), positions_of(entry))
+        drafting = [cell for cell in entry.cells if cell.length > 0]
+        shares = [(f"length {cell.length}", cell.summary.acceptance_by_position) for cell in drafting]
+        out.print(series_table(entry), accepted_by_position(shares))
     for entry in series:
         best = best_of(entry)
         out.sentence(best.sentence if best else f"{entry.name}: no advice, since runs of it failed")
@@ -206,9 +206,3 @@ def series_table(series: Series) -> TerminalTable:
     ]
     optional = ["alpha", "acceptance\nrate"]
     return TerminalTable(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))
-
-
-def positions_of(series: Series) -> Text:
-    """Which share of the tokens drafted at each position was accepted, a line per draft length."""
-    drafting = [cell for cell in series.cells if cell.length > 0]
-    return accepted_by_position([(f"length {cell.length}", cell.summary.acceptance_by_position) for cell in drafting])

@@ -83,7 +83,6 @@ class TuneOptions:
 
     @property
     def drafts(self) -> list[str]:
-        """The draft models, in the order given."""
         return list(self.draft)
 
 
@@ -116,7 +115,7 @@ def tune_command(
     from slipstream.bench.plan import groups, name_prompts
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
-    from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, at_length, predictable
+    from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, predictable
 
     _refuse_lossy(config)
     prompts = name_prompts(named)
@@ -128,7 +127,10 @@ def tune_command(
     with interruptible(lambda: _what_is_saved(folder)):
         models = Models(options.target, options.drafts[0] if options.drafts else None)
         space = SearchSpace(load_decoder(models, config), options.drafts, params, chat=not options.raw)
-        arms = [space.plain, *(space.arm(at_length(kind, options.longest)) for kind in predictable(options.drafts))]
+        arms = [
+            space.plain,
+            *(space.arm(replace(kind, length=options.longest)) for kind in predictable(options.drafts)),
+        ]
         settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
         settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
         names = {"target": models.target, "draft": models.draft}

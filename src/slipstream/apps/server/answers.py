@@ -33,8 +33,6 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
 SILENCE_SECONDS = 15.0  # after which one is sent
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
 encoded = to_json  # without spaces; in a third of the time of Python's own
 
 
@@ -92,7 +90,6 @@ class AnswerWriter(ABC):
         self.choices[event.choice].take(event)
 
     async def collect(self) -> dict[str, Any]:
-        """The whole answer, once it is there."""
         await self.live.read_all(self.note)
         return self.whole()
 

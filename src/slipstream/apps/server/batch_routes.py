@@ -146,8 +146,6 @@ def _filename(message: Message) -> str:
 router = APIRouter(prefix="/v1")
 Listed = TypeVar("Listed", FileRecord, BatchRecord)
 Limit = Annotated[int, Query(ge=1, le=10000)]
-
-
 Order = Literal["asc", "desc"]
 
 

@@ -13,7 +13,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,7 @@ from slipstream.wiring.run_order import first_row, ordered
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
 
+log = logging.getLogger("slipstream.server")
 URLS: dict[str, type[ChatFields | CompletionFields]] = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
@@ -86,14 +87,24 @@ def read_fields(line: Line) -> ChatFields | CompletionFields:
     return fields
 
 
-@dataclass
-class OpenAIRequest:
-    """A line as rows, and the writer of its answer. scores: of prompts that are echoed with log-probabilities."""
+@dataclass(frozen=True)
+class Prepared:
+    """A line whose prompts are rendered, and the writer of its answer; nothing of it is queued."""
 
     line: Line
     digest: str
     live: LiveRequest
     writer: AnswerWriter
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return [job.row for job in self.live.jobs]
+
+
+@dataclass(frozen=True)
+class OpenAIRequest(Prepared):
+    """A line that a job answers outside a server."""
+
     kind: OpenAILines = field(repr=False)
 
     @property
@@ -166,20 +177,6 @@ class OpenAILines:
         return tuple(scores.values)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A line whose prompts are rendered; nothing of it is queued."""
-
-    line: Line
-    digest: str
-    live: LiveRequest
-    writer: AnswerWriter
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        return [job.row for job in self.live.jobs]
-
-
 class AnotherModelError(SlipstreamError):
     """A batch holds answers of a model that is not the one that is loaded."""
 
@@ -202,7 +199,7 @@ class BatchLines:
             self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
             self._last = list[Line]()
-            pending, expired = self._pending(), False
+            pending, expired = (line for line in self._source if str(line.id) not in output.answered), False
             failure: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -266,9 +263,6 @@ class BatchLines:
                     f"begun by a model with fingerprint {answered.fingerprint}, loaded is {self._reader.fingerprint}"
                 )
 
-    def _pending(self) -> Iterator[Line]:
-        return (line for line in self._source if str(line.id) not in self._output.answered)
-
     async def _prepared(self, line: Line) -> Prepared | None:
         """A line with its prompts rendered; None for a wrong one, which is in the error file then."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
@@ -323,9 +317,6 @@ class BatchLines:
     def _failed(self, line: dict[str, Any]) -> None:
         self._errors.add(line)
         self._record.failed += 1
-
-
-log = logging.getLogger("slipstream.server")
 
 
 class BatchRunner:
@@ -402,7 +393,11 @@ class BatchRunner:
                 self._cancelled(record)
                 return True
             if record.status == "validating":
-                self._begin_or_refuse(record, *await asyncio.to_thread(self._validated, record))
+                record.total, problems = await asyncio.to_thread(self._validated, record)
+                if problems:
+                    self._fail(record, problems)
+                else:
+                    self.store.change(record, "in_progress")
             if record.status == "in_progress":
                 expired = await BatchLines(self._service, self, record).run()
                 if not expired:
@@ -449,13 +444,6 @@ class BatchRunner:
         if not total:
             problems.append(_problem("empty_file", "the file has no lines; allowed: at least one", None))
         return total, problems[:MAX_PROBLEMS]
-
-    def _begin_or_refuse(self, record: BatchRecord, total: int, problems: list[dict[str, object]]) -> None:
-        record.total = total
-        if problems:
-            self._fail(record, problems)
-        else:
-            self.store.change(record, "in_progress")
 
     def _fail(self, record: BatchRecord, problems: list[dict[str, object]]) -> None:
         record.problems = problems

@@ -30,8 +30,6 @@ WINDOW_S = 24 * 3600  # seconds of the only completion window
 MAX_RECORDS = 10_000  # files, and batches, of a key
 MAX_UPLOADS = 4  # of a key at a time
 LineKey = tuple[str, int]  # the id of a batch, and the number of a line
-
-
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
@@ -81,7 +79,6 @@ class BatchRecord:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there is something left to do."""
         return self.status in UNFINISHED
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,7 +190,6 @@ class BatchStore:
         del self.files[record.id]
 
     def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
-        """A new batch over a file."""
         self._forget_old_batches(owner)
         now, key = int(time.time()), uuid4().hex
         record = BatchRecord(

@@ -22,6 +22,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
+log = logging.getLogger("slipstream.server")
 PROMPT_SECONDS = 0.05  # that a step may spend on prompts while rows are under way
 FIRST_TOKENS = 128  # before anything has been measured
 MIN_TOKENS, MAX_TOKENS = 32, 2048  # fewer would be read at a price per token that is much higher
@@ -90,9 +91,6 @@ class FairQueue:
                 del self._callers[job.request.caller]
 
 
-log = logging.getLogger("slipstream.server")
-
-
 Events = list[tuple[LiveRequest, Event]]
 OnStep = Callable[[list[Round]], None]  # called on the event loop with the rounds of every step
 
@@ -152,7 +150,6 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -191,7 +188,7 @@ class EngineThread:
     def _read_mail(self) -> bool:
         """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread is to end."""
         with self._wake:
-            while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting()):
+            while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting):
                 self._wake.wait()
                 self._gather()
             mail, self._mail = self._mail, deque()
@@ -251,9 +248,9 @@ class EngineThread:
         num_taken = sum(job.request.background for job in under_way)
         return self._background_queue.take() if num_taken < max(1, self._scheduler.max_batch_size - 1) else None
 
+    @property
     def _has_waiting(self) -> bool:
-        """Whether jobs wait for a place."""
-        return bool(len(self._queue) or len(self._background_queue))
+        return bool(self._queue or self._background_queue)
 
     def _decode(self, job: Job) -> None:
         if not job.generate:

@@ -39,8 +39,6 @@ from slipstream.version import __version__
 T = TypeVar("T")
 STARTED = int(time.time())
 HEALTH: dict[int | str, dict[str, Any]] = {200: {"model": Status}, 503: {"model": Status}}
-
-
 log = logging.getLogger("slipstream.server")
 
 
@@ -126,9 +124,7 @@ async def models(http: Request) -> dict[str, Any]:
 async def model(http: Request, name: str) -> dict[str, Any]:
     """The model that is served, by its name."""
     card = _card(service_of(http))
-    if name != card["id"]:
-        message = f"model {name!r:.200} is not served here; allowed: {card['id']!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+    check_model(card["id"], name)
     return card
 
 

@@ -15,9 +15,10 @@ from fastapi import FastAPI
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import make_app
+from slipstream.checks import check_known
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.errors import SlipstreamError, UsageError, did_you_mean
+from slipstream.errors import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream.server")
 AFFINITY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -45,14 +46,15 @@ class ServeSpec:
     def of(cls, args: Mapping[str, Any]) -> ServeSpec:
         """Checked; UsageError names the field that is wrong."""
         names = [f.name for f in fields(cls)]
-        if unknown := [name for name in args if name not in names]:
-            near = did_you_mean(str(unknown[0]), *names)
-            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(names)}{near}")
+        check_known("unknown argument", args, names)
         if not isinstance(args.get("target"), str):
             raise UsageError(f"target={args.get('target')!r:.80}; allowed: the name of a model")
         spec = cls(**args)
         for name, kind in (("decoder", DecoderConfig), ("server", ServerSettings)):
-            _refuse_unknown(name, getattr(spec, name), [f.name for f in fields(kind)])
+            settings = getattr(spec, name)
+            if not isinstance(settings, Mapping):
+                raise UsageError(f"{name}={settings!r:.80}; allowed: a mapping")
+            check_known(f"{name}: unknown setting", settings, [f.name for f in fields(kind)])
         if spec.settings.batch_folder and spec.replicas != 1:
             raise UsageError("batch_folder with several replicas, of which one can use it; allowed: replicas=1")
         spec.scale()
@@ -134,11 +136,3 @@ def _end(error: BaseException | None) -> None:
     if error is not None:
         log.error("the engine has stopped, and this replica with it: %s", error)
         os._exit(1)
-
-
-def _refuse_unknown(name: str, settings: Any, names: list[str]) -> None:
-    if not isinstance(settings, Mapping):
-        raise UsageError(f"{name}={settings!r:.80}; allowed: a mapping")
-    if unknown := [key for key in settings if key not in names]:
-        near = did_you_mean(str(unknown[0]), *names)
-        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(names)}{near}")

@@ -36,6 +36,7 @@ from slipstream.errors import did_you_mean
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
 
+log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
@@ -119,9 +120,6 @@ def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> lis
         near = did_you_mean(name, *(tool["function"]["name"] for tool in tools))
         raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}{near}", "tool_choice")
     return named
-
-
-log = logging.getLogger("slipstream.server")
 
 
 @dataclass(frozen=True)

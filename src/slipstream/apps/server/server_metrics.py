@@ -90,7 +90,6 @@ class StepTotals:
         self.accepted: collections.Counter[str] = collections.Counter()
 
     def step(self, rounds: Sequence[Round], facts: ModelFacts) -> None:
-        """Add the rounds of one step."""
         self._unfolded.append((monotonic(), rounds, facts))
         if len(self._unfolded) >= MAX_UNFOLDED_STEPS:
             self.fold()

@@ -11,21 +11,19 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from slipstream import drafters
-from slipstream.bench.arms import (
-    ASSISTED,
-    HF,
-    LLAMA,
-    LLAMA_LOOKUP,
-    LOOKUP,
-    TUNED,
-    label,
-    local_time,
-    parse_arm,
-)
+from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, TUNED, label, parse_arm
 from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, sample, sampled_texts
+from slipstream.bench.report.report_data import (
+    Data,
+    Sample,
+    acceptance,
+    efficiency,
+    local_time,
+    sample,
+    sampled_texts,
+)
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
@@ -65,7 +63,7 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         charts=_chart_rows(charts),
         time=_time(data),
         samples=_samples(data, tokenizer),
-        arms=arms_table(data.header),
+        arms=[(label(name), describe(name)) for name in data.header.settings.get("arms", [])],
         settings=settings_table(data.header),
         machine=machine_table(data.header),
         command=data.header.command,
@@ -258,11 +256,6 @@ def machine_table(header: Header) -> Rows:
     """What it was measured on: the machine, and the versions of Slipstream and the libraries it uses."""
     both = header.machine | header.versions
     return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
-
-
-def arms_table(header: Header) -> Rows:
-    """Each arm that was run, in one sentence."""
-    return [(label(name), describe(name)) for name in header.settings.get("arms", [])]
 
 
 def describe(name: str) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from slipstream.bench.arms import local_time
 from slipstream.bench.records import Header
-from slipstream.bench.report.report_data import Data, efficiency
+from slipstream.bench.report.report_data import Data, efficiency, local_time
 from slipstream.bench.result_tables import Cell, Row, Table, cell, markdown_table
 from slipstream.bench.summary import ArmSummary
 from slipstream.checks import counted
@@ -92,10 +90,6 @@ def _settings(data: Data) -> str:
 def _machine(header: Header) -> str:
     machine, versions = header.machine, header.versions
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
-    memory = _with_unit(machine, "memory_gib", " GiB")
+    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") is not None else ""
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{gpu}{machine.get('processor')}, {machine.get('cores')} cores{memory}; {libraries}."
-
-
-def _with_unit(values: dict[str, Any], name: str, unit: str) -> str:
-    return f", {values[name]}{unit}" if values.get(name) is not None else ""

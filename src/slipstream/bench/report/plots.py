@@ -64,8 +64,6 @@ MOST = 6  # arms in one picture
 INTERVALS = "Bars are 95 % bootstrap intervals over prompts"
 T = TypeVar("T")
 SPEED = f"{INTERVALS} and repeats; prompt processing is counted."
-
-
 Kind = Literal["lines", "rows"]
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.bench.arms import label, parse_arm
+from slipstream.bench.arms import check_reference, label, parse_arm
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
+from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
 from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError
 from slipstream.text.round_view import views
 from slipstream.tokenization.tokenizer import Tokenizer
 
@@ -74,9 +75,7 @@ def load(folder: Path) -> Data:
 def against(data: Data, reference: str) -> Data:
     """The runs summarised once more, with every speed-up referring to one arm."""
     names = list(data.references)
-    if reference not in names:
-        near = did_you_mean(reference, *names)
-        raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}{near}")
+    check_reference(reference, names)
     return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
 
 
@@ -99,9 +98,7 @@ def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | No
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
     over, under = upper[sampled].sum(axis=1), lower[sampled].sum(axis=1)
     defined = under > 0  # a resample of prompts for which nothing was drafted says nothing
-    tail = 50 * (1 - LEVEL)
-    low, high = np.percentile(over[defined] / under[defined], [tail, 100 - tail])
-    return Estimate(value, float(low), float(high))
+    return estimated(value, over[defined] / under[defined])
 
 
 def acceptance(runs: Sequence[Run]) -> Estimate | None:
@@ -208,3 +205,12 @@ def sample(
     )
     spans = [(CSS_CLASSES[piece.kind], piece.text) for piece in pieces[:MAX_SAMPLE_TOKENS] if piece.text]
     return Sample(caption, (prompts or {}).get(run.prompts[row], ""), spans, len(pieces) > MAX_SAMPLE_TOKENS)
+
+
+def local_time(text: str) -> str:
+    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        return text
+    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname()}"

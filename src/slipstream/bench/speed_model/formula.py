@@ -64,14 +64,11 @@ def predicted_speed_up(costs: Costs, acceptance: Acceptance | float, num_draft_t
     return expected_tokens(acceptance, num_draft_tokens) * plain / speculative
 
 
-def best_length(costs: Costs, acceptance: Acceptance | float, longest: int | None = None, batch: float = 1) -> int:
-    """The draft length from 0 to `longest` with the highest predicted speed-up, the shortest of equals.
-
-    longest: by default as far as both the costs and the acceptance are known.
-    """
-    if longest is None:
-        longest = longest_known(costs, acceptance)
-    return max(range(longest + 1), key=lambda n: (predicted_speed_up(costs, acceptance, n, batch), -n))
+def best_length(costs: Costs, acceptance: Acceptance | float, batch: float = 1) -> int:
+    """The draft length from 0 to `longest_known` with the highest predicted speed-up, the shortest of equals."""
+    return max(
+        range(longest_known(costs, acceptance) + 1), key=lambda n: (predicted_speed_up(costs, acceptance, n, batch), -n)
+    )
 
 
 def pays_until(costs: Costs, acceptance: Acceptance | float) -> int | None:
@@ -80,7 +77,7 @@ def pays_until(costs: Costs, acceptance: Acceptance | float) -> int | None:
     Tried is every size from the smallest to the largest batch of the costs.
     """
     batches = range(costs.batches[0], costs.batches[-1] + 1)
-    return next((batch for batch in batches if best_length(costs, acceptance, None, batch) == 0), None)
+    return next((batch for batch in batches if best_length(costs, acceptance, batch) == 0), None)
 
 
 def break_even_acceptance(costs: Costs, num_draft_tokens: int, batch: float = 1) -> float | None:
@@ -267,7 +264,7 @@ def simulate(
         lengths=tuple(lengths),
         batches=tuple(batches),
         speed_ups={b: {n: predicted_speed_up(costs, acceptance, n, b) for n in lengths} for b in batches},
-        best={b: best_length(costs, acceptance, None, b) for b in batches},
+        best={b: best_length(costs, acceptance, b) for b in batches},
         tokens={n: expected_tokens(acceptance, n) for n in lengths},
         break_even={b: {n: break_even_acceptance(costs, n, b) if n else None for n in lengths} for b in batches},
         stops=pays_until(costs, acceptance),

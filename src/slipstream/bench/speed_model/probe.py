@@ -149,7 +149,6 @@ class RoundTimes:
         self.overhead.add(shape, overhead)
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self.forward.milliseconds.clear()
         self.overhead.milliseconds.clear()
 

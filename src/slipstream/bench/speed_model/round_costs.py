@@ -5,7 +5,6 @@ Prompt processing is not part of it. This module knows neither models nor accept
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.checks import UNREADABLE, is_number, is_whole, why_unreadable
+from slipstream.checks import is_number, is_whole, read_json, save_json
 from slipstream.core.kv_slots import Shapes
 from slipstream.errors import UsageError
 
@@ -171,7 +170,6 @@ class Costs:
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes that forwards keep to."""
         return Shapes(self.padded, 0, alone=self.alone, totals=self.totals)
 
     @property
@@ -203,10 +201,6 @@ class Costs:
             for name in ("draft_step", "draft_round")
         )
         return (longest * step if longest else 0.0) + fixed
-
-    def round(self, batch: float, width: int, drafted: int) -> float:
-        """Milliseconds of a padded round of `width` columns whose longest row drafted `drafted` tokens."""
-        return self.drafting(batch, drafted) + self.plain(batch, width)
 
     def plain(self, batch: float, width: int) -> float:
         """Milliseconds of a round without a drafter whose forward has `width` columns."""
@@ -265,19 +259,12 @@ class Costs:
 
     def save(self, path: Path) -> None:
         """Write to a JSON file."""
-        try:
-            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"costs file {str(path)!r} cannot be written: {error.strerror}") from error
+        save_json("costs file", path, self.to_dict())
 
     @classmethod
     def read(cls, path: Path) -> Costs:
         """Read what `save` wrote."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except UNREADABLE as error:
-            raise UsageError(f"costs file {str(path)!r} cannot be read: {why_unreadable(error)}") from error
-        return cls.from_dict(values)
+        return cls.from_dict(read_json("costs file", path))
 
 
 @dataclass(frozen=True, kw_only=True)

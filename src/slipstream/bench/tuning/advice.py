@@ -124,7 +124,6 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """The advice in words."""
         if self.best is None or self.expected is None:
             text = f"batch {self.batch}: do not speculate (plain decoding, {self.plain.value:.1f} tok/s)"
             first = next((other for other in self.others if other.measured is not None and not other.failed), None)

@@ -202,11 +202,6 @@ class SearchSpace:
         return on_cpu and candidate.length is None and drafters.traits(candidate.kind).needs_draft_model
 
 
-def at_length(candidate: Candidate, length: int) -> Candidate:
-    """The candidate with another draft length."""
-    return replace(candidate, length=length)
-
-
 class Budget:
     """Seconds, from now on."""
 
@@ -287,7 +282,7 @@ class Screened:
 
     def entry(self, batch: int, longest: int) -> Entry:
         """The drafter at its best predicted length, or at its own where nothing can be predicted."""
-        at_own_length = at_length(self.candidate, min(self.candidate.tokens, longest))
+        at_own_length = replace(self.candidate, length=min(self.candidate.tokens, longest))
         if self.failed is not None:
             return Entry(at_own_length, out=f"failed: {self.failed}", failed=True)
         if self.acceptance is None or self.costs is None:
@@ -298,7 +293,7 @@ class Screened:
         speeds = {n: predicted_speed_up(self.costs, self.acceptance, n, batch) for n in lengths}
         best = max(lengths, key=lambda n: (speeds[n], -n))
         out = None if speeds[best] >= FLOOR else self._why_not(best, batch)
-        return Entry(at_length(self.candidate, best), speeds[best], out)
+        return Entry(replace(self.candidate, length=best), speeds[best], out)
 
     def _why_not(self, length: int, batch: int) -> str:
         assert self.costs is not None and self.acceptance is not None
@@ -324,7 +319,7 @@ def screen(
     Too small a budget for a single group is refused.
     """
     kinds = predictable(space.drafts)
-    arms = [space.plain, *(space.arm(at_length(kind, longest)) for kind in kinds)]
+    arms = [space.plain, *(space.arm(replace(kind, length=longest)) for kind in kinds)]
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
         until = meter.budget.seconds * (RUNS_SHARE if number else 1)

@@ -48,8 +48,6 @@ ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store
 TRAITS = Traits(
     samples=False, needs_forwards=False, branches=True, default_length=7, preference=1, in_other_engines=True
 )
-
-
 Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
 
 

@@ -33,10 +33,9 @@ from slipstream.integrations.reference.logits_processor import (
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result, Stats
 
+log = logging.getLogger("slipstream")
 MAX_ROWS = 1024  # the caller chooses the batch; memory is reserved for the rows there are
 GREEDY = GreedyProcessor()
-
-
 EndIds = int | Sequence[int] | None
 
 
@@ -151,8 +150,6 @@ def decoder_of(target: Module, drafter: Module | None, tokenizer: Any = None) ->
     decoder.forget()
     return decoder
 
-
-log = logging.getLogger("slipstream")
 
 Ids = Sequence[int]
 

@@ -35,7 +35,7 @@ from slipstream.models.cpu.structs import (
     NormStruct,
     StackedLayerStruct,
 )
-from slipstream.models.decoder.around_layers import Rotations, decoder_module
+from slipstream.models.decoder.around_layers import decoder_module, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import (
     Activation,
@@ -233,11 +233,10 @@ class BlockLayerOps(LayerCalls):
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
-        linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
-        self._linears, library = linears, linears[0].parts[0].library
+        self._products = linears = _linears(ops)  # the struct has only the addresses of the weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
-        super().__init__(ops, library, layer)
+        super().__init__(ops, linears[0].parts[0].library, layer)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
@@ -257,10 +256,7 @@ class LayerStack:
         inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
-        of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
-        kinds = sorted(set(of_layers))
-        self._rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
-        which = [kinds.index(kind) if len(self._rotations) > 1 else 0 for kind in of_layers]
+        self._rotations, which = layer_rotations(model, inner, len(layers))
         self._structs = (StackedLayerStruct * len(layers))(
             *(
                 StackedLayerStruct(layer_ops.address, None, None, None, 0, spec.window or 0, kind, spec.scaling)

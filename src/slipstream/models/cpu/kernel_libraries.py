@@ -41,13 +41,13 @@ from slipstream.models.cpu.processor import (
     NoKernelsError,
     Processor,
     compiler_flags,
-    isa_of,
     isas_of,
     processor,
 )
 from slipstream.models.cpu.structs import check_layout
 from slipstream.models.notices import announce, warn_slower
 
+log = logging.getLogger("slipstream")
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DESCRIPTORS = Path("/proc/self/fd")
 CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -159,9 +159,6 @@ def _is_of_user(status: os.stat_result) -> bool:
     if not hasattr(os, "geteuid"):
         return True
     return status.st_uid in (os.geteuid(), ROOT) and not status.st_mode & OTHERS_MAY_WRITE
-
-
-log = logging.getLogger("slipstream")
 
 
 def switched_on() -> bool:
@@ -312,8 +309,8 @@ def _run(command: list[str]) -> None:
 
 
 def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
-    """The variants that can be used, best first. forced_isa: see `isa_of`, which raises the errors."""
-    best = isa_of(processor, forced_isa)
+    """The variants that can be used, best first. forced_isa: see `isas_of`, which raises the errors."""
+    best = isas_of(processor, forced_isa)[0]
     below = list(NEEDED)[list(NEEDED).index(best) :]
     allowed = [name for name in VARIANTS if name in below or (name == BFLOAT16 and "avx512" in below)]
     usable = [name for name in allowed if set(VARIANTS[name]) <= processor.flags and name != "plain"]

@@ -24,7 +24,7 @@ from slipstream.models.cpu.processor import memory_bytes
 from slipstream.models.cpu.structs import BLOCK, PANEL, QUAD, SPACE, TWELVE_BITS, LinearStruct
 from slipstream.models.decoder.fused_linear import is_plain
 
-WIDTH = 4  # tokens for whose number the layout is chosen
+WIDTH = 4  # tokens for which oneDNN's layout is chosen; it serves any number
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
 STACKED = "gate_up_proj", "down_proj"  # of the experts of a mixture, [experts, out, in] each
@@ -33,17 +33,16 @@ STACKED = "gate_up_proj", "down_proj"  # of the experts of a mixture, [experts, 
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose weight exists in packed form only; as it was where PyTorch has no oneDNN."""
 
-    def __init__(self, linear: nn.Linear, width: int) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
         self.bias, self._dtype = linear.bias, weight.dtype
         self._computed = torch.float32 if needs_float32(weight.dtype) else weight.dtype
         self._bias = None if self.bias is None else self.bias.detach().to(self._computed)
-        # the layout is chosen for inputs of about `width` tokens and serves any number
         self._plain = None if torch.backends.mkldnn.is_available() else weight
         if self._plain is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._computed), width)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._computed), WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
@@ -91,12 +90,9 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def packed(linear: nn.Linear) -> nn.Module:
-    """The layer, packed for few tokens."""
-    return PackedLinear(linear, WIDTH)
-
-
-def pack(model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = packed, leave: Sequence[nn.Linear] = ()) -> None:
+def pack(
+    model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = PackedLinear, leave: Sequence[nn.Linear] = ()
+) -> None:
     """Replace every `nn.Linear` of a model in place by what `convert` makes of it, freeing each weight at once.
 
     A weight shared with an embedding stays for the embedding and is packed as a copy. leave: layers that stay.
@@ -228,4 +224,4 @@ def compressed_or_packed(linear: nn.Linear) -> nn.Module:
             compressed = CompressedLinear(linear, library)
             if compressed.is_worth_it:
                 return compressed
-    return packed(linear)
+    return PackedLinear(linear)

@@ -129,11 +129,6 @@ def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
     return usable
 
 
-def isa_of(processor: Processor, forced_isa: str | None) -> str:
-    """The best of `isas_of`."""
-    return isas_of(processor, forced_isa)[0]
-
-
 def compiler_flags(needed: tuple[str, ...]) -> tuple[str, ...]:
     """What tells a compiler of these instructions."""
     return tuple(OTHER_FLAGS.get(name) or "-m" + name.replace("_", "") for name in needed)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
-from slipstream.models.decoder.around_layers import Rotations, check_nothing_between, decoder_module
+from slipstream.models.decoder.around_layers import check_nothing_between, decoder_module, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import (
     AttentionSpec,
@@ -340,10 +340,7 @@ class TritonStack:
             raise UnknownLayerError("its last norm rounds at another place than the others")
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._norm, self._output = (norm.weight[0], norm.eps), output
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
-        names = sorted(set(kinds))
-        self._rotations = Rotations(inner.get_submodule("rotary_emb"), names)
-        self._which = [names.index(kind) if len(self._rotations) > 1 else 0 for kind in kinds]
+        self._rotations, self._which = layer_rotations(model, inner, len(layers))
 
     def logits(
         self,

@@ -55,6 +55,14 @@ class Rotations:
         return [self._module(hidden, positions, **options) for options in self._options]
 
 
+def layer_rotations(model: Any, inner: nn.Module, count: int) -> tuple[Rotations, list[int]]:
+    """The rotations of a model's `count` layers, and which of them each layer has. inner: see `decoder_module`."""
+    of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * count
+    kinds = sorted(set(of_layers))
+    rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
+    return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in of_layers]
+
+
 def decoder_module(model: Any, count: int) -> nn.Module:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
     inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)

@@ -31,15 +31,8 @@ ATTENTION = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 BEFORE_BOTH = ("input_layernorm", "post_attention_layernorm")  # Llama, Mistral, Qwen
-AROUND_BOTH = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)  # Gemma
+AROUND_BOTH = (*BEFORE_BOTH, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # Gemma
 CLOSE_NORM = 0.02  # largest relative difference of a norm from the module it replaces; its weights are bfloat16
-
-
 Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * x + cubic * x^3)
 
 

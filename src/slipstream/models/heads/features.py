@@ -51,7 +51,6 @@ class FeatureReader:
         self.target, self.target_slots = target, slots
 
     def grow(self, rows: int) -> None:
-        """Have room for this many slots."""
         self.num_right += [0] * (rows - len(self.num_right))
 
     def copy(self, source: int, destination: int, length: int) -> None:

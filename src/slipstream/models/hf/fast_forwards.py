@@ -67,26 +67,19 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
     """Give decoder layers a forward of fewer operators if it gives this model's own logits; returns those layers."""
     if backend.masks.repeats is None:
         return []  # said by `group_queries`
-    name, own_logits = type(backend.model).__name__, own_logits or OwnLogits(backend)
+    own_logits = own_logits or OwnLogits(backend)
     try:
         layers = fused_layers(backend.model, backend.masks.windows)
+        if number := unimplemented(backend.model.config.get_text_config(), OF_LAYERS | AROUND_LAYERS):
+            raise UnknownLayerError(f"its configuration has {number}")
+        if "fused layers" not in own_logits.passed:
+            trials = [Trial(layer.forward, forward) for layer, forward in layers]
+            if largest_error(backend, layers, trials) > tolerance(backend.model):
+                raise UnknownLayerError("the fused one gives other numbers")
+            own_logits.passed.add("fused layers")
     except UnknownLayerError as error:
-        warn_slower(f"{name} keeps its layers' own forward: {error}")
+        warn_slower(f"{type(backend.model).__name__} keeps its layers' own forward: {error}")
         return []
-    if number := unimplemented(backend.model.config.get_text_config(), OF_LAYERS | AROUND_LAYERS):
-        warn_slower(f"{name} keeps its layers' own forward: its configuration has {number}")
-        return []
-    if "fused layers" not in own_logits.passed:
-        trials = [Trial(layer.forward, forward) for layer, forward in layers]
-        try:
-            differs = largest_error(backend, layers, trials) > tolerance(backend.model)
-        except UnknownLayerError as error:
-            warn_slower(f"{name} keeps its layers' own forward: {error}")
-            return []
-        if differs:
-            warn_slower(f"{name} keeps its layers' own forward: the fused one gives other numbers")
-            return []
-        own_logits.passed.add("fused layers")
     for layer, forward in layers:
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles

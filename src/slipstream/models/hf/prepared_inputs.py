@@ -79,7 +79,7 @@ def _is_usual(model: Any, length: int, cached: int) -> bool:
     prepared = []
     for method in (model.prepare_inputs_for_generation, _usual_method(model)):
         cache: dict[str, Any] = {}
-        if (name := cache_name(model, NAMES)) is not None:
+        if (name := cache_name(model)) is not None:
             cache[prepared_name(model, name)] = _filled(cached)
         try:
             inputs = method(

@@ -15,14 +15,14 @@ from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
-from slipstream.models.hf.trials import a_few_tokens, later_starts
+from slipstream.models.hf.trials import a_few_tokens, difference, later_starts
 from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 
 SWITCHES = ("is_decoder", "causal")  # fields of configurations that make an encoder a decoder
 TOKENS, FIRST = 11, 6  # of a trial, and how many of them are read before the state is kept
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # difference of logits, relative to how they vary; both as RMS
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of logits that are equal but for rounding
 # in half precision, and where activations are rounded to integers; forwards of SmolLM2 that are cut in two differ by up
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
@@ -43,7 +43,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     backend = OwnCacheBackend(model)
     try:
         backend.reserve(1, TOKENS)
-        ids = _ids(backend)
+        ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
         at_once = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
         backend.module_state.note_changed()
         is_causal(backend, model)
@@ -87,7 +87,7 @@ def is_causal(backend: Backend, model: Any) -> bool:
     if not switches:
         return True
     backend.reserve(1, TOKENS)
-    ids = _ids(backend)
+    ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
     with_later_tokens = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
     if not _agree(with_later_tokens, backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)):
         raise UsageError(
@@ -123,11 +123,6 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     return False
 
 
-def _ids(backend: Backend) -> Tensor:
-    generator = torch.Generator().manual_seed(11)
-    return torch.randint(0, backend.vocab_size, (1, TOKENS), generator=generator).to(backend.device)
-
-
 def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
     """Whether the model reads several tokens after a state at all."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
@@ -160,7 +155,4 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
 
 def _agree(first: Tensor, second: Tensor, close: float | None = None) -> bool:
     """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type."""
-    close = CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close
-    first, second = first.float(), second.float()
-    varies = (first - first.mean(-1, keepdim=True)).square().mean().sqrt()
-    return bool((first - second).square().mean().sqrt() <= close * varies)
+    return difference(second, first) <= (CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close)

@@ -114,7 +114,6 @@ class TensorParallelBackend(HFBackend):
         self.cache.attended_lengths = lengths
 
     def weights_digest(self) -> str:
-        """A digest of the weights that this rank holds."""
         digest = hashlib.sha256(repr(dist.get_world_size()).encode())
         for name, weight in sorted(self.model.state_dict().items()):
             local = weight.to_local() if isinstance(weight, DTensor) else weight

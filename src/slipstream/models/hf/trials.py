@@ -136,9 +136,9 @@ def tolerance(model: Any) -> float:
     return max(CLOSE, ROUNDINGS * torch.finfo(model.dtype).eps) if activations is None else ROUNDED[activations]
 
 
-def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """[1, TOKENS] token ids to try a model with: any, since special ones may be read as nothing else is."""
-    return torch.randint(0, vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(11)).to(device)
+def a_few_tokens(vocab_size: int, device: torch.device, count: int = TOKENS) -> Tensor:
+    """[1, count] token ids to try a model with: any, since special ones may be read as nothing else is."""
+    return torch.randint(0, vocab_size, (1, count), generator=torch.Generator().manual_seed(11)).to(device)
 
 
 def a_few_logits(backend: Backend) -> Tensor:

@@ -68,7 +68,6 @@ class TensorEntry:
 
     @property
     def kind_name(self) -> str:
-        """The name of its type."""
         return self.block.name if self.block else FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
 
     @property
