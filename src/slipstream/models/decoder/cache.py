@@ -294,10 +294,10 @@ class SlotCache(Cache):
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """Move the keys and values at these places of a slot to `start` and the positions behind it."""
-        index = None
+        index = torch.tensor(places, dtype=torch.int64)
         for layer in self._stored:
             if layer.keys is not None:
-                index = torch.tensor(places, device=layer.keys.device) if index is None else index
+                index = index.to(layer.keys.device)
                 for cached in (layer.keys[slot], layer.values[slot]):
                     cached[:, start : start + len(places)] = cached.index_select(1, index)
 
