@@ -17,7 +17,7 @@ from slipstream.apps.cli.measuring import command_line
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
 from slipstream.bench.arms import label
-from slipstream.bench.records import Header, read_records
+from slipstream.bench.records import Header, append, read_records, start
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
 from slipstream.bench.report.html import BASELINES, describe, render, settings_table
@@ -429,6 +429,16 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, content: str | None, m
         (tmp_path / "runs.jsonl").write_text(content)
     with pytest.raises(UsageError, match=message):
         write_report(tmp_path)
+
+
+def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
+    """`tune` names in its header the arms of its screening only."""
+    header, runs = read_records(folder)
+    start(tmp_path, replace(header, settings=header.settings | {"arms": ["none", "ngram@2"]}))
+    for run in runs:
+        append(tmp_path, run)
+    assert load(tmp_path).references == load(folder).references
+    assert label("model@3") in write_report(tmp_path, ToyTokenizer()).read_text()
 
 
 def test_the_command_writes_the_report_without_loading_weights(capsys, monkeypatch, folder: Path) -> None:

@@ -82,10 +82,12 @@ def test_an_answer_of_openais_format_is_the_servers_without_what_differs_from_ru
 
 REFUSED = [
     ("{", "not JSON: Expecting property name enclosed in double quotes at character 2; allowed: one JSON object"),
-    ("[1]", "a JSON list; allowed: one JSON object"),
+    ('{"id": "s', "not JSON: Unterminated string starting at character 8; allowed: one JSON object"),
+    ("[1]", "[1]; allowed: one JSON object"),
+    ("null", "null; allowed: one JSON object"),
     ('{"id": "n", "prompt": "x", "temperature": NaN}', "not JSON: NaN is no JSON number"),
     ({"id": "r1", "prompt": "again"}, "id 'r1' is that of line 1; allowed: an id for each line"),
-    ({"prompt": "x"}, "id=None; allowed: a text of 1 to 512 characters, or a whole number"),
+    ({"prompt": "x"}, "no id; allowed: a text of 1 to 512 characters, or a whole number"),
     ({"id": True, "prompt": "x"}, "id=True; allowed:"),
     ({"id": "p"}, "no prompt; allowed: a text, token ids or a list of chat messages"),
     ({"id": "e", "prompt": ""}, "prompt is empty; allowed: at least one token"),
@@ -96,6 +98,10 @@ REFUSED = [
     ({"id": "h", "prompt": "x", "chat": 1}, "chat=1; allowed: true, false"),
     ({"id": "b", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: 'a'; allowed: token ids"),
     ({"id": "k", "prompt": "x", "constraint": {"rule": 1}}, "constraint={'rule': 1}; allowed: one of json_schema"),
+    (
+        {"id": "j", "prompt": "x", "json_schema": {"type": "object"}},
+        'unknown option \'json_schema\'; allowed: "constraint": {"json_schema": ...}, or another of its kinds: json_o',
+    ),
     ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors are code, which is not read from files"),
     (chat("o1", "x", model="gpt-9"), "model 'gpt-9' is not served here; allowed: 'toy'"),
     (chat("o2", "x", temperature=-1), "temperature=-1; allowed: 0 or more"),

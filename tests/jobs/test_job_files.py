@@ -133,6 +133,18 @@ def test_names_of_files_are_checked_first(decoder: SpeculativeDecoder, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
+@pytest.mark.parametrize("content", ["", "\n  \n\t\r\n"])
+def test_a_file_without_lines_is_refused_and_nothing_is_written(
+    content: str, decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    with pytest.raises(UsageError, match=r"in\.jsonl' holds no requests; allowed: at least one line$"):
+        decoder.batch(source, tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == [source]
+    assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # as generate([]) is no texts
+
+
 @pytest.mark.parametrize("name", ["out.parquet", "out.parquet.jsonl", "out.errors.jsonl"])
 def test_every_file_beside_a_parquet_output_is_checked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

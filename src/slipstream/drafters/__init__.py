@@ -87,8 +87,10 @@ def check_name(text: str) -> None:
     if name not in allowed:
         near = did_you_mean(name, *allowed)
         raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or a Drafter object{near}")
+    if ":" in text and name not in ARGUMENTS:
+        raise UsageError(f"drafter={text!r}; allowed: {name!r} without an argument")
     if text.endswith(":"):
-        raise UsageError(f"drafter={text!r}; allowed: {name}{ARGUMENTS.get(name, '')}")
+        raise UsageError(f"drafter={text!r}; allowed: {name}{ARGUMENTS[name]}")
 
 
 def traits(text: str) -> Traits:

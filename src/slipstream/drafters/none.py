@@ -10,7 +10,6 @@ import torch
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
-from slipstream.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,4 @@ TRAITS = Traits(samples=False, needs_forwards=False, default_length=0)
 
 def build(setup: Setup, argument: str) -> NoDrafter:
     """A `NoDrafter`; it takes no argument."""
-    if argument:
-        raise UsageError(f"drafter='none:{argument}'; allowed: 'none' without an argument")
     return NoDrafter(setup.device)

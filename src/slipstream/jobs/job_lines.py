@@ -21,6 +21,7 @@ from slipstream.tokenization.tokenizer import check_text
 
 ROWS = 1024  # read and written at a time
 LONGEST_ID = 512  # characters
+ID = f"a text of 1 to {LONGEST_ID} characters, or a whole number"
 SHOWN = 80  # characters of a value in a message
 DEEPEST = 200  # lists and objects within one another; Python reads and copies them recursively
 TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} within one another"
@@ -109,10 +110,10 @@ class Line:
         """The id by which the job knows this request; UsageError if it is missing or cannot be one."""
         name = "custom_id" if is_openai(self.item) else "id"
         value = self.item.get(name)
+        if value is None:
+            raise UsageError(f"no {name}; allowed: {ID}")
         if isinstance(value, bool) or not isinstance(value, str | int) or not 0 < len(str(value)) <= LONGEST_ID:
-            raise UsageError(
-                f"{name}={value!r:.{SHOWN}}; allowed: a text of 1 to {LONGEST_ID} characters, or a whole number"
-            )
+            raise UsageError(f"{name}={value!r:.{SHOWN}}; allowed: {ID}")
         check_text(name, str(value))
         return value
 
@@ -210,13 +211,14 @@ def _parsed(number: int, line: bytes) -> Line:
     except UnicodeDecodeError as error:
         return Line(number, {}, f"not UTF-8 at byte {error.start}; allowed: one JSON object")
     except json.JSONDecodeError as error:
-        return Line(number, {}, f"not JSON: {error.msg} at character {error.pos + 1}; allowed: one JSON object")
+        what = error.msg.removesuffix(" at")
+        return Line(number, {}, f"not JSON: {what} at character {error.pos + 1}; allowed: one JSON object")
     except RecursionError:
         return Line(number, {}, TOO_DEEP)
     except ValueError as error:
         return Line(number, {}, f"not JSON: {error}; allowed: one JSON object")
     if not isinstance(item, dict):
-        return Line(number, {}, f"a JSON {type(item).__name__}; allowed: one JSON object")
+        return Line(number, {}, f"{text:.{SHOWN}}; allowed: one JSON object")
     return Line(number, {}, TOO_DEEP) if _too_deep(text) else Line(number, item)
 
 
@@ -243,7 +245,7 @@ class JobFiles:
     def of(
         cls, source: str | Path | Iterable[Mapping[str, Any]], output: str | Path, errors: str | Path | None = None
     ) -> JobFiles:
-        """Check the names before anything is loaded; nothing is created."""
+        """Check the names, and that a file holds a line, before anything is loaded; nothing is created."""
         if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Path | Iterable):
             raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
         path = _path("output", output)
@@ -258,7 +260,10 @@ class JobFiles:
             others[name] = file
         if isinstance(source, str | Path) and not Path(source).is_file():
             raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
-        return cls(lines_of(source), journal, refusals, parquet)
+        lines = lines_of(source)
+        if isinstance(source, str | Path) and next(iter(lines), None) is None:
+            raise UsageError(f"{str(source)!r} holds no requests; allowed: at least one line")
+        return cls(lines, journal, refusals, parquet)
 
 
 def _path(name: str, value: Any) -> Path:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from slipstream.config import DecoderConfig
-from slipstream.constraints.constraint import Constraint
+from slipstream.constraints.constraint import KINDS, Constraint
 from slipstream.core.acceptance import Rule
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.scheduler import Scheduler
@@ -34,6 +34,8 @@ from slipstream.wiring.model_pair import fingerprint_of
 OPENAI_LINES = "slipstream.apps.server.batch_runner"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
+FORMS = {*KINDS, "response_format", "structured_outputs"}  # what flags and other formats call structured output
+IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ", ".join(KINDS[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +233,8 @@ class PlainLines:
         options = {name: value for name, value in item.items() if name not in NO_OPTIONS}
         if "logits_processors" in options:
             raise UsageError("logits_processors are code, which is not read from files; allowed: other options")
+        if named := next((name for name in options if name in FORMS), None):
+            raise UsageError(f"unknown option {named!r}; allowed: {IN_A_LINE}")
         if isinstance(options.get("constraint"), dict):
             options["constraint"] = _constraint(options["constraint"])
         if isinstance(options.get("logit_bias"), dict):
@@ -243,9 +247,7 @@ def _constraint(fields: dict[str, Any]) -> Constraint:
     try:
         return Constraint(**fields)
     except TypeError:
-        raise UsageError(
-            f"constraint={fields!r:.80}; allowed: one of json_schema, json_object, regex, choice, grammar"
-        ) from None
+        raise UsageError(f"constraint={fields!r:.80}; allowed: one of {', '.join(KINDS)}") from None
 
 
 def _token_id(name: object) -> int:

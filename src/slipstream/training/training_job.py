@@ -123,14 +123,18 @@ class TrainingJob:
             with self._kept(), _held(settings.folder):
                 pass
 
+    def make_folder(self) -> None:
+        """Make the folder, which `run` does too: before a model is loaded, this says whether it can be made."""
+        with self._kept():
+            self.settings.folder.mkdir(parents=True, exist_ok=True)
+
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
         """Train with the target of this decoder; the last judgement, and where the head is."""
         settings, folder = self.settings, self.settings.folder
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
         decoder.forget()  # the KV cache is overwritten
-        with self._kept():
-            folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         with self._kept(), _held(folder):
             self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)

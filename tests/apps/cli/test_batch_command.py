@@ -138,6 +138,7 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
     ("arguments", "why"),
     [
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
+        (("empty.jsonl", "out.jsonl"), "error: 'empty.jsonl' holds no requests; allowed: at least one line"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
         (("in.jsonl", "out.jsonl", "--seed", "1"), "error: unknown option '--seed'"),
@@ -151,6 +152,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     write(Path("in.jsonl"), requests(2))
     write(Path("openai.jsonl"), [chat("a", "x")])
+    Path("empty.jsonl").write_text("\n\n")
     Path("letter").write_text("Dear reader,\n")
     code, _, told = run(capsys, monkeypatch, "batch", *arguments, *TOY)
     assert code == 2 and told.startswith(why) and len(told.splitlines()) == 1

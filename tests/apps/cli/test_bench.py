@@ -47,6 +47,17 @@ def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path
     assert sum(ngram["time_split"].values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("arguments", [("bench", "--arms", "none"), ("sweep", "--lengths", "0-1")])
+def test_without_a_folder_named_the_runs_are_in_a_new_one_in_runs(
+    capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one.txt").write_text("The heron")
+    small = ("--target", "toy", "--prompt-file", "one.txt", "--max-tokens", "4", "--repeats", "1")
+    assert run(capsys, monkeypatch, *arguments, *small)[0] == 0
+    assert [path.name for path in tmp_path.glob(f"runs/{arguments[0]}-*/{FILE}")] == [FILE]
+
+
 def test_it_goes_on_where_it_was_and_refuses_other_settings(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     assert run(capsys, monkeypatch, *toy)[0] == 0
     file = tmp_path / "runs" / FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -128,6 +129,21 @@ def test_without_template_and_prompts_no_model_is_loaded(
     code, _, err = train(capsys, monkeypatch, bare, tmp_path / "head")
     assert code == 2 and not (tmp_path / "head").exists()
     assert "has no chat template, so it cannot invent prompts; allowed: --prompts FILE" in err.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
+) -> None:
+    def load(self, *args, **options):
+        pytest.fail("a model was loaded")
+
+    def make(self, *args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    monkeypatch.setattr(Path, "mkdir", make)
+    code, _, err = train(capsys, monkeypatch, target, tmp_path / "head")
+    assert (code, err) == (1, f"error: '{tmp_path / 'head'}': No space left on device; nothing was kept yet\n")
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def bench_command(
     benchmark = Benchmark(
         models, config, params, prompts, arms, reference, batches, options.repeats, options.at_once, chat
     )
-    folder = options.out_folder or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = options.out_folder or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     header, runs = benchmark.run(folder)
     summaries = summarise(runs, reference)
     for table in bench_tables(summaries, reference):

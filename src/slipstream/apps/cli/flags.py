@@ -343,7 +343,7 @@ OutFolder = Annotated[
     option(
         OUTPUT,
         "--out",
-        text="folder of the runs; an interrupted run there continues",
+        text="folder of the runs; an interrupted run there continues; default: a new one in runs/",
         metavar="FOLDER",
         callback=check_folder("--out"),
     ),

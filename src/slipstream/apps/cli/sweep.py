@@ -88,7 +88,7 @@ def sweep_command(
     benchmark = Benchmark(
         models, config, params, named, grid.arms(), grid.reference, batches, options.repeats, chat=chat
     )
-    folder = options.out_folder or Path(f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = options.out_folder or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
     header, runs = benchmark.run(folder)
     summaries = summarise_by_temperature(runs, grid.reference)
     series = series_of(summaries)

@@ -140,6 +140,7 @@ def _job(options: TrainOptions) -> TrainingJob:
         )
     if options.prompts is None:
         refuse_without_template(inspect_vocabulary(options.target).tokenizer, options.target)
+    job.make_folder()
     return job
 
 

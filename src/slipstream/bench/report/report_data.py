@@ -60,7 +60,7 @@ class Data:
 
 
 def load(folder: Path) -> Data:
-    """Read a folder that `slipstream bench` or `slipstream sweep` has written."""
+    """Read a folder that `slipstream bench`, `slipstream sweep` or `slipstream tune` has written."""
     header, runs = read_records(folder)
     names, default = header.settings.get("arms"), header.settings.get("reference")
     if not isinstance(names, list) or not isinstance(default, str):
@@ -69,6 +69,7 @@ def load(folder: Path) -> Data:
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
+    names = list(dict.fromkeys((*names, *(run.arm for run in runs))))  # `tune` chooses arms while it measures
     return Data(header, runs, summarise_by_temperature(runs, default), references(names, default))
 
 
