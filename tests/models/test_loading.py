@@ -104,6 +104,32 @@ def test_end_ids_are_those_of_generate(tmp_path: Path, caplog: pytest.LogCapture
             assert SpeculativeDecoder(str(folder), fast=fast, reproducible=False).target.end_ids == ends
 
 
+def test_a_model_without_layers_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = fresh("llama", num_hidden_layers=0)
+    model.save_pretrained(tmp_path)
+    for source in (model, str(tmp_path)):
+        with pytest.raises(UsageError, match=r"^model LlamaForCausalLM has num_hidden_layers=0; allowed: at least one"):
+            SpeculativeDecoder(source)
+
+
+def test_end_ids_may_be_a_tensor_as_in_generate() -> None:
+    model = fresh("llama")
+    model.generation_config.eos_token_id = torch.tensor([5, 6, VOCAB])
+    assert SpeculativeDecoder(model, reproducible=False).target.end_ids == (5, 6)
+
+
+@pytest.mark.parametrize("ends", ["5", [5, None], [[5]], 1.5, True])
+def test_end_ids_that_are_none_are_refused_in_one_line(ends: Any, tmp_path: Path) -> None:
+    model = fresh("llama")
+    model.save_pretrained(tmp_path)
+    model.generation_config.eos_token_id = ends
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    reason = re.escape(f"has eos_token_id={ends!r}; allowed: None, a token id or a list of them")
+    for load in (SpeculativeDecoder, inspect_vocabulary):
+        with pytest.raises(UsageError, match=f"^model '.*' {reason}$"):
+            load(model if load is SpeculativeDecoder else str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -117,6 +117,18 @@ def test_a_difference_in_a_batch_of_another_size_is_caught(size: int) -> None:
     assert not found(lambda rows, width, columns, length: rows == size).agrees
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_rows_at_the_end_of_a_batch_that_round_otherwise_are_caught(last: int) -> None:
+    class Remainder(RoundingBackend):
+        def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+            out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+            if len(starts) > 4 and tokens.shape[1] % 2:  # as a product of matrices may compute what its tiles leave
+                out[-last, -1] += BIT
+            return out
+
+    assert calibrate(Remainder(), BATCH).widths == without(1, 3, 5, 7)
+
+
 class Bounded(RoundingBackend):
     """Has no positions beyond its context."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 
+PATIENCE_SECONDS = 0.05
 PROMPT = "The heron and the sparrow. The heron"
 OPTIONS: Any = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
 PARAMS = SamplingParams(**OPTIONS)
@@ -103,6 +104,53 @@ def test_a_coroutine_may_stop_early_and_errors_reach_it(decoder: SpeculativeDeco
     with pytest.raises(UsageError, match=r"^prompt is a list of prompts; allowed: stream takes one prompt"):
         asyncio.run(ask_wrongly())
     assert decoder.generate(PROMPT, PARAMS).finish_reason == "length"
+
+
+def test_a_chunk_that_was_given_up_on_goes_to_the_next_who_waits(decoder: SpeculativeDecoder) -> None:
+    expected = decoder.generate(PROMPT, PARAMS)
+
+    async def read_impatiently() -> tuple[str, int]:
+        stream, chunks, num_timeouts = decoder.astream(PROMPT, PARAMS), [], 0
+        while True:
+            waits = [asyncio.ensure_future(anext(stream)) for _ in range(1 + num_timeouts % 3)]
+            await asyncio.sleep(0 if num_timeouts < 20 else PATIENCE_SECONDS)
+            for wait in waits:
+                if wait.done() and isinstance(wait.exception(), StopAsyncIteration):
+                    assert same(stream.result, expected)
+                    return "".join(map(str, chunks)), num_timeouts
+                if wait.done():
+                    chunks.append(wait.result())
+                else:
+                    wait.cancel()
+                    num_timeouts += 1
+            await asyncio.wait(waits)
+
+    text, num_timeouts = asyncio.run(read_impatiently())
+    assert text == expected.text and num_timeouts >= 20
+
+
+def test_threads_share_the_chunks_of_a_stream_and_one_may_close_it(decoder: SpeculativeDecoder) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait(input_ids: Any, scores: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return scores
+
+    stream = decoder.stream(PROMPT, max_tokens=24, num_draft_tokens=0, logits_processors=[wait])
+    read: list[Any] = []
+    reader = threading.Thread(target=lambda: read.extend(stream))
+    closer = threading.Thread(target=stream.close)
+    reader.start()
+    assert begun.wait(60)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive(), "it waits for the round"
+    goes_on.set()
+    closer.join(60)
+    reader.join(60)
+    assert not closer.is_alive() and not reader.is_alive() and read
+    assert list(stream) == []
 
 
 def test_a_cancelled_coroutine_leaves_the_models_free(decoder: SpeculativeDecoder) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from slipstream.checks import is_number
+from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
 
 log = logging.getLogger("slipstream")
@@ -36,7 +38,7 @@ def warn_of_unread_settings(target: Loaded) -> None:
     settings = getattr(target.model, "generation_config", None)
     if settings is None:
         return
-    values = {name: getattr(settings, name, None) for name in SETTINGS}
+    values = {name: _as_list(getattr(settings, name, None)) for name in SETTINGS}
     unread = {name: value for name, value in values.items() if value not in SETTINGS[name][0]}
     if unread:
         log.warning(
@@ -60,6 +62,21 @@ def warn_of_unread_settings(target: Loaded) -> None:
 def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids `generate` would use."""
     settings = getattr(model, "generation_config", None) or model.config.get_text_config()
-    ends = getattr(settings, "eos_token_id", None)
+    return read_end_ids(type(model).__name__, getattr(settings, "eos_token_id", None), vocab_size)
+
+
+def read_end_ids(name: str, ends: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model's settings that its vocabulary has. ends: an id, several, or None.
+
+    Raises `UsageError`, which names the model, for what is no number.
+    """
+    ends = _as_list(ends)
     ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
-    return tuple(i for i in ids if 0 <= i < vocab_size)
+    if not all(is_number(i) and i == int(i) for i in ids):
+        raise UsageError(f"model {name!r} has eos_token_id={ends!r:.60}; allowed: None, a token id or a list of them")
+    return tuple(int(i) for i in ids if 0 <= i < vocab_size)
+
+
+def _as_list(value: Any) -> Any:
+    """Tensors and arrays as lists and numbers, which `generate` takes as well."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value

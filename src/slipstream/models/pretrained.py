@@ -98,6 +98,8 @@ def _backend(
     `fast` is False; True also replaces its layers. A model whose state cannot be written by position runs on caches of
     its own.
     """
+    if getattr(model.config.get_text_config(), "num_hidden_layers", None) == 0:
+        raise UsageError(f"model {type(model).__name__} has num_hidden_layers=0; allowed: at least one layer")
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:

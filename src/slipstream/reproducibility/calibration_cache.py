@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream")
 
 FOLDER = "calibration"  # in the cache folder
-VERSION = 22  # of what calibration tries; what an earlier one found is not used
+VERSION = 23  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")

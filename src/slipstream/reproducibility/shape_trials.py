@@ -112,7 +112,7 @@ class Trials:
         if isinstance(complete, Checkpoints) and complete.checkpoint(0, contexts[0]) < contexts[0]:
             read_context(complete, self._tokens, 0, contexts[0], 0)  # it has another cache
         self._length = min(max(LENGTH, FEWEST_LOGITS // backend.vocab_size), LONGEST)
-        self._reference: list[Tensor] = []
+        self._reference: dict[int, Tensor] = {}  # by the position at which a slot's context ends
         self.times = ForwardTimes(complete, self._tokens, self._starts, contexts[0])
 
     def _forward(self, tokens: Tensor, starts: list[int], first_slot: int) -> Tensor:
@@ -125,14 +125,15 @@ class Trials:
     def use_unit(self, unit: int) -> None:
         """Read the KV cache in units of `unit` from now on; the reference is computed with it."""
         self.backend.attended_unit = unit
-        self._reference = [
-            torch.cat(list(self._trace(slot, REFERENCE, max(self._length, *WIDTHS))))
-            for slot in range(len(self.contexts))
-        ]
+        slots = {start: slot for slot, start in enumerate(self._firsts)}
+        self._reference = {
+            start: torch.cat(list(self._trace(slot, REFERENCE, max(self._length, *WIDTHS))))
+            for start, slot in slots.items()
+        }
 
     def _trace(self, slot: int, width: int, length: int) -> Iterator[Tensor]:
         """Logits [<= width, V] of consecutive forwards over `length` positions or more, fed `width` at a time."""
-        first = self.contexts[slot]
+        first = self._firsts[slot]
         last = min(first + max(length, width), self.backend.max_length) - width + 1
         for start in range(first, last, width):
             tokens = self._tokens[None, start : start + width]
@@ -143,9 +144,9 @@ class Trials:
 
         once: in one forward of one context instead of consecutive ones of each.
         """
-        slots = [width % len(self._reference)] if once else range(len(self._reference))
+        slots = [width % len(self.contexts)] if once else range(len(self.contexts))
         for slot in slots:
-            reference = self._reference[slot]
+            reference = self._reference[self.contexts[slot]]
             compared = 0
             for segment in self._trace(slot, width, width if once else self._length):
                 count = min(len(segment), len(reference) - compared)
@@ -157,17 +158,18 @@ class Trials:
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
         """Whether ragged batches give the reference's bits: of every size for narrow widths, else of some.
 
-        steps: consecutive forwards that are compared.
+        All rows are compared: products of matrices often compute the last few rows with another kernel.
+        steps: consecutive forwards that are compared, more of tiny models.
         """
-        row_step = 1 if width <= REFERENCE else 3
+        row_step, steps = 1 if width <= REFERENCE else 3, max(steps, self._length // LENGTH)
         for rows in range(len(self._starts), 1, -row_step):
             last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
             for offset in range(0, min((steps - 1) * width, last) + 1, width):
                 starts = [start + offset for start in self._starts[:rows]]
                 tokens = torch.stack([self._tokens[start : start + width] for start in starts])
                 logits = self._forward(tokens, starts, 0)
-                for row, reference in zip(logits, self._reference, strict=False):
-                    expected = reference[offset : offset + width]
+                for row, start in zip(logits, self._starts, strict=False):
+                    expected = self._reference[start][offset : offset + width]
                     if not torch.equal(row[: len(expected)], expected):
                         return False
         return True
@@ -204,7 +206,8 @@ class Trials:
         slot = len(self.contexts) - 1
         if not self.chunks:
             return True
-        segment, reference = next(self._trace(slot, self.chunks[-1], self.chunks[-1])), self._reference[slot]
+        segment = next(self._trace(slot, self.chunks[-1], self.chunks[-1]))
+        reference = self._reference[self.contexts[slot]]
         last = self.contexts[slot] + len(segment) - REFERENCE
         end = self._forward(self._tokens[None, last : last + REFERENCE], [last], slot)[0]
         count = min(len(segment), len(reference))
@@ -247,8 +250,8 @@ class Trials:
         for segments in self._ragged_rounds(total, widths):
             logits = backend.forward_ragged(end_to_end(self._tokens, segments, total), segments, widths=widths)
             ends = accumulate(segment.count for segment in segments)
-            for reference, end, segment, start in zip(self._reference, ends, segments, self._starts, strict=False):
-                expected = reference[segment.start - start :][: segment.count]
+            for end, segment, start in zip(ends, segments, self._starts, strict=False):
+                expected = self._reference[start][segment.start - start :][: segment.count]
                 if not torch.equal(logits[end - segment.count :][: len(expected)], expected):
                     return False
         return True

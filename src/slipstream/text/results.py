@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
+from heapq import heappop, heappush
 from typing import Any
 
 from slipstream.checks import counted
@@ -265,21 +268,25 @@ class Chunk:
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of one answer as they come; when they have ended, `result` is the whole answer."""
+    """The chunks of one answer as they come; when they have ended, `result` is the whole answer.
+
+    Several threads may use it: each chunk goes to one of them, and `close` waits for the round under way.
+    """
 
     def __init__(self, chunks: Generator[Chunk, None, Result]) -> None:
-        self._chunks = chunks
+        self._chunks, self._turn = chunks, threading.RLock()
         self._result: Result | None = None
 
     def __repr__(self) -> str:
         return f"Stream({'not at its end' if self._result is None else repr(self._result)})"
 
     def __next__(self) -> Chunk:
-        try:
-            return next(self._chunks)
-        except StopIteration as end:
-            self._result = end.value or self._result
-            raise
+        with self._turn:
+            try:
+                return next(self._chunks)
+            except StopIteration as end:
+                self._result = end.value or self._result
+                raise
 
     @property
     def result(self) -> Result:
@@ -290,23 +297,34 @@ class Stream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Stop here; the rest is not generated, and there is no `result`."""
-        self._chunks.close()
+        with self._turn:
+            self._chunks.close()
 
 
 class AsyncStream(AsyncIterator[Chunk]):
     """A `Stream` for `async for`: its rounds are computed in a thread, and the event loop goes on meanwhile.
 
     thread: where. It computes one round at a time, so that streams that share it take turns.
+    A chunk that nobody waits for any more, as after a timeout, goes to the next who does.
     """
 
     def __init__(self, stream: Stream, thread: Executor) -> None:
         self._stream, self._thread = stream, thread
+        self._numbers = itertools.count()
+        self._unclaimed: list[tuple[int, Future[Chunk | None]]] = []  # a heap: the earliest first
 
     def __repr__(self) -> str:
         return f"Async{self._stream!r}"
 
     async def __anext__(self) -> Chunk:
-        chunk = await asyncio.get_running_loop().run_in_executor(self._thread, next, self._stream, None)
+        if not self._unclaimed:
+            self._unclaimed.append((next(self._numbers), self._thread.submit(next, self._stream, None)))
+        number, future = heappop(self._unclaimed)
+        try:
+            chunk = await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            heappush(self._unclaimed, (number, future))
+            raise
         if chunk is None:
             raise StopAsyncIteration
         return chunk
@@ -318,6 +336,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def aclose(self) -> None:
         """Stop here; the rest is not generated, and there is no `result`."""
+        self._unclaimed.clear()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._stream.close)
 
 

@@ -54,6 +54,20 @@ def raw(server: RunningServer, request: bytes) -> bytes:
         return connection.recv(4096).partition(b"\r\n")[0]
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nowhere", "/v1/completions"])
+def test_head_is_answered_with_the_headers_of_get(unlocked: RunningServer, path: str) -> None:
+    got, head = unlocked.http.get(path), unlocked.http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    for name in ("content-type", "content-length", "x-content-type-options", "allow"):
+        assert head.headers.get(name) == got.headers.get(name)
+    assert unlocked.http.head("/v1/slipstream/events").status_code == 405  # it would never end
+
+
+def test_head_needs_a_key_where_get_does(server: RunningServer) -> None:
+    assert server.http.head("/v1/models").status_code == 401
+    assert server.http.head("/v1/models", headers=bearer(KEY)).status_code == 200
+
+
 def walk(routes: Any) -> Iterator[Any]:
     """Those of included routers as well."""
     for route in routes:

@@ -26,6 +26,7 @@ Count = Callable[[Scope, int], None]  # called with the status of every answer
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
 PAGE = "/page/"
 FILES = "/v1/files"
+ENDLESS = "/v1/slipstream/events"
 MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # how the owner of a key without a name begins
 
@@ -105,6 +106,8 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
+            scope = {**scope, "method": "GET"}  # uvicorn, which knows better, sends the headers alone
         try:
             owner = scope.setdefault("state", {})["owner"] = self._check(scope)
             scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.generation_settings import read_end_ids
 from slipstream.models.loaded import LoadOptions, is_toy
 from slipstream.models.toy import load_toy
 from slipstream.models.weights.adapters import adapter_at
@@ -67,9 +68,7 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
-    ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    end_ids = tuple(i for i in ids if 0 <= i < head_size)
-    return VocabularyInfo(source, head_size, end_ids, load_tokenizer(source, place))
+    return VocabularyInfo(source, head_size, read_end_ids(source, ends, head_size), load_tokenizer(source, place))
 
 
 def _described(source: str) -> str:
