@@ -33,6 +33,7 @@ class Session:
     def __init__(self, backend: Backend, shapes: Shapes = EXACT_FIT, layout: BatchLayout | None = None) -> None:
         self.table = SlotTable(backend, shapes)
         self.layout = Rectangle() if layout is None else layout
+        self._trees = backend if isinstance(backend, TreeForwards) else None
 
     @property
     def backend(self) -> Backend:
@@ -139,8 +140,8 @@ class Session:
     @property
     def branches(self) -> bool:
         """Whether trees can be verified, if they are small enough."""
-        backend = self.backend
-        return isinstance(backend, TreeForwards) and backend.branching and (backend.flat or not self.shapes.widths)
+        trees = self._trees
+        return trees is not None and trees.branching and (trees.flat or not self.shapes.widths)
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
         """Whether the forward of an arranged tree keeps to the allowed shapes."""
@@ -149,7 +150,7 @@ class Session:
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
-        assert isinstance(self.backend, TreeForwards) and draft.parents is not None
+        assert self._trees is not None and draft.parents is not None
         batch, device = self._input_batch(rows, draft.tokens[:, :0], 1), self.backend.device
         segments, columns = list[TreeSegment](), list[list[int]]()
         tails = [token for tail in batch.missing for token in tail]
@@ -168,7 +169,7 @@ class Session:
         if self.table.audit:
             self._audit_tree(batch, tokens.tolist(), draft.lengths)
         tokens = self.table.clamp_to_vocabulary(tokens)
-        logits = self.backend.forward_tree(tokens, segments, widths=self.shapes.widths)
+        logits = self._trees.forward_tree(tokens, segments, widths=self.shapes.widths)
         self.table.note_cached(rows, chain_lengths(draft), draft.lengths)
         first, last = columns[0][0], columns[-1][-1]
         if len(rows) == 1 and last - first == draft.width:  # without a copy

@@ -20,8 +20,8 @@ class CompiledNorm:
         self._struct = NormStruct(address(self._weight), eps, 0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same."""
-        rows, size = x.contiguous(), len(self._weight)
+        """x: [..., size] -> the same, in bfloat16."""
+        rows, size = x.to(torch.bfloat16).contiguous(), len(self._weight)
         out = torch.empty_like(rows)
         pointers = address(rows), rows.numel() // size, size, address(out)
         self._library.normalise_tokens(ctypes.addressof(self._struct), *pointers)
@@ -31,5 +31,5 @@ class CompiledNorm:
 def compiled_norm(weight: Tensor, eps: float) -> CompiledNorm | None:
     """The compiled form of a norm with this weight [size]; None where it is not the kernels'."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
-    library = kernels() if fits and not weight.requires_grad else None
+    library = kernels() if fits else None
     return None if library is None else CompiledNorm(weight, eps, library)

@@ -147,8 +147,8 @@ class HeadLayers:
         return hidden + weights.down(silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return rms_norm(x, x.shape[-1:], None, self.config.eps)
+        if weight is None or torch.is_grad_enabled():  # kernels have no gradients
+            return rms_norm(x, x.shape[-1:], weight, self.config.eps)
         if id(weight) not in self._norms:
             self._norms[id(weight)] = weight, compiled_norm(weight, self.config.eps)
         _, compiled = self._norms[id(weight)]
@@ -167,6 +167,8 @@ class HeadNetwork(HeadLayers):
         """embed: the target's embedding, or the head's own."""
         super().__init__(config, weights.final_norm)
         self.weights, self.embed = weights, embed
+        norms = weights.feature_norms
+        self._ones = None if norms is None else torch.ones_like(norms[0])
 
     @property
     def rope(self) -> Tensor:
@@ -177,7 +179,7 @@ class HeadNetwork(HeadLayers):
     def enter(self, features: Tensor) -> Tensor:
         norms, features = self.weights.feature_norms, features.to(self.dtype)
         if norms is not None:
-            features = self._norm(features.unflatten(-1, norms.shape), None).mul_(norms).flatten(-2)
+            features = self._norm(features.unflatten(-1, norms.shape), self._ones).mul_(norms).flatten(-2)
         return self.weights.fc(features)
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -1,0 +1,59 @@
+"""Norms of draft heads by the kernels: the numbers of PyTorch's, up to their last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from slipstream.models.cpu.compiled_norm import compiled_norm
+from slipstream.models.cpu.kernel_libraries import kernels
+from tests.models.heads.test_compiled_head_layer import network
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+
+
+def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 1, 96), (2, 5, 64), (0, 32)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_row_is_what_pytorch_makes_of_it(shape: tuple[int, ...], scale: float) -> None:
+    x, weight = numbers(*shape, scale=scale), 1 + numbers(shape[-1], scale=0.1)
+    norm = compiled_norm(weight, 1e-5)
+    assert norm is not None
+    expected = rms_norm(x, x.shape[-1:], weight, 1e-5)
+    assert norm(x).shape == x.shape and norm(x).dtype == x.dtype
+    torch.testing.assert_close(norm(x), expected, rtol=2**-7, atol=0)
+    if x.numel():  # another weight, and another epsilon of numbers as small as it, would be seen
+        other = compiled_norm(weight.flip(0), 1e-5)
+        assert other is not None and not torch.allclose(other(x), expected, rtol=2**-7, atol=0)
+        wrong = compiled_norm(weight, 1.0)
+        assert wrong is not None and torch.allclose(wrong(x), expected, rtol=2**-7, atol=0) == (scale == 1e3)
+
+
+def test_rows_that_are_not_contiguous_are_read_in_order() -> None:
+    x, weight = numbers(3, 64, 2), numbers(64)
+    norm = compiled_norm(weight, 1e-5)
+    assert norm is not None and torch.equal(norm(x.mT), norm(x.mT.contiguous()))
+
+
+def test_other_types_and_sizes_are_pytorchs() -> None:
+    assert compiled_norm(torch.ones(64), 1e-5) is None
+    assert compiled_norm(numbers(60), 1e-5) is None
+
+
+def test_a_head_uses_it_but_where_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    head = network()
+    weight = head.weights.final_norm
+    monkeypatch.setattr("slipstream.models.heads.network.compiled_norm", lambda *options: calls.append(options))
+    x = numbers(2, len(weight)).requires_grad_()
+    head._norm(x, weight).sum().backward()
+    assert x.grad is not None and not calls
+    with torch.inference_mode():
+        head._norm(x.detach(), weight)
+    assert len(calls) == 1
