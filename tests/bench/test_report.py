@@ -438,6 +438,7 @@ def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_
     for run in runs:
         append(tmp_path, run)
     assert load(tmp_path).references == load(folder).references
+    assert "model@3" in load(tmp_path).header.settings["arms"]
     assert label("model@3") in write_report(tmp_path, ToyTokenizer()).read_text()
 
 

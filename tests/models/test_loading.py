@@ -112,9 +112,10 @@ def test_a_model_without_layers_is_refused_in_one_line(tmp_path: Path) -> None:
             SpeculativeDecoder(source)
 
 
-def test_end_ids_may_be_a_tensor_as_in_generate() -> None:
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda ids: list(np.array(ids))], ids=str)
+def test_end_ids_may_be_a_tensor_as_in_generate(kind: Any) -> None:
     model = fresh("llama")
-    model.generation_config.eos_token_id = torch.tensor([5, 6, VOCAB])
+    model.generation_config.eos_token_id = kind([5, 6, VOCAB])
     assert SpeculativeDecoder(model, reproducible=False).target.end_ids == (5, 6)
 
 

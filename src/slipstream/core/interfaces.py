@@ -34,7 +34,10 @@ class Sampler(Protocol):
         """Note what row number `row` of this batch has committed."""
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
-        """[B, J, V] logits after bias, penalties and processors; position j has seen first + j draft tokens."""
+        """[B, J, V] logits after bias, penalties and processors; position j has seen first + j draft tokens.
+
+        In float32, or in their own type where nothing changes them.
+        """
 
     def probs(self, scores: Tensor) -> Tensor:
         """[B, J, V] float32 distribution of each position: one-hot for greedy rows."""
@@ -186,7 +189,7 @@ class PromptLogits(Protocol):
 
 @runtime_checkable
 class PartialVocabulary(Protocol):
-    """Optional capability of a draft model's backend: it scores a part of the vocabulary.
+    """Optional capability of a draft model's backend: it scores only some tokens.
 
     token_ids: [N], ascending, on the backend's device: the tokens of the logits that `forward` returns; None for all.
     """

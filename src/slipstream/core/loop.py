@@ -211,7 +211,7 @@ class Batch:
     def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
         parts = verdict.accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.path
-        # the one transfer of the round
+        # the one transfer of a round, unless it verified a tree
         table: list[list[int]] = torch.cat([part for part in parts if part is not None], dim=1).tolist()
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]

@@ -172,7 +172,7 @@ class Session:
         logits = self._trees.forward_tree(tokens, segments, widths=self.shapes.widths)
         self.table.note_cached(rows, chain_lengths(draft), draft.lengths)
         first, last = columns[0][0], columns[-1][-1]
-        if len(rows) == 1 and last - first == draft.width:  # without a copy
+        if len(rows) == 1 and last - first == draft.width:  # a slice, not a copy
             return logits[None, first : last + 1]
         return logits[torch.tensor(columns, device=device)]
 

@@ -126,7 +126,7 @@ def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     [B], the target's choice after them [B], and the nodes [B, K].
     """
     assert draft.parents is not None
-    # waits for the device, as the commit would next; a walk there would be some kernels for each level
+    # the walk is on the host: the commit waits for the device anyway, where each level would take several kernels
     table = torch.cat([choice, draft.tokens], 1).tolist()
     lines = []
     for line, parents in zip(table, draft.parents, strict=True):

@@ -152,7 +152,7 @@ def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
 class Verdict:
     """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
 
-    path: [B, D], of a tree the numbers of the accepted tokens, of which the first accepted[i] count.
+    path: [B, K], of a tree the numbers of the accepted tokens, of which the first accepted[i] count.
     """
 
     accepted: Tensor

@@ -68,10 +68,10 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 def read_end_ids(name: str, ends: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids of a model's settings that its vocabulary has. ends: an id, several, or None.
 
-    Raises `UsageError`, which names the model, for what is no number.
+    Raises `UsageError`, naming the model, for anything that is not a token id.
     """
     ends = _as_list(ends)
-    ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    ids = [] if ends is None else [_as_list(i) for i in ends] if isinstance(ends, list | tuple) else [ends]
     if not all(is_number(i) and i == int(i) for i in ids):
         raise UsageError(f"model {name!r} has eos_token_id={ends!r:.60}; allowed: None, a token id or a list of them")
     return tuple(int(i) for i in ids if 0 <= i < vocab_size)

@@ -92,8 +92,8 @@ def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: 
 class Trials:
     """Runs the same tokens through different shapes of a few layers; `times` those of the whole model.
 
-    All slots hold the same tokens. Slot i is only ever written from contexts[i] on and read from there by nobody
-    else, so that no trial changes what another one reads.
+    All slots hold the same tokens. A slot is only ever written from where its own context ends on, and read from there
+    by nobody else, so that no trial changes what another one reads.
     """
 
     def __init__(self, complete: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
@@ -159,7 +159,7 @@ class Trials:
         """Whether ragged batches give the reference's bits: of every size for narrow widths, else of some.
 
         All rows are compared: products of matrices often compute the last few rows with another kernel.
-        steps: consecutive forwards that are compared, more of tiny models.
+        steps: consecutive forwards that are compared, at least; tiny models need more.
         """
         row_step, steps = 1 if width <= REFERENCE else 3, max(steps, self._length // LENGTH)
         for rows in range(len(self._starts), 1, -row_step):

@@ -61,10 +61,10 @@ class Sampler:
             processor.advance(row, tokens)
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
-        """Logits after all logits processors, float32; without any, as they are. logits: [B, J, V].
+        """Logits after all logits processors, in float32; without processors the logits unchanged, in their own type.
 
-        draft: [B, >= first + J - 1]. guess: it may yet be cut into other tokens; without the processors that may fail
-        at one.
+        logits: [B, J, V]; draft: [B, >= first + J - 1]. guess: the draft may still be split into other tokens, so
+        processors that can fail at a token are skipped.
         """
         processors = [processor for processor in self._processors if not (guess and processor.may_fail)]
         if not processors:

@@ -305,13 +305,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     """A `Stream` for `async for`: its rounds are computed in a thread, and the event loop goes on meanwhile.
 
     thread: where. It computes one round at a time, so that streams that share it take turns.
-    A chunk that nobody waits for any more, as after a timeout, goes to the next who does.
+    If a wait is cancelled, by a timeout for example, the next call gets its chunk.
     """
 
     def __init__(self, stream: Stream, thread: Executor) -> None:
         self._stream, self._thread = stream, thread
         self._numbers = itertools.count()
         self._unclaimed: list[tuple[int, Future[Chunk | None]]] = []  # a heap: the earliest first
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"Async{self._stream!r}"
@@ -321,9 +322,10 @@ class AsyncStream(AsyncIterator[Chunk]):
             self._unclaimed.append((next(self._numbers), self._thread.submit(next, self._stream, None)))
         number, future = heappop(self._unclaimed)
         try:
-            chunk = await asyncio.shield(asyncio.wrap_future(future))
+            chunk = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            heappush(self._unclaimed, (number, future))
+            if not (future.cancelled() or self._is_closed):  # its round has begun
+                heappush(self._unclaimed, (number, future))
             raise
         if chunk is None:
             raise StopAsyncIteration
@@ -336,7 +338,9 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def aclose(self) -> None:
         """Stop here; the rest is not generated, and there is no `result`."""
-        self._unclaimed.clear()
+        self._is_closed = True
+        while self._unclaimed:
+            self._unclaimed.pop()[1].cancel()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._stream.close)
 
 

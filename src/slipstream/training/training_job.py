@@ -124,7 +124,7 @@ class TrainingJob:
                 pass
 
     def make_folder(self) -> None:
-        """Make the folder, which `run` does too: before a model is loaded, this says whether it can be made."""
+        """Make the folder, as `run` does; called before a model is loaded, it fails early."""
         with self._kept():
             self.settings.folder.mkdir(parents=True, exist_ok=True)
 

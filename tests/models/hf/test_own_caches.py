@@ -18,6 +18,7 @@ from slipstream.errors import UsageError
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
 from slipstream.models.hf.prepared_inputs import cache_name
+from slipstream.models.hf.state_trials import _agree, own_cache_backend
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
@@ -357,3 +358,17 @@ def test_a_forward_that_fails_on_slots_runs_on_caches_of_its_own(kind: Any) -> N
         decoder = SpeculativeDecoder(model, fast=fast, reproducible=False)
         assert isinstance(decoder.target.backend, OwnCacheBackend)
         assert decoder.generate(prompt, SamplingParams(max_tokens=12)).token_ids == reference(model, prompt, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_a_model_rules_out_are_no_difference(dtype: torch.dtype) -> None:
+    """As models for images and text rule tokens out."""
+    model, lowest = fresh("llama", dtype=dtype), torch.finfo(dtype).min
+    model.lm_head.register_forward_hook(lambda *call: call[2].index_fill(-1, torch.arange(3, 9), lowest))
+    backend = OwnCacheBackend(model)
+    assert isinstance(own_cache_backend(model), OwnCacheBackend)
+    backend.reserve(1, 8)
+    logits = backend.forward(torch.tensor([[5, 6, 7]]), [0], first_slot=0, logits=True)
+    assert _agree(logits, logits.clone()) and not _agree(logits, logits.roll(1, -1))
+    other = logits.masked_fill(logits > logits.float().mean(-1, keepdim=True).clamp(min=-1), 5.0)
+    assert not _agree(logits, other) and not _agree(logits, logits.masked_fill(logits > 0, float("nan")))

@@ -26,7 +26,7 @@ Count = Callable[[Scope, int], None]  # called with the status of every answer
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
 PAGE = "/page/"
 FILES = "/v1/files"
-ENDLESS = "/v1/slipstream/events"
+ENDLESS = "/v1/slipstream/events"  # whose GET has no end, so that it cannot answer HEAD
 MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # how the owner of a key without a name begins
 
@@ -107,7 +107,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
-            scope = {**scope, "method": "GET"}  # uvicorn, which knows better, sends the headers alone
+            scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
         try:
             owner = scope.setdefault("state", {})["owner"] = self._check(scope)
             scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])

@@ -70,6 +70,7 @@ def load(folder: Path) -> Data:
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
     names = list(dict.fromkeys((*names, *(run.arm for run in runs))))  # `tune` chooses arms while it measures
+    header = replace(header, settings={**header.settings, "arms": names})
     return Data(header, runs, summarise_by_temperature(runs, default), references(names, default))
 
 

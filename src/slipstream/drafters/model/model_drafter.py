@@ -240,8 +240,12 @@ class ModelDrafter:
         None for the confidence where nothing needs it. scores: [B, 1, V] of the draft token at `place`. token_ids: [V]
         of the scores; None for all.
         """
-        if self.stop is not None or count > 1 or token_ids is not None:
+        if self.stop is not None or count > 1:
             return sampler.leaders(scores[:, 0], place, count, token_ids)
+        if token_ids is not None:
+            if sampler.plain:
+                return token_ids[argmax(scores)], None
+            return sampler.leaders(scores[:, 0], place, 1, token_ids)[0], None
         return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place)), None
 
     def _sampled(

@@ -1,4 +1,7 @@
-"""RMSNorm by the kernels, for draft heads: PyTorch's is eight operators, which take longer than a short step's sums."""
+"""RMSNorm by the kernels, for draft heads.
+
+PyTorch calls eight operators for it, which takes longer than the arithmetic of a short step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class CompiledNorm:
 
 
 def compiled_norm(weight: Tensor, eps: float) -> CompiledNorm | None:
-    """The compiled form of a norm with this weight [size]; None where it is not the kernels'."""
+    """The compiled form of a norm with this weight [size]; None where the kernels do not take its type or size."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
     library = kernels() if fits else None
     return None if library is None else CompiledNorm(weight, eps, library)

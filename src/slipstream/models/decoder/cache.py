@@ -65,9 +65,11 @@ class TreeRows:
 
     def gathered(self, cached: Tensor, length: int) -> Tensor:
         """[S, heads, length, size] of keys or values [slots, heads, positions, size]."""
-        rows = cached[self.slots, :, :length]
-        rows[self.rows, :, self.positions] = cached[self.slots[self.rows], :, self.places]
-        return rows
+        parts = self.slots, self.rows, self.positions, self.places
+        slots, rows, positions, places = (part.to(cached.device) for part in parts)
+        gathered = cached[slots, :, :length]
+        gathered[rows, :, positions] = cached[slots[rows], :, places]
+        return gathered
 
 
 def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device) -> TreeRows:
@@ -99,7 +101,7 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
 
 
 def _rows_and_columns(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of each token, which of the rows of counts[0], counts[1], ... tokens it belongs to, and its place in it."""
+    """The row and the column of each token, for rows of counts[0], counts[1], ... tokens."""
     row = np.repeat(np.arange(len(counts)), counts)
     column = np.arange(len(row)) - np.array([0, *accumulate(counts)])[row]
     return torch.from_numpy(row), torch.from_numpy(column)
@@ -347,9 +349,9 @@ class SlotCache(Cache):
     def _put(self, cached: Tensor, states: Tensor) -> None:
         """Write states [rows, heads, width, size] where `place` said."""
         if self.tree is not None:
-            slots, places = self.tree.into
+            slots, places = (part.to(cached.device) for part in self.tree.into)
             ragged = states.shape[0] == 1 and states.shape[2] == len(places)
-            rows, columns = self.tree.cells
+            rows, columns = (part.to(cached.device) for part in self.tree.cells)
             cached[slots, :, places] = states[0].transpose(0, 1) if ragged else states[rows, :, columns]
         elif self._span is not None:
             cached[self._slots, :, self._span] = states

@@ -135,7 +135,7 @@ class HFBackend:
         table[tree.cells] = tokens
         masks = partial(self.masks.build, positions, self.key_positions()[:attended])
         is_long = self._is_long([segment.slot for segment in segments])
-        return self._run(table, positions, masks, 0, is_long)[tree.cells].to(self.device)
+        return self._run(table, positions, masks, 0, is_long).to(self.device)[tree.cells]
 
     @torch.inference_mode()
     def move(self, slot: int, places: Sequence[int], start: int) -> None:

@@ -26,6 +26,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of lo
 # in half precision, and where activations are rounded to integers; forwards of SmolLM2 that are cut in two differ by up
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
+RULED_OUT = -1e30  # models give tokens that they must not choose -inf, or the lowest number of their type
 # what a model's own code raises on inputs that it does not take
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
@@ -154,5 +155,10 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
 
 
 def _agree(first: Tensor, second: Tensor, close: float | None = None) -> bool:
-    """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type."""
-    return difference(second, first) <= (CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close)
+    """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type.
+
+    Tokens that both rule out do not count.
+    """
+    ruled_out = (first < RULED_OUT) & (second < RULED_OUT)
+    apart = difference(second.masked_fill(ruled_out, 0.0), first.masked_fill(ruled_out, 0.0))
+    return apart <= (CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close)

@@ -19,7 +19,7 @@ enum {
     QUERIES = 48,         /* of a group, at most, unless one token has more */
     TOGETHER = 4,         /* queries whose products are computed side by side */
     UNITS = 8,            /* of work per thread: where there are as many without that, no text is shared out */
-    LOADED = 2,           /* queries that take as long as keys and values take to be loaded for a group */
+    LOADED = 2,           /* loading the keys and values of a group takes as long as this many queries */
     MOST_SUMS = 1 << 22   /* numbers of stretches' sums that are kept, at most: 16 MB; more are joined by one thread */
 };
 
@@ -290,12 +290,12 @@ static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_
     return count;
 }
 
-/* Groups the tokens, into smaller groups where few large ones would leave threads without work. */
+/* Divides the tokens into groups: smaller ones where large ones would be too few for all threads. */
 static void begin_attention(struct attention *of, int64_t threads) {
     const layer_type *layer = of->layer;
     int64_t shared = layer->key_heads, repeats = layer->heads / shared, most = QUERIES / repeats > 1 ? QUERIES / repeats : 1;
     int64_t count = group_tokens(layer, of->cache, of->tokens, most, of->groups), largest = 1, best = most, shortest = INT64_MAX;
-    int64_t units = (of->groups[count - 1].before + of->groups[count - 1].stretches) * shared;
+    int64_t units = (of->sums ? of->groups[count - 1].before + of->groups[count - 1].stretches : count) * shared;
     for (int64_t i = 0; i < count; i++) largest = of->groups[i].count > largest ? of->groups[i].count : largest;
     for (int64_t parts = 1; parts <= largest && units * parts < UNITS * threads; parts++) {
         int64_t tokens = (largest + parts - 1) / parts, time = (units * parts + threads - 1) / threads * (LOADED + tokens * repeats);

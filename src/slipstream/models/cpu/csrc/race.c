@@ -156,7 +156,7 @@ int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uin
 
 /* Writes the two tokens that lead in a race over softmax(scores / temperature), and their shares of all speeds; at
  * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float.
- * ids: of the tokens that the scores are of; NULL for 0, 1, 2, ... */
+ * ids: the token of each score; NULL for 0, 1, 2, ... */
 void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, const int64_t *ids, float temperature,
                   uint64_t key, int64_t *leaders, float *shares) {
     float sums[AT_ONCE] = {0}, speeds[AT_ONCE], first = 0, second = 0;
