@@ -112,7 +112,9 @@ def test_a_model_without_layers_is_refused_in_one_line(tmp_path: Path) -> None:
             SpeculativeDecoder(source)
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda ids: list(np.array(ids))], ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.tensor, np.array, lambda ids: list(np.array(ids))], ids=["tensor", "array", "list"]
+)
 def test_end_ids_may_be_a_tensor_as_in_generate(kind: Any) -> None:
     model = fresh("llama")
     model.generation_config.eos_token_id = kind([5, 6, VOCAB])
