@@ -138,7 +138,7 @@ def why_unreadable(error: Exception) -> str:
 
 
 def read_json(what: str, file: Path) -> Any:
-    """What a JSON file holds. what: of the file, for the message; raises `UsageError` if it cannot be read."""
+    """What a JSON file holds. what: the kind of file, for the message; raises `UsageError` if it cannot be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except UNREADABLE as error:
@@ -146,7 +146,7 @@ def read_json(what: str, file: Path) -> Any:
 
 
 def save_json(what: str, file: Path, value: Any) -> None:
-    """Write a JSON file for people to read. what: as in `read_json`; raises `UsageError` if it cannot be written."""
+    """Write an indented JSON file. what: as in `read_json`; raises `UsageError` if it cannot be written."""
     try:
         file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -19,7 +19,7 @@ class Sampler(Protocol):
     race: Race
     device: torch.device
     all_greedy: bool  # every row decodes greedily
-    edits: bool  # bias, penalties or processors change a row's logits
+    changes_logits: bool  # bias, penalties or processors change a row's logits
     plain: bool  # every row decodes greedily, and nothing changes its logits
     branching: bool  # no row brings processors of its own, so that a tree can be chosen from
 

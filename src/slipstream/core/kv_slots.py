@@ -170,7 +170,7 @@ class SlotTable:
     audit: CacheAudit | None = None
 
     def __post_init__(self) -> None:
-        self._answers = isinstance(self.backend, PromptLogits)
+        self._has_prompt_logits = isinstance(self.backend, PromptLogits)
         self._checkpoints = self.backend if isinstance(self.backend, Checkpoints) else None
         self._long_texts = self.backend if isinstance(self.backend, LongTexts) else None
         self.longest_short = None if self._long_texts is None else self._long_texts.longest_short
@@ -186,7 +186,7 @@ class SlotTable:
     @property
     def returns_prompt_logits(self) -> bool:
         """Whether the forwards that read a new prompt can return the logits after it."""
-        return self.shapes.reuse == 1 and self._answers
+        return self.shapes.reuse == 1 and self._has_prompt_logits
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
         """Whether so many of a row's tokens are missing in its slot that they are read on their own first."""

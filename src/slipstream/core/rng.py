@@ -141,12 +141,7 @@ class Race:
         return probs / _exponential(steps + bits[:, None])
 
     def leaders(
-        self,
-        scores: Tensor,
-        temperatures: Tensor,
-        bits: Tensor | None,
-        count: int,
-        token_ids: Tensor | None = None,
+        self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The `count` fastest tokens of each row, the fastest first, and each one's share of the sum of all speeds.
 

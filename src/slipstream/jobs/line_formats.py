@@ -34,7 +34,7 @@ from slipstream.wiring.model_pair import fingerprint_of
 OPENAI_LINES = "slipstream.apps.server.batch_runner"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
-FORMS = {*KINDS, "response_format", "structured_outputs"}  # what flags and other formats call structured output
+FORMS = {*KINDS, "response_format", "structured_outputs"}  # names of structured output in flags and other formats
 IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ", ".join(KINDS[1:])
 
 

@@ -40,8 +40,8 @@ class Sampler:
         self._token_seeds = [key(row.seed, Stream.TOKEN) for row in self.rows]
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in processors if processor.active]
-        self.edits = bool(self._processors)
-        self.plain = self.all_greedy and not self.edits
+        self.changes_logits = bool(self._processors)
+        self.plain = self.all_greedy and not self.changes_logits
         self.branching = not any(processor.may_fail for processor in self._processors)
 
     @property
@@ -95,7 +95,7 @@ class Sampler:
         """
         if self.plain:
             return argmax(logits)
-        if draft.parents is not None and self.edits:
+        if draft.parents is not None and self.changes_logits:
             scores = self._node_scores(logits, draft)
         else:
             scores = self.scores(logits, draft.tokens)

@@ -56,7 +56,7 @@ def main() -> None:
     # where Python lacks fcntl, a lock is a file, which filelock removes once its owner has ended
     warnings.filterwarnings("ignore", "only soft file lock")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: for what its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error escapes what its encoding lacks
     handler = logging.StreamHandler()
     handler.setFormatter(_Harmless("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler])

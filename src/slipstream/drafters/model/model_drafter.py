@@ -164,7 +164,7 @@ class ModelDrafter:
                 return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
         distributions = list[Tensor]()
-        token_ids = None if sampled or sampler.edits else self._token_ids  # of the scores
+        token_ids = None if sampled or sampler.changes_logits else self._token_ids  # of the scores
         chains = [DraftChain() for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)

@@ -44,12 +44,7 @@ class CompiledRace(Race):
         return torch.tensor([self._winner(row, key) for row, key in pairs], dtype=torch.int64)
 
     def leaders(
-        self,
-        scores: Tensor,
-        temperatures: Tensor,
-        bits: Tensor | None,
-        count: int,
-        token_ids: Tensor | None = None,
+        self, scores: Tensor, temperatures: Tensor, bits: Tensor | None, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if count > 2 or scores.dtype not in DTYPES:
             return super().leaders(scores, temperatures, bits, count, token_ids)
