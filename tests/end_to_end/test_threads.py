@@ -281,8 +281,8 @@ def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
     )
     unused, used, single = ran.stdout.splitlines()
     assert unused == single == repr(" and")
-    assert used.startswith("UsageError: process ") and "which are gone, and would wait for them for ever" in used
-    assert "allowed: processes by multiprocessing's start method 'spawn'" in used and "after the fork" not in used
+    assert used.startswith("UsageError: process ") and "PyTorch would wait for them for ever" in used
+    assert "allowed: processes started by multiprocessing's method 'spawn'" in used and "after the fork" not in used
 
 
 USES: dict[str, Callable[[SpeculativeDecoder], Any]] = {

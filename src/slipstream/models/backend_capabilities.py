@@ -1,7 +1,7 @@
-"""Optional capabilities of backends that the core does not ask for.
+"""Optional capabilities of backends that the core itself does not use.
 
-To run a part of their layers, to compute every token as if it were alone, to take different numbers of tokens of each
-row, to keep hidden states, to free their KV cache.
+A backend may be able to run some of its layers only, to compute every token as if it were alone, to take a different
+number of tokens from each row, to keep hidden states, to fill in blocks of mask tokens, or to free its KV cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayerSubsets(Protocol):
     num_layers: int
 
     def weights_digest(self) -> str:
-        """A name that no other model has: a digest of the weights."""
+        """A digest of the weights, which identifies the model."""
 
     def layer_subset(self, layers: Sequence[int]) -> Backend:
         """A backend of these layers, numbered from 0, ascending, on the same KV cache with the same attended lengths.
@@ -57,7 +57,7 @@ class ShapeIndependent(Protocol):
 
 
 def is_shape_independent(backend: Backend) -> bool:
-    """Whether a backend says that the shape of a forward changes no bit."""
+    """Whether a backend declares that the shape of a forward changes no bit of its results."""
     return isinstance(backend, ShapeIndependent) and backend.shape_independent
 
 
@@ -79,15 +79,16 @@ class HiddenStates(Protocol):
     num_layers: int
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
-        """From now on keep what enters these decoder layers (numbered from 0, ascending); transformers'
-        `hidden_states[i]`. Number `num_layers` is what leaves the last layer, before the final norm. Raises
-        `UsageError` where the model's layers are not found.
+        """From now on, keep what enters these decoder layers: for layer i, transformers' `hidden_states[i]`.
+
+        layers: numbered from 0, ascending; `num_layers` stands for what leaves the last layer, before the final norm.
+        Raises `UsageError` where the model's layers are not found.
         """
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         """[stop - start, layers * hidden size] of layers that are kept, side by side; None before the first forward.
 
-        Positions that were written before `keep_hidden_states`, and those beyond what is cached, hold anything.
+        Positions written before `keep_hidden_states`, and those beyond what is cached, have arbitrary values.
         """
 
 
@@ -95,8 +96,8 @@ class HiddenStates(Protocol):
 class ParallelDrafts(Protocol):
     """Optional capability: a backend that fills in whole blocks, the newest token and mask tokens after it.
 
-    block_size: tokens of every block. first_place: which of them has the logits of the draft's first token: 1 where
-    those in a mask token's place are of the token there, 0 where they are of the token after it.
+    block_size: tokens in every block. first_place: the place in the block whose logits are those of the draft's first
+    token: 1 if a place has the logits of its own token, 0 if it has those of the token after it.
     """
 
     mask_token: int
@@ -104,18 +105,19 @@ class ParallelDrafts(Protocol):
     first_place: int
 
     def chained(self, scores: Tensor, newest: Sequence[int], draft: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the next token of drafts [B, K], from those of its place in the block scored last.
+        """Logits [B, 1, V] of the token that follows each draft [B, K], now that the draft is known.
 
-        newest: each row's token before its draft.
+        scores: [B, 1, V] the logits of that token's place in the block scored last. newest: each row's token before
+        its draft.
         """
 
     def acceptance(self, newest: Sequence[int], draft: Tensor) -> Tensor | None:
-        """[B] how likely the next token is to be accepted if the draft is; None where the head does not say."""
+        """[B] the probability that the next token is accepted if the draft is; None if the head has no estimate."""
 
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Some tokens of one row in a forward of several: `count` of them, written to `slot` from `start` on."""
+    """One row's part of a forward over several rows: `count` tokens, written to `slot` from position `start` on."""
 
     slot: int
     start: int
@@ -124,7 +126,10 @@ class RowSegment:
 
 @runtime_checkable
 class RaggedForwards(Protocol):
-    """Optional capability of a backend: forwards that take different numbers of tokens of each row; `ragged` if so."""
+    """Optional capability of a backend: forwards that take a different number of tokens from each row.
+
+    ragged: whether this model can run them.
+    """
 
     ragged: bool
 
@@ -136,9 +141,9 @@ class RaggedForwards(Protocol):
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
+        """One forward of tokens [T]: the segments' tokens one after the other; any further ones continue the last.
 
-        widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
-        ascending; none for as many as there are. None for prompts, each of which attends as if alone.
+        widths: for rounds, whose segments are of consecutive slots: the numbers of columns, ascending, in which
+        attention may compute a row's tokens; empty for any number. None for prompts, each of which attends as if alone.
         Returns logits [T, V], or [C, V] of the given columns [C].
         """

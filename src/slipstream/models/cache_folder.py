@@ -24,13 +24,13 @@ def cache_folder() -> Path:
 
 
 def users_cache_folder() -> Path:
-    """The folder where the environment names none."""
+    """The cache folder that is used unless the environment names another."""
     return Path.home() / ".cache" / "slipstream" / "models"
 
 
 @contextmanager
 def writable(name: str, folder: Path) -> Iterator[None]:
-    """Say in one line that the cache is needed here if it cannot be written."""
+    """Turn an `OSError` of the block into one line: `name` must be converted, but `folder` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -41,14 +41,14 @@ def writable(name: str, folder: Path) -> Iterator[None]:
 
 
 def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
-    """What was saved of this kind under this identity; None, with a warning where the file is damaged, if nothing."""
+    """The values saved under this kind and identity, parsed; None if there are none or, with a warning, if damaged."""
     file = _measured_file(kind, identity)
     if not file.is_file():
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["identity"] != identity:
-            raise ValueError(f"it is of {values['identity']!r}")
+            raise ValueError(f"it belongs to {values['identity']!r}")
         return parse(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
@@ -56,7 +56,7 @@ def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Me
 
 
 def save_measured(kind: str, identity: str, values: Mapping[str, Any]) -> None:
-    """Save what was measured. Raises OSError where the cache folder cannot be written."""
+    """Save values for `read_measured`. Raises OSError where the cache folder cannot be written."""
     from slipstream.durable_files import replaced  # imports filelock
 
     file = _measured_file(kind, identity)

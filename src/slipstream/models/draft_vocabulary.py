@@ -20,10 +20,11 @@ from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 
 COMMON = 40_960  # first tokens that "auto" scores
-FEWER = 2  # how many times larger a vocabulary must be for that
-SHARE = 0.1  # of the weights that a draft step reads: it must save at least as many
+MIN_RATIO = 2  # "auto" restricts vocabularies that are at least this many times as large
+MIN_SAVED_SHARE = 0.1  # of the weights that a draft step reads: "auto" restricts only if it saves this much
 UNIT = 32  # outputs of a layer come in multiples of this
 Rows = Callable[[Tensor], Tensor]
+Convert = Callable[[nn.Linear], nn.Module] | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ChosenRows:
 class RestrictedHead(nn.Module):
     """An output layer that gives the logits of all tokens or, within `only`, of the first ones and of chosen others.
 
-    A part's logits are those of the whole, but for rounding where the whole is quantised.
+    Restricted or not, a token's logit is the same, up to rounding where the complete layer is quantised.
     """
 
     def __init__(self, complete: Any, first: nn.Module, num_first: int, rows: Rows) -> None:
@@ -70,14 +71,12 @@ class RestrictedHead(nn.Module):
             self._others = None
 
 
-def restricted_head(
-    complete: Any, linear: Any, num_first: int, convert: Callable[[nn.Linear], nn.Module] | None
-) -> RestrictedHead:
+def restricted_head(complete: Any, linear: Any, num_first: int, convert: Convert) -> RestrictedHead:
     """A layer that scores all tokens or a part of them.
 
     linear: the original output layer; complete: what has replaced it; convert: what made the replacement. Weights in
-    the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights serve
-    the other tokens; that costs no memory where they are the embeddings' weights, too.
+    the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights,
+    which cost no memory where the embedding shares them, serve the other tokens.
     """
     if isinstance(complete, BlockLinear | QuantisedLinear):
         return RestrictedHead(complete, complete.first(num_first), num_first, complete.rows)
@@ -94,9 +93,6 @@ def restricted_head(
     return RestrictedHead(complete, first, num_first, lambda tokens: weight[tokens])
 
 
-Convert = Callable[[nn.Linear], nn.Module] | None
-
-
 class Restriction:
     """Decides how many tokens a draft model scores, before its layers are replaced, and restricts it afterwards.
 
@@ -106,9 +102,9 @@ class Restriction:
     def __init__(self, model: Any, vocabulary: int | str, convert: Convert) -> None:
         self._model, self._vocabulary, self._convert = model, vocabulary, convert
         self._linear: Any = model.get_output_embeddings() if vocabulary != "full" else None
-        self._num_first = self._chosen()
+        self._num_first = self._choose_num_first()
 
-    def _chosen(self) -> int | None:
+    def _choose_num_first(self) -> int | None:
         """How many first tokens are scored; None for all."""
         linear, vocabulary = self._linear, self._vocabulary
         if vocabulary == "full":
@@ -121,11 +117,11 @@ class Restriction:
             size = -(-int(vocabulary) // UNIT) * UNIT
             return size if size < linear.out_features else None
         converted = is_block or (self._convert is not None and linear.weight.device.type == "cpu")
-        if not converted or linear.out_features < FEWER * COMMON:
+        if not converted or linear.out_features < MIN_RATIO * COMMON:
             return None
         read = sum(block.in_features * block.out_features for block in block_linears(self._model))
         read += sum(module.weight.numel() for module in self._model.modules() if type(module) is nn.Linear)
-        return COMMON if (linear.out_features - COMMON) * linear.in_features >= SHARE * read else None
+        return COMMON if (linear.out_features - COMMON) * linear.in_features >= MIN_SAVED_SHARE * read else None
 
     def _refuse(self, reason: str) -> None:
         """Raise `UsageError` where the user asked for a number of tokens; "auto" accepts any outcome."""

@@ -25,10 +25,10 @@ from slipstream.errors import UsageError
 ATTRIBUTE = "_slipstream_lock"
 CPU = torch.device("cpu")
 IMPORTED_IN = os.getpid()
-PARALLEL = 1 << 20  # numbers: so many that PyTorch divides them among its threads
-TRIAL_SECONDS = 10.0  # limit of a sum of so many, which takes a millisecond
+PARALLEL = 1 << 20  # numbers: enough that PyTorch divides an addition among its threads
+TRIAL_SECONDS = 10.0  # time limit of that addition, which takes a millisecond
 
-_ALLOWED = "allowed: processes by multiprocessing's start method 'spawn' or 'forkserver'"
+_ALLOWED = "allowed: processes started by multiprocessing's method 'spawn' or 'forkserver'"
 
 
 class ModelLock:
@@ -58,15 +58,15 @@ def lock_of(model: object) -> ModelLock:
 class ExclusiveUse:
     """A context in which the current thread alone uses the models; the same thread may enter it again.
 
-    Inside, tensors without a device of their own are made on the CPU, whatever the caller has set by
-    `torch.set_default_device`: what is sent to a GPU says so.
+    Inside, tensors created without a device are on the CPU, whatever the caller has set with
+    `torch.set_default_device`: code that wants a GPU names it.
     """
 
     def __init__(self, models: Iterable[object]) -> None:
         if _may_be_forked() and not threads_work(os.getpid(), torch.get_num_threads()):
             raise UsageError(
-                f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads, which "
-                f"are gone, and would wait for them for ever; {_ALLOWED}, or torch.set_num_threads(1) in this one"
+                f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads; they "
+                f"are gone, and PyTorch would wait for them for ever; {_ALLOWED}, or torch.set_num_threads(1) here"
             )
         # everybody takes several locks in the same order, so that two threads cannot wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
@@ -77,7 +77,7 @@ class ExclusiveUse:
         if os.getpid() != self._process:
             raise UsageError(
                 f"this decoder was made in process {self._process} and this is process {os.getpid()}; {_ALLOWED}, and "
-                "a decoder made in each"
+                "a decoder made in each of them"
             )
         for num_acquired, lock in enumerate(self._locks):
             try:
@@ -85,7 +85,7 @@ class ExclusiveUse:
             except BaseException:  # Ctrl-C while waiting
                 self._release(num_acquired)
                 raise
-        # a context makes every call of PyTorch slower, so it is entered where it matters alone, and once
+        # a context makes every call of PyTorch slower, so it is entered only where it matters, and only once
         context = CPU if not self._default_devices and torch.get_default_device() != CPU else None
         self._default_devices.append(context)
         if context is not None:
@@ -98,7 +98,7 @@ class ExclusiveUse:
         self._release(len(self._locks))
 
     def changes_to(self, user: object) -> bool:
-        """Note who uses the models now; returns whether somebody else used them the last time."""
+        """Note `user` as the one who uses the models now; returns whether another one used them last."""
         changed = any(lock.user is not user for lock in self._locks)
         for lock in self._locks:
             lock.user = user
@@ -118,7 +118,7 @@ def _may_be_forked() -> bool:
 def threads_work(process: int, threads: int) -> bool:
     """Whether PyTorch can compute with this many threads in this process: tried in a fork, which may hang in its place.
 
-    process: its id, a key of the cache that forks do not share.
+    process: this process's id, so that a fork does not reuse the result that its parent has cached.
     """
     if threads == 1:
         return True

@@ -11,8 +11,8 @@ from slipstream.models.loaded import Loaded
 
 log = logging.getLogger("slipstream")
 
-OWN = "logits_processors"
-# settings that change greedy text: the values that change nothing, and the field of `SamplingParams` for the same
+PROCESSORS = "logits_processors"  # the field for everything that has no field of its own
+# settings that change greedy text: the values without effect, and the field of `SamplingParams` to use instead
 SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_penalty": ((None, 1), "repetition_penalty"),
     "bad_words_ids": ((None, []), "bad_words"),
@@ -20,21 +20,21 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_length": ((None, 0), "min_tokens"),
     "min_new_tokens": ((None, 0), "min_tokens"),
     "stop_strings": ((None, []), "stop"),
-    "suppress_tokens": ((None, []), OWN),
-    "begin_suppress_tokens": ((None, []), OWN),
-    "no_repeat_ngram_size": ((None, 0), OWN),
-    "encoder_repetition_penalty": ((None, 1), OWN),
-    "encoder_no_repeat_ngram_size": ((None, 0), OWN),
-    "forced_bos_token_id": ((None,), OWN),
-    "forced_eos_token_id": ((None,), OWN),
-    "exponential_decay_length_penalty": ((None,), OWN),
-    "guidance_scale": ((None, 1), OWN),
-    "watermarking_config": ((None,), OWN),
+    "suppress_tokens": ((None, []), PROCESSORS),
+    "begin_suppress_tokens": ((None, []), PROCESSORS),
+    "no_repeat_ngram_size": ((None, 0), PROCESSORS),
+    "encoder_repetition_penalty": ((None, 1), PROCESSORS),
+    "encoder_no_repeat_ngram_size": ((None, 0), PROCESSORS),
+    "forced_bos_token_id": ((None,), PROCESSORS),
+    "forced_eos_token_id": ((None,), PROCESSORS),
+    "exponential_decay_length_penalty": ((None,), PROCESSORS),
+    "guidance_scale": ((None, 1), PROCESSORS),
+    "watermarking_config": ((None,), PROCESSORS),
 }
 
 
 def warn_of_unread_settings(target: Loaded) -> None:
-    """Say in the log which settings of a model's generation_config `generate` would follow and a decoder does not."""
+    """Warn in the log of settings in a model's generation_config that `generate` applies and a decoder does not."""
     settings = getattr(target.model, "generation_config", None)
     if settings is None:
         return
@@ -78,5 +78,5 @@ def read_end_ids(name: str, ends: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _as_list(value: Any) -> Any:
-    """Tensors and arrays as lists and numbers, which `generate` takes as well."""
+    """Convert tensors and arrays, which `generate` accepts, to lists and numbers."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value

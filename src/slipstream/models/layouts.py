@@ -1,8 +1,8 @@
 """How rows of different length share a forward without padding, and which layout a model gets.
 
-The specification is `Rectangle`, which pads every row to the longest and reads prompts one by one; all layouts give its
-logits. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. It reads the texts of
-several rows in the same forwards; a text that begins like another waits until that one is read, and copies it.
+The specification is `Rectangle`, which pads every row to the longest and reads prompts one by one; all layouts give the
+same logits. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. It reads the texts
+of several rows in the same forwards; a text that begins like another waits until that one is read, and copies it.
 `UnpaddedLayout` is for models that run on caches of their own, one row at a time.
 """
 
@@ -86,15 +86,15 @@ def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
     """Rows that are read together, by slot; those that would copy what others read come after them."""
     waiting = list(enumerate(rows))
     while waiting:
-        now: dict[int, Row] = {}
+        group: dict[int, Row] = {}
         later = []
         for slot, row in waiting:
-            if now and _would_copy(table, slot, row, now.values()):
+            if group and _would_copy(table, slot, row, group.values()):
                 later.append((slot, row))
             else:
                 table.assign_slot(slot, row)
-                now[slot] = row
-        yield now
+                group[slot] = row
+        yield group
         waiting = later
 
 
@@ -110,7 +110,8 @@ def _read_together(
 ) -> None:
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
-    lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
+    bases = {slot: table.states[slot].base for slot in ends}
+    lacking = [RowSegment(slot, bases[slot], end - bases[slot]) for slot, end in ends.items()]
     max_tokens = shapes.chunk - PROMPT_UNIT if shapes.widths else shapes.chunk  # the last piece may be padded
     for segments in portions(lacking, max_tokens):
         texts = [rows[segment.slot].tokens[segment.start : segment.start + segment.count] for segment in segments]
@@ -119,7 +120,7 @@ def _read_together(
         inputs = end_to_end(texts, shapes.prompt_width_for(total))
         ended = [i for i, piece in enumerate(segments) if piece.start + piece.count == len(rows[piece.slot].tokens)]
         columns = [sum(counts[: i + 1]) - 1 for i in ended]
-        num_columns = max(1, len(ended))  # columns go through the output layer in numbers that agree
+        num_columns = max(1, len(ended))  # the output layer takes as many columns as agree bit for bit
         columns += [0] * ((shapes.total_for(num_columns) or shapes.prompt_width_for(num_columns)) - len(ended))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
         prompt_logits.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
@@ -144,7 +145,7 @@ def forward_segments(
 
 
 def without_padding(batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> list[list[int]]:
-    """The real tokens of each row, of row i's draft the first lengths[i] tokens."""
+    """Each row's tokens without padding: what its cache lacks, then the first lengths[i] tokens of row i's draft."""
     parts = zip(batch.missing, draft.tolist(), batch.fed, lengths, strict=True)
     return [[*tail, *drafted[skip:length]] for tail, drafted, skip, length in parts]
 
@@ -156,22 +157,25 @@ def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
 
 
 def last_of_each(values: Tensor, counts: Sequence[int], last_counts: Sequence[int], width: int) -> Tensor:
-    """The last last_counts[i] of row i's counts[i] positions, then its last again: [T, ...] -> [B, width, ...]."""
+    """[B, width, ...] of values [T, ...]: the last last_counts[i] of row i's counts[i] positions.
+
+    A row with fewer than `width` repeats its last position.
+    """
     ends = torch.tensor(counts).cumsum(0)
     num_last = torch.tensor(last_counts)[:, None]
     columns = torch.minimum(torch.arange(width), num_last - 1)
     return values[ends[:, None] - num_last + columns]
 
 
-def portions(needs: Sequence[RowSegment], max_tokens: int) -> Iterator[list[RowSegment]]:
+def portions(segments: Sequence[RowSegment], max_tokens: int) -> Iterator[list[RowSegment]]:
     """The segments in their order, cut and joined into forwards of `max_tokens` tokens."""
     portion: list[RowSegment] = []
     room = max_tokens
-    for need in needs:
-        start, end = need.start, need.start + need.count
+    for segment in segments:
+        start, end = segment.start, segment.start + segment.count
         while start < end:
             count = min(room, end - start)
-            portion.append(RowSegment(need.slot, start, count))
+            portion.append(RowSegment(segment.slot, start, count))
             start, room = start + count, room - count
             if not room:
                 yield portion
@@ -182,13 +186,13 @@ def portions(needs: Sequence[RowSegment], max_tokens: int) -> Iterator[list[RowS
 
 @runtime_checkable
 class UnpaddedForwards(Checkpoints, Protocol):
-    """Optional capability of a backend whose rows share no forward, and which knows a state where a forward ended.
+    """Optional capability of a backend that runs rows one at a time and knows a state only where a forward ended.
 
-    Forwards of several rows are `RaggedForwards`, and nothing is padded.
+    It takes several rows as `RaggedForwards` does, and nothing is padded.
 
-    takes_several_tokens: whether a forward of several tokens after a state is right; then long prompts are read in
-    chunks. rounds_like_one_token: whether it gives each token the logits of a forward of that token alone, up to the
-    rounding of float32.
+    takes_several_tokens: whether a forward may read several tokens after a state; if so, long prompts are read in
+    chunks. rounds_like_one_token: whether such a forward gives each token the logits that it would get in a forward of
+    its own, up to the rounding of float32.
     """
 
     takes_several_tokens: bool
@@ -199,7 +203,7 @@ class UnpaddedLayout:
     """The layout of sessions whose backend has `UnpaddedForwards`."""
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """No padding, so as many tokens as there are."""
+        """Nothing is padded, so there are as many tokens as rows and draft tokens."""
         return rows + drafted if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
 MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction layers
-# load options of how files are fetched and whether their code may run; they hold for the draft model's files, too
+# load options for how files are fetched and whether their code may run; they also apply to the draft model's files
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
 # load options that select a repository's files
 WHICH_FILES = ("code_revision", "revision", "subfolder")
@@ -29,9 +29,9 @@ class Loaded:
 
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
     and precision, everything that the cost and the bits of a forward depend on. restricted: its output layer, if that
-    can score a part of the vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype.
-    source: what it was loaded from; rounding: `LoadOptions.rounding`; the name tells both. view: of a model that the
-    caller owns: the backend then runs the view's modules, and `model` stays as its owner made it.
+    can score a part of the vocabulary. arithmetic: of the kernels, where they do not compute in its dtype.
+    source: what it was loaded from; rounding: see `LoadOptions.rounding`; `name` includes both. view: set for a model
+    that the caller owns: the backend runs the view's modules, and `model` stays as its owner made it.
     """
 
     backend: Backend
@@ -64,8 +64,8 @@ class LoadOptions:
 
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
     why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
-    quantise: of the draft model's weights; "int4" and "int8" quantise or refuse, "auto" uses int4 where that is faster
-    and `fast` allows it.
+    quantise: how to quantise a draft model's weights: "int4" and "int8" do so or refuse, "auto" uses int4 where that is
+    faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
     activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what the target's

@@ -1,4 +1,4 @@
-"""Messages of loading a model: that long work begins and how far it is, and what runs slower than it could.
+"""Messages while a model loads: that long work begins, how far it is, and what runs slower than it could.
 
 Long work happens once per machine: models are converted, kernels compiled, forwards measured.
 `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
@@ -25,9 +25,9 @@ def is_silenced() -> bool:
 
 
 def announce(message: str) -> None:
-    """Say that long work begins, in one line: in the log where it is set up for that, else on standard error.
+    """Announce long work in one line: in the log if that shows messages of level INFO, else on standard error.
 
-    Without this a script or a notebook would stand still for a minute and not say why.
+    Without it a script or a notebook would seem to hang for a minute.
     """
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(message)
@@ -37,9 +37,10 @@ def announce(message: str) -> None:
 
 @contextmanager
 def progress_bar(description: str, message: str, *columns: ProgressColumn, **task: Any) -> Iterator[Progress]:
-    """A bar on standard error that goes when the work is done; where that is no terminal, the message.
+    """Show a progress bar on standard error until the block ends; if that is no terminal, announce `message` instead.
 
-    columns: besides the description and the bar; task: as in `Progress.add_task`. The bar's task is its only one.
+    columns: what to show after the description and the bar; task: arguments of `Progress.add_task`. The yielded
+    `Progress` has this one task.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn

@@ -6,15 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MANY = 10_000  # objects: as many are looked through in a fraction of a millisecond
+MANY = 10_000  # objects: the collector looks through fewer in a fraction of a millisecond
 
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """No collection of cycles inside the block; what it made counts as old afterwards.
+    """Pause the garbage collector inside the block; objects made there count as old afterwards.
 
-    Importing PyTorch and transformers makes millions of objects that stay. Collections meanwhile take a seventh of the
-    time, and the one right afterwards, which would look at all of them as young objects, a fifth of a second.
+    Importing PyTorch and transformers makes millions of objects that stay. Collections during an import would take a
+    seventh of its time, and the first one afterwards, which looks at all young objects, a fifth of a second.
     """
     if not gc.isenabled():
         yield
@@ -23,7 +23,7 @@ def paused_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        # this moves all objects to the oldest generation; counting frozen ones, if there are any, walks to each of them
+        # moves all objects to the oldest generation, unless somebody has frozen some: those would be unfrozen, too
         if gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()

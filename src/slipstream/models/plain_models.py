@@ -31,7 +31,7 @@ PLACING = {"device_map", "distributed_config"}  # load options that say where we
 def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """Load a model with transformers; return the folder or hub id of its tokenizer, and the model."""
     if PLAN in options.extra:
-        raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
+        raise UsageError(f"load_options {PLAN!r} for a model that is not a target; allowed: no {PLAN}")
     if is_gguf(source) and options.dtype == "float32" and not options.extra:
         return _dequantised(source, options.device)
     folder = resolve(source, options.extra)
@@ -46,7 +46,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
             config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
             if device is not None and device.type == "cuda" and not is_quantised(config, options):
-                arguments["device_map"] = {"": device}  # weights need no room in the host's memory on their way
+                arguments["device_map"] = {"": device}  # weights go straight to the GPU, not through the host's memory
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except READER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Makes Hugging Face models ready for use: loads or wraps them, packs or captures what is faster so, and tries it."""
+"""Makes Hugging Face models ready for use: loads or wraps them, speeds them up, checks that logits stay the same."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _backend(
     if getattr(model.config.get_text_config(), "num_hidden_layers", None) == 0:
         raise UsageError(f"model {type(model).__name__} has num_hidden_layers=0; allowed: at least one layer")
     captured = _is_captured(model, fast)
-    reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
+    reason, runs_kernels = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
         reason = why_not_on_slots(lambda: is_causal(HFBackend(model), model))
     if convert is not None:
@@ -112,7 +112,7 @@ def _backend(
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
         own_logits, trial = OwnLogits(backend, passed), "slots of a cache"
-        if convert is not None or owned not in _TRIED:
+        if convert is not None or owned not in _TRIED:  # plain layers that have passed need no second trial
             reason = why_not_on_slots(
                 lambda: trial in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
             )
@@ -122,7 +122,7 @@ def _backend(
                 _TRIED.add(owned)
             if graphed is not None and fast is True:
                 make_graphs_faster(graphed, own_logits)
-            elif faster:
+            elif runs_kernels:
                 make_faster(backend, own_logits)
             return graphed or backend
     if captured and fast is True:
@@ -150,6 +150,7 @@ def _cannot_be_captured(model: Any, reason: str) -> UsageError:
 
 
 def _packed(model: Any, fast: bool | str) -> Convert | None:
+    """What packs the layers; None where they stay plain. Raises `UsageError` where fast=True and they cannot be."""
     if fast is False or model.device.type == "cuda":
         return None
     reason = unsupported(model)
@@ -162,7 +163,10 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
 
 
 def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
-    """What quantises the layers, or raise `UsageError`; "auto" packs them where quantising them is no gain."""
+    """What quantises the layers; for "auto", what packs them where quantising them is no gain.
+
+    Raises `UsageError` where "int4" or "int8" is asked for and the layers cannot be quantised.
+    """
     bits, is_required = options.quantise, options.quantise in BITS
     if not is_required and (options.fast is False or num_weights(model) < SMALLEST):
         return _packed(model, options.fast)
@@ -170,7 +174,7 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
     if reason is None and num_weights(model) == 0:
         reason = f"no linear layer has a multiple of {INPUTS} inputs"
     if reason is None and kernels() is None:
-        reason = "Slipstream's own kernels cannot be had"
+        reason = "Slipstream's own kernels are not available"
     if reason is not None:
         if is_required:
             raise UsageError(
@@ -181,11 +185,11 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 
 def _convert(model: Any, convert: Convert) -> None:
-    """Replace the linear layers that are called by what `convert` makes of them; those of one input become one."""
+    """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
     calls = linear_calls(model)
-    leave = called_by_none(model, calls)
+    unused = called_by_none(model, calls)
     fuse(model, convert, calls)
-    pack(model, convert, leave)
+    pack(model, convert, unused)
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:
@@ -224,7 +228,7 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     options = loading_options(options)
     folder, model = load_model(source, options)
     check_heads(source, model, ranks.size())
-    _backend(model, False, None)  # on every rank: is the model one that can be run by position?
+    _backend(model, False, None)  # on every rank: tries the model's forward
     backend = lead_or_follow(model, ranks)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     fingerprint = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"

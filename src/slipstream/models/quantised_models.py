@@ -49,13 +49,17 @@ from slipstream.models.weights.transformers_reader import (
 
 log = logging.getLogger("slipstream")
 
-PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # of models for images and sounds, too
+# settings of models that also take images or sounds
+PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
 class QuantisedModel:
-    """folder: where its tokenizer is; in_blocks: whether it computes with quantised blocks, or was unpacked."""
+    """A model read from quantised weights. folder: where its tokenizer is.
+
+    in_blocks: whether it computes with the quantised blocks; else it was unpacked.
+    """
 
     folder: str
     model: Any
@@ -80,11 +84,11 @@ def load_in_blocks(source: str, options: LoadOptions) -> QuantisedModel | None:
     """Load a model of quantised weights; None if the model is not quantised, or `load_model` is to unpack it.
 
     It is unpacked if the options say so or, with a warning, if the kernels do not take its blocks. Raises `UsageError`
-    where it is not computed in blocks though the options choose the activations of blocks.
+    if it must be unpacked although the options choose activations, which only computing in blocks has.
     """
     is_required = options.activations != "auto"
     quantised: QuantisedSource | None = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
-    reason = "it is no GGUF file and not quantised" if quantised is None else _why_not_in_blocks(options)
+    reason = "it is neither a GGUF file nor quantised" if quantised is None else _why_not_in_blocks(options)
     if quantised is not None and reason is None:
         try:
             return QuantisedModel(*quantised.in_blocks(options.activations if is_required else "int8"), True)
@@ -202,7 +206,7 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
 
 
 def _for_transformers(options: LoadOptions) -> bool:
-    """Whether transformers loads a checkpoint, with the library that made it: its options are used, or a GPU."""
+    """Whether transformers must load a checkpoint: on a GPU, or because of load options that only its reader knows."""
     gpu = options.device == "auto" and torch.cuda.is_available()
     return bool(options.for_reader) or gpu or options.device.startswith("cuda")
 
@@ -219,7 +223,7 @@ def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """source: as the user named it; folder: what it resolved to; files: see `LoadOptions.files`."""
+    """A checkpoint. source: as the user named it; folder: what it resolved to; files: see `LoadOptions.files`."""
 
     source: str
     folder: str
@@ -345,8 +349,8 @@ class RoundedCheckpoint(_Checkpoint):
 
     def _tensors(self, model: Any) -> tuple[RoundedTensors, CheckpointFiles]:
         files = CheckpointFiles(self.source, self.folder, self.files)
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        wide = {f"{name}.weight" for name, module in model.named_modules() if any(module is end for end in ends)}
+        outermost = (model.get_input_embeddings(), model.get_output_embeddings())
+        wide = {f"{name}.weight" for name, module in model.named_modules() if any(module is x for x in outermost)}
         return RoundedTensors(files, self.quantise, wide), files
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""A language model of a few kilobytes: byte n-gram counts with back-off. No weights to fetch, and it speaks.
+"""A language model of a few kilobytes: byte n-gram counts with back-off. It needs no download.
 
 Its counts are those of the fable below. Like any backend it reads its context from its cache alone, so it exercises
 the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 bytes back and serves as a draft model.
@@ -72,7 +72,7 @@ def _encoding(text: str, beginning: bool) -> Encoding:
 
 
 class TokenCache:
-    """Token ids by slot and position: what the toy has for a KV cache, shared with its layer subsets."""
+    """The toy's KV cache: token ids by slot and position. Layer subsets share it."""
 
     def __init__(self) -> None:
         self.slots = torch.zeros(0, 0, dtype=torch.int64)
@@ -89,7 +89,7 @@ class TokenCache:
 def _counted(
     order: int, layers: tuple[int, ...] | None
 ) -> tuple[dict[tuple[int, ...], dict[int, int]], dict[tuple[int, ...], Tensor]]:
-    """What follows each context how often, and the distributions computed of it so far: shared by all such models."""
+    """How often each token follows each context, and a memo of distributions; toys of the same settings share both."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     text = [*FABLE.replace("\n", " ").strip().encode(), END]
     for place, token in enumerate(text):
@@ -176,7 +176,7 @@ class ToyBackend:
 
 
 def load_toy(name: str) -> Loaded:
-    """ "toy" or "toy:ORDER", ORDER being how many bytes the model looks back."""
+    """Load "toy" or "toy:ORDER"; ORDER is how many bytes the model looks back."""
     _, _, order = name.partition(":")
     if name != "toy" and not (order.isdigit() and 1 <= int(order) <= 16):
         raise UsageError(f"model {name!r}; allowed: 'toy' or 'toy:ORDER' with ORDER from 1 to 16")

@@ -130,7 +130,7 @@ def test_without_kernels_auto_packs_and_what_was_asked_for_is_refused(
     loaded = load(str(tmp_path), LoadOptions(quantise="auto"))
     kinds = {type(module) for module in loaded.model.modules()}
     assert PackedLinear in kinds and QuantisedLinear not in kinds
-    with pytest.raises(UsageError, match=r"draft_dtype='int8', .* Slipstream's own kernels cannot be had; allowed: "):
+    with pytest.raises(UsageError, match=r"draft_dtype='int8', .* own kernels are not available; allowed: "):
         load(str(tmp_path), LoadOptions(quantise="int8"))
 
 
