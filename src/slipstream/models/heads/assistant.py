@@ -1,9 +1,9 @@
 """Gemma 4's assistants: small models without keys of their own, which attend to those that the target has cached.
 
-An assistant's row holds the newest token's embedding beside the target's last hidden state, after the final norm, of
-the position before it. Every layer reads the keys and values of the target's last layer of its kind that has its own.
-What the assistant returns takes the hidden state's place for the next token of a draft. All tokens of a draft are
-computed at the position of the newest token, and none of them leaves a key, so that there is no prompt to read.
+A row of an assistant takes a token's embedding and the target's last hidden state, after the final norm, of the
+position before it; from the second token of a draft on, the assistant's own output replaces that hidden state. Every
+layer reads the keys and values of the target's last layer of the same kind that has its own. All tokens of a draft are
+computed at the position of the newest token, and none of them leaves a key, so there is no prompt to read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SLIDING = "sliding_attention"
 class AssistantBackend(FeatureReader):
     """Drafts from the target's keys and values.
 
-    Of a slot it keeps only what was returned for its newest tokens, by position.
+    Per slot it keeps only its own outputs at the newest positions.
     """
 
     attended_unit = 1
 
     def __init__(self, model: Any, target: Loaded, sources: Mapping[str, int]) -> None:
-        """model: transformers' assistant. sources: the target's layer whose keys and values layers of a kind read."""
+        """model: transformers' assistant. sources: by kind of layer, the target's layer whose keys it reads."""
         backend: Any = target.backend
         super().__init__([backend.num_layers])
         self.model, self._cache, self._sources = model, backend.cache, sources
@@ -89,9 +89,10 @@ class AssistantBackend(FeatureReader):
         return [width - 1 - max(ahead) + count for count in ahead]
 
     def _seen(self, slots: range, read: list[int]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """Keys and values [B, heads, L, D] of what the target has read, and which of them [B, 1, 1, L] rows attend to.
+        """By kind of layer: keys and values [B, heads, L, D] that the target has cached, and which of them [B, 1, 1, L]
+        each row attends to.
 
-        By kind of layer. A row of which nothing was read attends to a key that is not there, since none at all is NaN.
+        A row of which nothing was read attends to one key, whatever that is: attention to no key at all is NaN.
         """
         length = max(1, *read)
         counts, places = torch.tensor(read, device=self.device)[:, None], torch.arange(length, device=self.device)
@@ -101,8 +102,8 @@ class AssistantBackend(FeatureReader):
         for kind, layer in self._sources.items():
             cached = self._cache.layers[layer]
             if cached.keys is None or max(read) == 0:
-                each = self._config.per_layer_config[self._config.layer_types.index(kind)]
-                keys = self._returned.new_zeros(len(slots), each.num_key_value_heads, length, each.head_dim)
+                sizes = self._config.per_layer_config[self._config.layer_types.index(kind)]
+                keys = self._returned.new_zeros(len(slots), sizes.num_key_value_heads, length, sizes.head_dim)
                 values = keys
             else:
                 keys, values = (part[slots.start : slots.stop, :, :length] for part in (cached.keys, cached.values))
@@ -178,8 +179,10 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
 
 
 def _sources(config: Any, files: HeadFiles, target: Loaded) -> dict[str, int]:
-    """The target's layer whose keys and values an assistant's layers of each kind read. Raises `UsageError` if an
-    assistant with this configuration is another target's."""
+    """By kind of the assistant's layers, the target's layer whose keys and values they read.
+
+    Raises `UsageError` if an assistant with this configuration was made for another target.
+    """
     backend: Any = target.backend
     text_config, target_config = config.get_text_config(), backend.model.config.get_text_config()
     check_size(files, target, "backbone_hidden_size", config.backbone_hidden_size, target_config.hidden_size)
@@ -191,14 +194,14 @@ def _sources(config: Any, files: HeadFiles, target: Loaded) -> dict[str, int]:
         if kind not in stored:
             raise UsageError(f"draft {files.source!r} has layers of kind {kind!r}; allowed: {sorted(stored)}")
         sources[kind] = stored[kind]
-        each, read = text_config.per_layer_config[number], target_config.per_layer_config[stored[kind]]
+        sizes, target_sizes = text_config.per_layer_config[number], target_config.per_layer_config[stored[kind]]
         for name in ("head_dim", "num_key_value_heads"):
-            check_size(files, target, f"{name} of {kind}", getattr(each, name), getattr(read, name))
+            check_size(files, target, f"{name} of {kind}", getattr(sizes, name), getattr(target_sizes, name))
     return sources
 
 
 class _Reader:
-    """Reads an assistant's files by transformers."""
+    """Reads an assistant's files with transformers."""
 
     def __init__(self, files: HeadFiles, options: LoadOptions) -> None:
         import transformers
@@ -208,14 +211,15 @@ class _Reader:
         self.config: Any = self._read(self._kind.config_class)
 
     def model(self, dtype: torch.dtype) -> Any:
-        """Without an embedding: the target embeds tokens."""
+        """The assistant without its embedding: the target embeds tokens."""
         model, report = self._read(
             self._kind, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, config=self.config
         )
-        unlike = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
-        if unlike:
+        misfits = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
+        if misfits:
             raise SlipstreamError(
-                f"draft {self._files.source!r}: {len(unlike)} tensors do not fit its config.json, first {min(unlike)!r}"
+                f"draft {self._files.source!r}: {len(misfits)} tensors do not fit its config.json, "
+                f"first {min(misfits)!r}"
             )
         model.model.embed_tokens = None
         return model.eval()

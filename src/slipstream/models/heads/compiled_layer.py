@@ -1,4 +1,4 @@
-"""The only layer of a head after its joint projection, in one call of the kernels, for bfloat16 on a processor.
+"""Runs a head's only layer, after its joint projection, in one call of the kernels; for bfloat16 on a CPU.
 
 A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.layer` is
 the specification, operator by operator.
@@ -29,8 +29,8 @@ class CompiledLayer:
         config, weights = network.config, network.weights
         self.network, self.rope = network, network.rope
         self._products, self._norms = products, list[Tensor]()  # the structs have addresses only
-        of_heads = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
-        queries, keys = (self._norm(norm, rounds_first=1) for norm in of_heads)
+        head_norms = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
+        queries, keys = (self._norm(norm, rounds_first=1) for norm in head_norms)
         norms = NO_NORM, queries, keys, NO_NORM, self._norm(weights.middle_norm), NO_NORM
         sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
         self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
@@ -65,7 +65,7 @@ class CompiledLayer:
 
 
 def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
-    """The compiled form of a head's layer; None where its weights or sizes are not the kernels'."""
+    """The compiled form of a head's layer; None where the kernels do not take its weights or sizes."""
     weights = network.weights
     library = kernels() if network.device.type == "cpu" and network.dtype == torch.bfloat16 else None
     linears = weights.qkv, weights.out, weights.gate_up, weights.down

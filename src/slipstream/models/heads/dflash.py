@@ -1,9 +1,10 @@
 """Heads of DFlash (arXiv 2602.06036): several decoder layers fill in a block of mask tokens in one forward.
 
-A block is the newest token and masks in place of the tokens to come; within it every row sees every other, or in some
-heads those before it. What the target made of the text before it enters as keys and values of every layer: the features
-of a position, projected once, are read by each layer's own projections. DSpark and DFlash 2 go on from there: a chain
-changes the scores of a place by the tokens drafted before it, and DFlash 2 mixes each row with those before it.
+A block is the newest token, followed by mask tokens in place of those to come; within it every row sees every other, or
+in some heads only those before it. The text before the block enters every layer as keys and values: the target's
+features of a position are projected once, and each layer projects the result to its keys and values. DSpark and DFlash
+2 add a chain, which changes the scores of a place by the tokens drafted before it; DFlash 2 also mixes each row with
+those before it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.models.heads.network import HeadConfig, HeadLayers, Linear, all_
 
 
 class Chain(Protocol):
-    """Scores of a place once the tokens before it are known."""
+    """Corrects the scores of a place once the tokens before it are known."""
 
     def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
         """[B, V] from the block's own scores [B, V] of the last of K places.
@@ -33,10 +34,10 @@ class Chain(Protocol):
 
 @dataclass(frozen=True)
 class MarkovChain:
-    """DSpark (arXiv 2607.05147): a product of rank R adds to the scores what the token before speaks for.
+    """DSpark (arXiv 2607.05147): adds to the scores of a place a product of rank R of the token before it.
 
-    tokens: [V, R]. gate, joint: with biases; of the kinds "gated" and "rnn", else None. token_ids: of `add`'s scores in
-    the vocabulary, None for all.
+    tokens: [V, R] of the token before; add: from R to scores. gate, joint: with biases; of the kinds "gated" and "rnn",
+    else None. token_ids: the ids of the tokens that `add` scores; None for the whole vocabulary.
     """
 
     tokens: Tensor
@@ -60,7 +61,7 @@ class MarkovChain:
         return torch.sigmoid(self.gate(torch.cat([outputs[:, -1], token], -1))) * token
 
     def _recurrent_state(self, joint: Linear, outputs: Tensor, before: Tensor) -> Tensor:
-        """What the recurrence says of the last place, from the first place on: a block is short."""
+        """The recurrence's output at the last place. It runs from the first place on every time: a block is short."""
         tokens = embedding(before, self.tokens)
         state = output = torch.zeros_like(tokens[:, 0])
         for place in range(before.shape[1]):
@@ -90,9 +91,9 @@ class Confidence:
 
 @dataclass(frozen=True)
 class CandidateChain:
-    """DFlash 2: only the likeliest `count` tokens of a place can follow, each by how well it fits to the one before.
+    """DFlash 2: keeps the `count` likeliest tokens of a place and adds to each how well it fits the token before it.
 
-    before, after: [V, R] of tokens; project: from outputs to R.
+    before, after: [V, R] of the token before and of the token itself; project: from outputs to R.
     """
 
     before: Tensor
@@ -109,24 +110,24 @@ class CandidateChain:
 
 @dataclass(frozen=True)
 class LocalMix:
-    """What DFlash 2 does before and after a layer's attention and its MLP: each row takes some of the rows before it.
+    """Mixes each row with the rows before it; DFlash 2 does so before and after a layer's attention and its MLP.
 
-    base: [2, taps, H] shares, before and after; project: to what a row adds to them, [2 * taps * groups], by groups of
-    neighbouring numbers.
+    base: [2, taps, H] the shares of a row and of those before it, for before and after. project: from a row to what it
+    adds to these shares, [2 * taps * groups]: one number for each group of neighbouring columns.
     """
 
     base: Tensor
     project: Linear
 
     def shares(self, x: Tensor) -> Tensor:
-        """[2, B, W, taps, H] of what enters [B, W, H]."""
+        """[2, B, W, taps, H] the shares before and after, for inputs x [B, W, H]."""
         of_groups = self.project(x).unflatten(-1, (2, self.base.shape[1], -1))
         added = of_groups.repeat_interleave(self.base.shape[2] // of_groups.shape[-1], -1)
         return (self.base + added).permute(2, 0, 1, 3, 4)
 
 
 def mixed(x: Tensor, shares: Tensor) -> Tensor:
-    """Rows [B, W, H] of a block, each with its shares [B, W, taps, H] of itself and the rows before it."""
+    """[B, W, H] each row of a block mixed with those before it, by the shares [B, W, taps, H] of both."""
     shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(shares.shape[2])]
     return (torch.stack(shifted, 2) * shares).sum(2)
 
@@ -156,8 +157,8 @@ class DFlashLayer:
 
 @dataclass(frozen=True)
 class DFlashWeights:
-    """All of a head. embed, and perhaps lm_head: the target's. chain: None where places are drafted by themselves;
-    confidence: None where the head does not say how likely its tokens are to be accepted.
+    """All weights of a head. embed, and perhaps lm_head: the target's. chain: None if places are drafted independently;
+    confidence: None if the head does not estimate how likely its tokens are to be accepted.
     """
 
     fc: Linear
@@ -187,8 +188,8 @@ class DFlashNetwork(HeadLayers):
     def block(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, distance: Tensor) -> Tensor:
         """[B, W, H] normed outputs of a block of tokens [B, W] at positions [B, W].
 
-        keys, values: [B, K, L, D] of the text before it. distance: [B, L] of each from the block, 1 for the last; less
-        where there is no text.
+        keys, values: [B, K, L, D] of the text before it. distance: [B, L] how far each position is before the block: 1
+        for the last of the text, 0 or less where there is no text.
         """
         hidden, count = self.weights.embed(tokens).to(self.dtype), self.config.num_key_heads
         kinds = {(layer.window, layer.is_causal) for layer in self.weights.layers}
@@ -197,7 +198,7 @@ class DFlashNetwork(HeadLayers):
             normed, of_layer = self._norm(hidden, layer.block_norm), slice(number * count, (number + 1) * count)
             shares = None if layer.attention_mix is None else layer.attention_mix.shares(normed)
             normed = normed if shares is None else mixed(normed, shares[0])
-            query = self._turned(self._split(layer.query(normed)), layer.query_norm, positions)
+            query = self._norm_and_rotate(self._split(layer.query(normed)), layer.query_norm, positions)
             key, value = self._key_value(layer, normed, positions)
             key, value = torch.cat([keys[:, of_layer], key], 2), torch.cat([values[:, of_layer], value], 2)
             attended = grouped_attention(query, key, value, masks[layer.window, layer.is_causal])
@@ -212,13 +213,13 @@ class DFlashNetwork(HeadLayers):
 
     def _key_value(self, layer: DFlashLayer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self._split(layer.key_value(x)).chunk(2, 1)
-        return self._turned(key, layer.key_norm, positions), value
+        return self._norm_and_rotate(key, layer.key_norm, positions), value
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, heads, W, D] of [B, W, heads * D]."""
         return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def _turned(self, x: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
+    def _norm_and_rotate(self, x: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
         places = positions.clamp(max=self.config.max_length - 1)  # a block may reach beyond the context's end
         return self._rotate(self._norm(x, norm), places)
 
@@ -232,9 +233,10 @@ def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> 
 
 
 class DFlashBackend(FeatureReader):
-    """Drafts a block per forward. What the target has read is there as its features; the block follows.
+    """Drafts a block per forward, after the text that the target has read.
 
-    The cache holds nothing of blocks, so what is not yet right of a slot begins where the target has not been.
+    The cache holds keys and values of the target's features only, never a block's, so a slot is right as far as the
+    target has read it.
     mask_token, block_size, first_place: see `ParallelDrafts`.
     """
 

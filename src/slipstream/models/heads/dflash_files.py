@@ -145,7 +145,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
 
 
 def _chain(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Chain | None:
-    """How a head goes on from what was drafted; None for DFlash."""
+    """What corrects the scores of a place by the tokens drafted before it; None for DFlash."""
     size, vocab_size, flags = config.hidden_size, config.vocab_size, files.flags
     if files.kind == DFLASH2:
         if config.token_ids is not None:
@@ -227,6 +227,6 @@ def _layer(files: HeadFiles, read: TensorReader, config: HeadConfig, number: int
 
 
 def _windows_are_causal(files: HeadFiles) -> bool:
-    """Whether in a layer with a window a block's rows see those before them alone: so only for `speculators`."""
+    """Whether, in a layer with a window, a block's rows see only those before them, as `speculators` computes it."""
     sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
     return "speculators_model_type" in files.settings and not sees_all

@@ -1,7 +1,8 @@
 """Heads of EAGLE (Li et al. 2024, arXiv 2401.15077) and EAGLE-2: one decoder layer over tokens and last hidden states.
 
 EAGLE-2 has the same weights. A row's feature is the target's last hidden state after its final norm, at the position
-before; the layer's output takes its place where the target has not been yet. The target's own output layer scores it.
+before it, or the layer's own output there if the target has not read that position yet. The target's output layer turns
+the layer's output into scores.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     lm_head = model.get_output_embeddings()
     if norm is None:
         raise UsageError(
-            f"draft head {files.source!r} with target {target.name!r}, which has no final norm called 'norm'; "
-            "allowed: with targets that have one"
+            f"draft head {files.source!r} does not work with target {target.name!r}, which has no final norm called "
+            "'norm'; allowed: targets that have one"
         )
     check_size(files, target, "hidden_size", layer["hidden_size"], text_config.hidden_size)
     check_size(files, target, "vocab_size", layer["vocab_size"], target.backend.vocab_size)

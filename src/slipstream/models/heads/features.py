@@ -1,6 +1,6 @@
 """Which positions of a head's cache were computed from the target's own features; the others are computed again later.
 
-Those others are drafted tokens, mostly: the target has not read them yet. Row i of a batch has slot i in the target's
+Most of those are drafted tokens, which the target has not read yet. Row i of a batch has slot i in the target's
 KV cache and in the head's. The feature at a head's position s is the target's at position s - 1.
 """
 
@@ -25,8 +25,8 @@ def model_for(draft: str, target: Loaded) -> Any:
     model = getattr(target.backend, "model", None)
     if model is None or not isinstance(target.backend, HiddenStates):
         raise UsageError(
-            f"{draft} with target {target.name!r}, whose hidden states cannot be read; "
-            "allowed: with models that run on Slipstream's own KV cache"
+            f"{draft} does not work with target {target.name!r}, whose hidden states cannot be read; "
+            "allowed: models that run on Slipstream's own KV cache"
         )
     return model
 
@@ -34,9 +34,9 @@ def model_for(draft: str, target: Loaded) -> Any:
 class FeatureReader:
     """What the backends of all heads share.
 
-    feature_layers: those whose entering hidden states are the features. target keeps them, and target_slots says how
-    far it has read each slot; both come with `attach`. num_right: how many rows of each slot, from its first on, were
-    computed from the target's features.
+    feature_layers: the target's layers whose entering hidden states are the features. target: keeps the features;
+    target_slots: how far it has read each slot; `attach` sets both. num_right: how many rows of each slot, from its
+    first on, were computed from the target's features.
     """
 
     def __init__(self, feature_layers: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class FeatureReader:
         return min(max(0, self.num_read(slot) - (start - 1)), width)
 
     def note_right(self, slot: int, start: int, width: int) -> None:
-        """Note that these rows were computed, with the target's features as far as they are known."""
+        """Note that these rows were computed, from the target's features as far as they are known."""
         if start <= self.num_right[slot]:
             self.num_right[slot] = start + self.num_known(slot, start, width)
 

@@ -65,26 +65,27 @@ class HeadBackend(FeatureReader):
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         batch, width = tokens.shape
-        of_rows = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
-        entered, place = of_rows[0][None] if batch == 1 else torch.stack(of_rows), _Place(first_slot, starts, width)
+        entered_rows = [self._entered(first_slot + i, start, width) for i, start in enumerate(starts)]
+        entered = entered_rows[0][None] if batch == 1 else torch.stack(entered_rows)
+        place = _Place(first_slot, starts, width)
         if self._compiled is not None:
-            outputs = self._layer_compiled(self._compiled, place, tokens, entered)
+            outputs = self._run_compiled_layer(self._compiled, place, tokens, entered)
         else:
             positions = place.positions(self.device)
-            turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
+            clamped = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
             outputs = self.network.layer(
-                tokens, entered, turned, partial(self._attend, place, positions, itertools.count())
+                tokens, entered, clamped, partial(self._attend, place, positions, itertools.count())
             )
         for row, start in enumerate(starts):
             if start == 0:
-                outputs[row, 0] = 0  # position 0 has no feature: to it all tokens are equally likely
+                outputs[row, 0] = 0  # position 0 has no feature, so all tokens are equally likely
         place.write(self._outputs, self.network.returned(outputs)[:, None])
         if not logits:
             return outputs.new_empty(0)
         drafted = self.network.draft_logits(outputs)
         return drafted if self.token_ids is not None else drafted[..., : self.vocab_size]
 
-    def _layer_compiled(self, compiled: CompiledLayer, place: _Place, tokens: Tensor, entered: Tensor) -> Tensor:
+    def _run_compiled_layer(self, compiled: CompiledLayer, place: _Place, tokens: Tensor, entered: Tensor) -> Tensor:
         residual, heads = compiled.network.project(tokens, entered)
         positions = [position for start in place.starts for position in range(start, start + place.width)]
         slots = [place.first_slot + i for i in range(len(place.starts)) for _ in range(place.width)]
@@ -116,7 +117,7 @@ class HeadBackend(FeatureReader):
         return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
-        """[width, H]: for each position of a slot the feature of the one before it, or else the head's own output."""
+        """[width, H] for each position of a slot: the feature of the one before it, or else the head's output there."""
         num_known, before = self.num_known(slot, start, width), start - 1
         self.note_right(slot, start, width)
         features = self.features(slot, start, num_known)
@@ -135,7 +136,7 @@ class HeadBackend(FeatureReader):
 
 
 class _Place:
-    """Where a forward writes: rows of a width in slots first_slot, first_slot + 1, ... from `starts` on."""
+    """Where a forward writes: `width` positions from `starts` on, in the slots first_slot, first_slot + 1, ..."""
 
     def __init__(self, first_slot: int, starts: list[int], width: int) -> None:
         self.first_slot, self.starts, self.width = first_slot, starts, width
@@ -157,7 +158,7 @@ class _Place:
 
 
 class HeadSession(Session):
-    """A session that computes rows again whose features were not the target's, those of drafts above all."""
+    """A session that computes again the rows whose features were not the target's, which are mostly those of drafts."""
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         self._drop_wrong()

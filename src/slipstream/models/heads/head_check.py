@@ -1,7 +1,8 @@
 """Tries a draft head on a text: a wrong layer number or flag is no error anywhere, it only makes drafts bad.
 
-Trainers number a target's layers in two ways, and readers differ in what a flag means that a file does not state. So a
-head guesses the target's next tokens as its files declare it, and as they might have been meant.
+Trainers number a target's layers in two ways, and readers differ in the default of a flag that a file does not set. So
+a head guesses the target's next tokens with the settings that its files declare, and with those that may have been
+meant.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE
 
 LENGTH = 160  # tokens of the text
-CLEAR = 3.0  # standard deviations of the difference between two settings that are equally good
+CLEAR = 3.0  # a clear difference, in standard deviations of the difference between two equally good settings
 QUESTION = "Tell me a fable about a heron."
 
 
@@ -31,7 +32,7 @@ QUESTION = "Tell me a fable about a heron."
 class HeadAgreement:
     """Shares of a text's positions at which a head guesses the target's likeliest token, over two steps of a draft.
 
-    declared: as its files have it. best: as they might have been meant, `meant` saying how, if that is clearly better.
+    declared: with the settings of its files. best: with the settings named `meant`, if these are clearly better.
     """
 
     declared: float
@@ -39,7 +40,7 @@ class HeadAgreement:
     meant: str = ""
 
     def line(self, head: str, target: str) -> str:
-        """What was found, in one line."""
+        """The result in one line."""
         shares = f"draft head {head!r} guesses {self.declared:.0%} of the tokens of {target!r}"
         if self.best is None:
             return shares
@@ -59,19 +60,17 @@ def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     length = min(LENGTH, network.config.max_length)
     text = torch.tensor([*question, *tokenizer.bare(FABLE)][:length], device=draft.backend.device)
     states, likeliest = _states(target, text)
-    settings = dict(_settings(network.config, len(states) - 1))
-    guessed = {
-        meant: _guessed(_with_config(network, config), text, states, likeliest) for meant, config in settings.items()
-    }
-    declared = guessed.pop("")
-    meant = max(guessed, key=lambda name: int(guessed[name].sum()), default="")
-    if meant and _is_clearly_better(guessed[meant], declared):
-        return HeadAgreement(_share(declared), _share(guessed[meant]), meant)
+    settings = _settings(network.config, len(states) - 1)
+    right = {name: _right_guesses(_with_config(network, config), text, states, likeliest) for name, config in settings}
+    declared = right.pop("")
+    meant = max(right, key=lambda name: int(right[name].sum()), default="")
+    if meant and _is_clearly_better(right[meant], declared):
+        return HeadAgreement(_share(declared), _share(right[meant]), meant)
     return HeadAgreement(_share(declared))
 
 
 def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]]:
-    """Configurations by how they differ from the declared one, which has no name."""
+    """The configurations to try, each after its difference from the declared one; that comes first, after ""."""
     flags = [name for name in config.unclear if name != "layers"]
     for values in product(*([getattr(config, name), not getattr(config, name)] for name in flags)):
         changed = {name: value for name, value in zip(flags, values, strict=True) if value != getattr(config, name)}
@@ -109,7 +108,7 @@ def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def _guessed(network: Network, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
+def _right_guesses(network: Network, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
     """[2N - 3] whether each guess is right: first the text's rows, then the same rows as second steps of drafts.
 
     A second step reads the first's output where it does not know the feature yet, so that flags of both are tried.
@@ -147,11 +146,11 @@ def _triangle(query: Tensor) -> Tensor:
     return torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
 
 
-def _share(guessed: Tensor) -> float:
-    return float(guessed.float().mean())
+def _share(right: Tensor) -> float:
+    return float(right.float().mean())
 
 
-def _is_clearly_better(guessed: Tensor, other: Tensor) -> bool:
-    """Whether `guessed` is right where `other` is wrong, more often than the reverse and than chance explains."""
-    gained, lost = int((guessed & ~other).sum()), int((other & ~guessed).sum())
+def _is_clearly_better(right: Tensor, other: Tensor) -> bool:
+    """Whether guesses are right where others are wrong, more often than the reverse and than chance explains."""
+    gained, lost = int((right & ~other).sum()), int((other & ~right).sum())
     return gained - lost > CLEAR * max(1, gained + lost) ** 0.5

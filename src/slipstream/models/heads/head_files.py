@@ -34,7 +34,7 @@ from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
-FEATURES = "fc.weight"  # what every head has, and no model
+FEATURES = "fc.weight"  # a tensor that every head has, and no model
 EMBEDDING = "embed_tokens.weight"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
@@ -53,7 +53,8 @@ KINDS = {  # the kind of head by the architecture that config.json names
     "MLPSpeculatorPreTrainedModel": "mlp_speculator",
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
 }
-UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # by a setting, where no architecture is named
+# the kind of head by a setting, where config.json names no architecture
+UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
@@ -65,7 +66,7 @@ NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
 LARGEST, MOST_LAYERS = 1 << 40, 1000
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights, as they are read
-# settings that choose between networks, and their values in the network that is computed here; null stands for a
+# settings that choose between networks, and the values of the network that is computed here; null stands for the
 # default. The last two lines are ModelOpt's
 COMPUTED: dict[str, tuple[Any, ...]] = {
     **{"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "hidden_activation": ("silu",)},
@@ -95,8 +96,8 @@ KNOWN_SWITCHES = frozenset(
 WINDOWED = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
 ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
-# tensors that need not be read: what the target has, too, what follows from others, DSpark's estimates of acceptance
-# where they are switched off, and P-EAGLE's in place of features, which is read elsewhere
+# tensors that need not be read: copies of the target's, those that follow from others, DSpark's estimates of acceptance
+# where they are switched off, and P-EAGLE's mask feature, which is read elsewhere
 UNREAD = re.compile(
     r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
 )
@@ -111,7 +112,7 @@ def embedded_head() -> Path:
 class HeadFiles:
     """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one.
 
-    model: of an assistant that is loaded already; then there is no folder.
+    model: an assistant that is loaded already; it has no folder.
     """
 
     source: str
@@ -133,9 +134,9 @@ class HeadFiles:
         return {**self.settings, **nested[0], **nested[1]}
 
     def trained_for(self, target: str) -> str | None:
-        """The hub id of the model that the head was trained for, if the target's is that of another model.
+        """The hub id of the model that the head was trained for, if `target` is the hub id of another model.
 
-        A name that begins with the other one is a copy's, quantised for example, and no other model's.
+        If one name begins with the other, both are of the same model: one may be quantised, for example.
         """
         verifier = self.settings.get("speculators_config", {}).get("verifier")
         named = str(verifier.get("name_or_path")) if isinstance(verifier, dict) else ""
@@ -150,7 +151,7 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     if KINDS.get(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
         return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source)
-    files = _described(source, options)
+    files = _config_files(source, options)
     if files is None:
         return None
     kind = _kind(files.settings, files.folder, options)
@@ -161,14 +162,14 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
 def trained_kind(draft: str) -> str | None:
     """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
     options = LoadOptions()
-    files = _described(draft, options)
+    files = _config_files(draft, options)
     if files is None:
         return None
     return _kind(files.settings, files.folder, options) or (PARD if "pard_token" in files.settings else None)
 
 
-def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
-    """A folder with a config.json, of whatever kind; None if there is none."""
+def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
+    """The folder and config.json of whatever the user named, not only of heads; None if there is no config.json."""
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
@@ -183,7 +184,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except UNREADABLE:
-        return None  # what is wrong with it, the reader of models says
+        return None  # the reader of models reports what is wrong
     if not isinstance(settings, dict):
         return None
     if wrong := next((key for key in NESTED if not isinstance(settings.get(key, {}), dict)), None):
@@ -192,7 +193,7 @@ def _described(source: Any, options: LoadOptions) -> HeadFiles | None:
 
 
 def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str | None:
-    """The kind of a head; None for a model. Those of EAGLE-1 call themselves a Llama of one layer."""
+    """The kind of a head; None for a model. A head of EAGLE-1 declares itself a Llama of one layer."""
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
     architectures = settings.get("architectures")
@@ -202,14 +203,14 @@ def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str
         else None
     )
     named = named or next((kind for key, kind in UNNAMED.items() if key in settings), None)
-    if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _names(folder, options):
+    if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _tensor_names(folder, options):
         return PEAGLE
-    if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _names(folder, options):
+    if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _tensor_names(folder, options):
         return EAGLE1
     return named
 
 
-def _names(folder: str, options: LoadOptions) -> Collection[str]:
+def _tensor_names(folder: str, options: LoadOptions) -> Collection[str]:
     """The names of the tensors in a folder."""
     from safetensors import safe_open
 
@@ -222,7 +223,7 @@ def _names(folder: str, options: LoadOptions) -> Collection[str]:
             return names.keys()
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    except Exception:  # of many kinds; what is wrong with it, the reader of models says
+    except Exception:  # of many kinds; the reader of models reports what is wrong
         return ()
 
 
@@ -241,7 +242,7 @@ def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
-    """A head of P-EAGLE: one of EAGLE-3, and what stands for tokens and features to come."""
+    """A head of P-EAGLE: one of EAGLE-3, with a mask token and a mask feature for the tokens to come."""
     network = read_eagle3(files, tensors, target)
     name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
     token = files.settings.get(name)
@@ -256,7 +257,7 @@ def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `UsageError` for impossible sizes, and for settings that make the head another network than is computed.
+    """Raise `UsageError` for impossible sizes, and for settings of a network other than the one computed here.
 
     computed: as `COMPUTED`, for this kind of head.
     """
@@ -300,7 +301,7 @@ def _is_unknown_switch(name: str, value: Any) -> bool:
 def windows_of(files: HeadFiles) -> list[int | None]:
     """How many positions each layer's attention sees; None for all.
 
-    Raises `UsageError` where that is not clear: some readers take a window that `layer_types` does not mention, others
+    Raises `UsageError` where that is not clear: some readers apply a window that `layer_types` does not mention, others
     do not.
     """
     layer, source, count = files.layer, files.source, files.layer["num_hidden_layers"]
@@ -361,7 +362,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
 
 
 def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
-    """The fields of a `HeadConfig` that the files of all kinds of head say alike."""
+    """The fields of a `HeadConfig` that are read alike for all kinds of head."""
     layer, heads = files.layer, files.layer["num_attention_heads"]
     inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
     return {
@@ -380,9 +381,9 @@ def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
-    """What `head_check` tries in other ways too: layer numbers, flags that the files do not set, and `norm_output`.
+    """The settings of which `head_check` tries other values, too: layers, flags that are not set, and `norm_output`.
 
-    For `speculators` that flag norms what is fed back, for others what is scored.
+    `norm_output` is unclear because for `speculators` it norms what is fed back, for others what is scored.
     """
     open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
     is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings
@@ -420,7 +421,7 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
 
 
 def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
-    """A head's tensors by the names of `speculators`, those of numbers in the type of its projection of features."""
+    """A head's tensors, named as in `speculators`; floating point ones are converted to the type of `fc`."""
     from safetensors.torch import load_file
 
     path = _weights_file(files.folder, options)
@@ -434,7 +435,7 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
             is_named = isinstance(loaded, dict) and all(isinstance(name, str) for name in loaded)
             if not is_named or not all(isinstance(part, Tensor) for part in loaded.values()):
                 raise ValueError("it holds something other than tensors by name")
-    except Exception as error:  # of many kinds, as the file says what is read
+    except Exception as error:  # of many kinds, depending on what the file asks to load
         raise SlipstreamError(
             f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
         ) from error
@@ -515,7 +516,7 @@ def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> 
 
 @dataclass(frozen=True)
 class TensorReader:
-    """Reads a head's tensors, all of one type: the layer's own."""
+    """Reads a head's tensors. names: those that have been read."""
 
     source: str
     tensors: Mapping[str, Tensor]
@@ -543,7 +544,7 @@ class TensorReader:
         return converter(sum(tensor.numel() for tensor in self.tensors.values()), weight.dtype)(linear)
 
     def check_all_read(self) -> None:
-        """Raise `SlipstreamError` if there are more tensors: the head computes something else with them."""
+        """Raise `SlipstreamError` if a tensor was not read: the head would compute something with it."""
         more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
         if more:
             raise SlipstreamError(
@@ -564,9 +565,9 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
-    """What makes the fastest form of a head's products on a processor: 4 bits, if it is large and they are faster.
+    """What converts a head's linear layers to their fastest form on a CPU: to 4 bits in a large head, else packed.
 
-    Between two drafts the target's weights displace a head's from the caches, so that its bytes are what a draft costs.
+    Between two drafts the target's weights displace a head's from the caches, so a draft costs reading all its bytes.
     """
     is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
     return partial(quantised, bits="int4", memory=HugePages()) if is_faster else compressed_or_packed

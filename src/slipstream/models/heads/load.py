@@ -67,7 +67,7 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
 
 
 def _digest(files: HeadFiles, tensors: Mapping[str, Tensor]) -> str:
-    """A name that no other head has: a digest of its settings and of its tensors of one dimension."""
+    """A digest of a head's settings and of its tensors of one dimension, which identifies the head."""
     digest = hashlib.blake2b(repr(files.settings).encode(), digest_size=10)
     for _, tensor in sorted(tensors.items()):
         if tensor.dim() == 1:

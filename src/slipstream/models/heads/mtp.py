@@ -34,7 +34,7 @@ from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles,
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
 RETURNED = 0  # the number under which a layer's cache keeps what the layer has returned
-HIDDEN_FIRST = "input_proj.weight"  # has the hidden state before the token
+HIDDEN_FIRST = "input_proj.weight"  # a projection whose input has the hidden state before the token
 SPARSE = ".experts."  # in the names of tensors of a mixture of experts
 
 
@@ -44,9 +44,9 @@ class MtpLayer:
     def __init__(
         self, decoder: Any, token_norm: nn.Module, hidden_norm: nn.Module, project: nn.Module, *, hidden_first: bool
     ) -> None:
-        """decoder: with this layer and the norm of what it returns. project: from a token and a hidden state, normed.
+        """decoder: this layer and the norm after it. project: from a token and a hidden state, both normed.
 
-        hidden_first: the hidden state comes before the token there.
+        hidden_first: the input of `project` has the hidden state before the token.
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
@@ -59,9 +59,9 @@ class MtpLayer:
         self._kinds = tuple(getattr(decoder.config, "layer_types", None) or ())
 
     def forward(self, embedded: Tensor, entering: Tensor, positions: Tensor, keys: Tensor, first: int) -> Tensor:
-        """[B, W, H] of tokens and hidden states [B, W, H] at positions [B, W], where the cache was told to write.
+        """[B, W, H] outputs of tokens and hidden states [B, W, H] at positions [B, W], which `cache.place` was given.
 
-        keys: positions [S] that attention reads; those before `first` have no row that was given a hidden state.
+        keys: positions [S] that attention reads; rows at those before `first` never got a hidden state, and are masked.
         """
         joined = [self.token_norm(embedded), self.hidden_norm(entering)]
         inputs = self.project(torch.cat(joined[::-1] if self.hidden_first else joined, -1))
@@ -78,22 +78,22 @@ class MtpLayer:
         return returned
 
     def returned(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """[B, W, H] what it has returned at positions [B, W] of slots [B, 1]; None before its first forward."""
+        """[B, W, H] this layer's outputs at positions [B, W] of slots [B, 1]; None before its first forward."""
         kept = self.cache.hidden[RETURNED].keys
         return None if kept is None else kept[slots, 0, positions.clamp(0, kept.shape[2] - 1)]
 
 
 class MtpBackend(FeatureReader):
-    """Drafts with all layers. Of layer k, counted from 0, rows before k + 1 have no hidden state and are not read.
+    """Drafts with all layers. In layer k, counted from 0, rows before k + 1 have no hidden state and are not read.
 
-    The depth of a row is 0 where the target's feature is known, and grows by one with each drafted token after it. In a
-    row of depth d layer d predicts, or the last one; the layers before it are not needed any more.
+    The depth of a row is 0 where the target's feature is known, and grows by one with each drafted token after it. At
+    depth d the row's prediction is that of layer d, or of the last one; the layers before it are no longer needed.
     """
 
     attended_unit = 1
 
     def __init__(self, layers: Sequence[MtpLayer], target: Loaded, norm: nn.Module) -> None:
-        """norm: the target's final one."""
+        """norm: the target's final norm."""
         backend: Any = target.backend
         super().__init__([backend.num_layers])
         self.layers, self._norm = layers, norm
@@ -123,8 +123,8 @@ class MtpBackend(FeatureReader):
             layer = self.layers[number]
             keys = torch.arange(layer.cache.place(first_slot, starts, positions), device=self.device)
             entering = self._entering(number, slots, positions, depth, embedded)
-            turned = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
-            returned.append(layer.forward(embedded, entering, turned, keys, number + 1))
+            clamped = positions.clamp(max=self.max_length - 1)  # padding may reach beyond the context's end
+            returned.append(layer.forward(embedded, entering, clamped, keys, number + 1))
         for slot, start in zip(slots, starts, strict=True):
             self.note_right(slot, start, width)
         if not logits:
@@ -163,14 +163,14 @@ def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
     try:
         files = _checkpoint(target.source, resolve(target.source, options.files), options)
     except SlipstreamError:
-        return False  # of other files than safetensors, in which MTP layers are not looked for
+        return False  # MTP layers are looked for in safetensors files only
     return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
 
 
 def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None) -> Loaded:
     """The MTP layers of a target as its draft model. options: the target's.
 
-    head: where `speculators` wrote them after more training, if they are not the target's own.
+    head: the files of layers that were trained further and written by `speculators`; None for the target's own.
     """
     model, backend = model_for(f"draft={MTP!r}", target), target.backend
     assert isinstance(backend, HiddenStates)
@@ -216,9 +216,9 @@ def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFil
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads layers for a target's decoder, in its type and on its device. may_pack: their weights.
+    """Reads layers for a target's decoder, in its type and on its device. may_pack: whether weights may be packed.
 
-    token_first: layers get the token before the hidden state, however their product is called.
+    token_first: projections get the token before the hidden state, whatever their tensor is called.
     """
 
     files: CheckpointFiles
@@ -252,7 +252,7 @@ class _Reader:
         return tensor.to(self.device, self.dtype if shape else tensor.dtype)
 
     def _decoder(self, number: int, tensors: dict[str, Tensor]) -> Any:
-        """The target's decoder with one layer, that of these tensors, and without an embedding."""
+        """A decoder as the target's, with these tensors as its only layer and without an embedding."""
         kind, config = type(self.decoder), _one_layer(self.decoder.config, number, any(SPARSE in n for n in tensors))
         attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         try:
@@ -269,8 +269,8 @@ class _Reader:
             raise SlipstreamError(
                 f"draft={MTP!r}: layer {number} of {self.files.source!r} could not be read: {one_line(error)}"
             ) from error
-        unlike = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
-        if wrong := sorted(name for name in unlike if name != "embed_tokens.weight"):
+        misfits = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
+        if wrong := sorted(name for name in misfits if name != "embed_tokens.weight"):
             raise SlipstreamError(
                 f"draft={MTP!r}: layer {number} of {self.files.source!r} is no decoder layer of {kind.__name__}: "
                 f"{len(wrong)} tensors do not fit, first {wrong[0]!r}; allowed: another draft model"
@@ -302,7 +302,7 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         "layer_types": [kinds[number] if kinds else "full_attention"],
         "per_layer_config": getattr(config, "mtp_per_layer_config", None),
         "pad_token_id": None,
-        "num_nextn_predict_layers": 0,  # decoders of a repository's own code hold theirs, too
+        "num_nextn_predict_layers": 0,  # decoders with code of their own would make MTP layers, too
         **sparse,
     }
     for name, value in changes.items():

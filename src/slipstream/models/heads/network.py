@@ -1,8 +1,8 @@
 """The network of EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840): a decoder layer over tokens and hidden states.
 
 Row s of a head holds token x_s and the feature of the position before it: hidden states that entered some layers of the
-target there, or, where the target has not been yet, what the head itself returned. It predicts x_{s+1}. In some heads
-ordinary decoder layers follow the first.
+target there or, if the target has not read that position yet, the head's own output there. The row predicts x_{s+1}. In
+some heads ordinary decoder layers follow the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head's files say of it.
+    """A head's settings, as its files declare them.
 
     layers: those whose entering hidden states are its features, ascending, as transformers numbers `hidden_states`.
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
@@ -31,7 +31,7 @@ class HeadConfig:
     inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
     cosines and sines. windows: how many positions a row sees in each layer, itself included; None for all.
     norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
-    unclear: what of these the files leave open, or their readers take in two ways.
+    unclear: the settings that the files leave open, or that readers take in two ways.
     """
 
     layers: tuple[int, ...]
@@ -61,7 +61,7 @@ class HeadConfig:
 
 @dataclass(kw_only=True)
 class LayerWeights:
-    """A decoder layer's products and norms but for those before it, by what they do. qkv and gate_up are joint.
+    """A decoder layer's products and norms, except the norms of its inputs. qkv and gate_up are joint products.
 
     head_norms: [heads + key heads, 1, D] of queries and keys, or None.
     """
@@ -83,9 +83,9 @@ class FurtherLayer(LayerWeights):
 
 @dataclass(kw_only=True)
 class HeadWeights(LayerWeights):
-    """A head's products and norms, those of its first layer included. norms: of one vector each.
+    """A head's products and norms, those of its first layer included. Each norm is one vector.
 
-    feature_norms: [norms, size], one over each layer's hidden states, one over all of them, or None.
+    feature_norms: [norms, size]: one for each layer's hidden states, or one over all of them; None without.
     """
 
     fc: Linear
@@ -105,7 +105,7 @@ class Network(Protocol):
     device: torch.device
 
     def enter(self, features: Tensor) -> Tensor:
-        """[N, H] what rows are given of features [N, layers * target's hidden size]."""
+        """[N, H] the inputs of rows from their features [N, layers * target's hidden size]."""
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
@@ -115,7 +115,7 @@ class Network(Protocol):
         """
 
     def returned(self, outputs: Tensor) -> Tensor:
-        """What the next row is given of a row's output."""
+        """What the next row takes as its feature, from a row's outputs."""
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
         """[..., draft vocabulary] of outputs [..., H]."""
@@ -125,7 +125,7 @@ class HeadLayers:
     """What heads compute alike: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
 
     def __init__(self, config: HeadConfig, norm: Tensor) -> None:
-        """norm: any of the head's, for its type and its device."""
+        """norm: any norm of the head, whose type and device the head has."""
         self.config, self.dtype, self.device = config, norm.dtype, norm.device
         self._cosines, self._sines = rotations(config, norm.dtype, norm.device)
         self._norms: dict[int, tuple[Tensor, CompiledNorm | None]] = {}  # by the identity of their weights
@@ -137,11 +137,11 @@ class HeadLayers:
         config = self.config
         qkv = heads.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         both = config.num_heads + config.num_key_heads
-        unturned = qkv[:, :both]
+        unrotated = qkv[:, :both]
         if weights.head_norms is not None:
-            unturned = self._norm(unturned, None) * weights.head_norms
-        turned = self._rotate(unturned, positions)
-        attended = attend(turned[:, : config.num_heads], turned[:, config.num_heads :], qkv[:, both:])
+            unrotated = self._norm(unrotated, None) * weights.head_norms
+        rotated = self._rotate(unrotated, positions)
+        attended = attend(rotated[:, : config.num_heads], rotated[:, config.num_heads :], qkv[:, both:])
         hidden = residual + weights.out(attended.transpose(1, 2).flatten(2))
         gate, up = weights.gate_up(self._norm(hidden, weights.middle_norm)).chunk(2, -1)
         return hidden + weights.down(silu(gate) * up)
@@ -224,7 +224,7 @@ def rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> t
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of queries [B, heads, W, D] over keys [B, key heads, L, D]; mask [B, W, L], true where a key is seen.
 
-    Queries that share a key head stand as further positions of it, so that keys are not copied.
+    Queries that share a key head are laid out as further positions of it, so that keys are not copied.
     """
     batch, heads, width, size = query.shape
     shared = heads // key.shape[1]

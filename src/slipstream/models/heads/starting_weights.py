@@ -18,8 +18,8 @@ from slipstream.models.heads.network import HeadConfig
 from slipstream.models.hf.decoder_layers import decoder_layers
 from slipstream.models.loaded import Loaded
 
-FEWEST_LAYERS = 3  # the features of a head are those of three
-OWN_INPUT = 0.02  # standard deviation of the weights of the token, which the target's layer does not have
+FEWEST_LAYERS = 3  # a head's features come from three layers
+TOKEN_DEVIATION = 0.02  # standard deviation of the weights of the token, an input that the target's layer does not have
 FEATURES = 0.5  # standard deviation of what enters a new head
 UNITS = 256  # unit vectors multiplied at a time, where outputs are many
 # the head's tensors that a decoder layer may have under the same name; those of a group share their input
@@ -44,9 +44,9 @@ def model_of(target: Loaded) -> Any:
 
 
 def unreadable(target: Loaded) -> UsageError:
-    """What to say of a target whose hidden states cannot be read."""
+    """The error for a target whose hidden states cannot be read."""
     return UsageError(
-        f"target {target.name!r}, whose hidden states cannot be read; allowed: models that run on Slipstream's own KV "
+        f"the hidden states of target {target.name!r} cannot be read; allowed: models that run on Slipstream's own KV "
         "cache and pass it to their layers by name"
     )
 
@@ -96,7 +96,7 @@ def starting_weights(target: Loaded, config: HeadConfig, seed: int) -> dict[str,
             if copied is None:
                 continue
             if drawn.shape[1] == 2 * inputs:  # it reads the token before the hidden state
-                token = OWN_INPUT * torch.randn(copied.shape, generator=generator)
+                token = TOKEN_DEVIATION * torch.randn(copied.shape, generator=generator)
                 copied = torch.cat([token, copied], 1)
             if copied.shape == drawn.shape:
                 weights[f"layers.0.{name}"] = copied
@@ -143,7 +143,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _weight(layer: nn.Module, name: str, units: Tensor) -> Tensor | None:
-    """[outputs, inputs] in float32 of a layer's product; None if it has none of this name, or of other inputs."""
+    """[outputs, inputs] float32 weight of a layer's product; None if there is none of this name and these inputs."""
     module = _submodule(layer, name)
     if module is None:
         return None
@@ -166,8 +166,8 @@ def _factors(norm: nn.Module | None, size: int, dtype: torch.dtype, device: torc
 
 def _final_norm(model: Any, layers: nn.ModuleList) -> nn.Module | None:
     """The module called "norm" beside the list of layers; None without one."""
-    around = (module for module in model.modules() if any(child is layers for child in module.children()))
-    return next((norm for module in around if (norm := _submodule(module, "norm")) is not None), None)
+    parents = (module for module in model.modules() if any(child is layers for child in module.children()))
+    return next((norm for module in parents if (norm := _submodule(module, "norm")) is not None), None)
 
 
 def _output_rows(
