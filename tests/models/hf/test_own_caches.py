@@ -16,7 +16,7 @@ import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
-from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
+from slipstream.models.hf.own_caches import MAX_STATES, NEWEST, OwnCacheBackend, OwnCaches, State
 from slipstream.models.hf.prepared_inputs import cache_name
 from slipstream.models.hf.state_trials import _agree, own_cache_backend
 from slipstream.models.loaded import LoadOptions
@@ -234,12 +234,12 @@ def kept(positions: list[int]) -> list[int]:
 
 def test_few_states_are_kept_the_newest_among_them() -> None:
     positions = kept(list(range(1, 100)))
-    assert len(positions) == MOST and positions[-NEWEST:] == list(range(100 - NEWEST, 100))
+    assert len(positions) == MAX_STATES and positions[-NEWEST:] == list(range(100 - NEWEST, 100))
 
 
 def test_of_older_states_those_far_apart_are_kept() -> None:
-    older = kept([512, 1024, 1536, *range(1537, 1537 + MOST)])
-    assert older[:3] == [512, 1024, 1536] and len(older) == MOST
+    older = kept([512, 1024, 1536, *range(1537, 1537 + MAX_STATES)])
+    assert older[:3] == [512, 1024, 1536] and len(older) == MAX_STATES
 
 
 def test_a_cache_by_another_kind_is_none() -> None:

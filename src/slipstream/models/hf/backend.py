@@ -92,7 +92,7 @@ class HFBackend:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
         keep: int | Tensor = 0 if logits else 1
         if keep and self._shares_keys and self.cache.hidden:
-            keep = torch.tensor([tokens.shape[1] - 1], device=self.device)  # for 1 it leaves the other tokens out
+            keep = torch.tensor([tokens.shape[1] - 1], device=self.device)  # given 1, it would compute no others
         out = self._forward_rows(tokens, starts, first_slot, keep)
         return out.to(self.device) if logits else out.new_empty(0)
 
@@ -113,7 +113,7 @@ class HFBackend:
 
     @property
     def branching(self) -> bool:
-        """Recurrent layers read one text."""
+        """Recurrent layers follow a single chain, not the branches of a tree."""
         return self.cache.states is None
 
     @property
@@ -193,7 +193,7 @@ class HFBackend:
         return self.cache.hidden_states(layers, slot, start, stop)
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """Any position for attention."""
+        """Attention can go back to any position."""
         return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
 
     def mark_final(self, slot: int, position: int) -> None:
@@ -230,7 +230,7 @@ class HFBackend:
         keep: int | Tensor,
         tree: TreeRows | None = None,
     ) -> Tensor:
-        """Logits of tokens [T], the segments' one after the other. tree: whose chains the segments are, if any's."""
+        """Logits of tokens [T], the segments' one after the other. tree: whose chains the segments are; or None."""
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout) if tree is None else self.cache.place_tree(tree, layout.end, layout)
         masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
@@ -267,7 +267,7 @@ class HFBackend:
             return self._compute(tokens, positions, masks, keep)
 
     def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
-        # its table of rotations reaches as far as the cache
+        # the stack's table of rotations ends where the cache does, so it cannot take offsets
         stack = self.stack if self.position_offsets is None else None
         if stack is not None and (stack_logits := stack.logits(tokens, positions, self.cache, keep)) is not None:
             return stack_logits
@@ -288,7 +288,7 @@ def _new_cache(model: Any, num_layers: int) -> SlotCache:
 def _keep(
     cache: SlotCache, layer_idx: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Before a decoder layer: keep what enters it, in forwards over this cache."""
+    """A hook before a decoder layer: keep what enters it, in forwards over this cache."""
     if given_cache(options) is cache:
         cache.keep_hidden(layer_idx, inputs[0] if inputs else options["hidden_states"])
 
@@ -296,6 +296,6 @@ def _keep(
 def _keep_last(
     cache: SlotCache, index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], out: Any
 ) -> None:
-    """After the last decoder layer: keep what leaves it."""
+    """A hook after the last decoder layer: keep what leaves it."""
     if given_cache(options) is cache:
         cache.keep_hidden(index, out[0] if isinstance(out, tuple) else out)

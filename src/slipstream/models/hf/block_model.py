@@ -38,7 +38,7 @@ class TensorSource(Protocol):
 
 
 def check_kernels() -> None:
-    """Raise `NotInBlocksError` where the kernels cannot be had."""
+    """Raise `NotInBlocksError` where the kernels are not available."""
     try:
         block_kernels()
     except NoKernelsError as error:
@@ -50,7 +50,7 @@ def empty_model(
     unreadable: Callable[[Exception], SlipstreamError],
     files: Mapping[str, Any] = NO_OPTIONS,
 ) -> Any:
-    """The model of a configuration without its weights; buffers, which no file holds, are there.
+    """The model of a configuration without its weights; its buffers, which no file holds, have their values.
 
     unreadable: what to raise where transformers cannot make it; files: see `LoadOptions.files`.
     """
@@ -62,12 +62,12 @@ def empty_model(
     for module in model.modules():
         empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in empty.items():
-            number = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, number, device="cpu")
+            unset = float("nan") if buffer.is_floating_point() else 0  # NaN shows which ones `_init_weights` leaves out
+            module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
         if empty:
             model._init_weights(module)
     if unknown := [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]:
-        raise NotInBlocksError(f"{type(model).__name__} does not say what {unknown[0]} is")
+        raise NotInBlocksError(f"{type(model).__name__} does not initialise its buffer {unknown[0]}")
     return model
 
 
@@ -77,7 +77,7 @@ def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
     builder = _Builder(tensors, model, activations, block_kernels())
-    builder.fill_the_rest()
+    builder.fill_others()
     builder.replace_embedding()
     builder.replace_linears()
     if unfilled := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
@@ -93,8 +93,8 @@ class _Builder:
         self._names = {module: name for name, module in model.named_modules()}
         self._parts: dict[str, BlockPart] = {}
 
-    def fill_the_rest(self) -> None:
-        """Norms and whatever else is neither a linear layer nor an embedding."""
+    def fill_others(self) -> None:
+        """Fill norms and whatever else is neither a linear layer nor an embedding."""
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 continue
@@ -103,7 +103,7 @@ class _Builder:
                 setattr(module, key, nn.Parameter(values, requires_grad=False))
 
     def replace_embedding(self) -> None:
-        """The table of the tokens; other embeddings are not computed with blocks."""
+        """Replace the embedding of tokens; a model with another embedding must be unpacked."""
         tokens = self._model.get_input_embeddings()
         if others := [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m is not tokens]:
             raise NotInBlocksError(f"{self._names[others[0]]} is a second embedding")
@@ -115,12 +115,12 @@ class _Builder:
         self._model.set_input_embeddings(BlockEmbedding(table, tokens))
 
     def replace_linears(self) -> None:
-        """All linear layers, those of one input together."""
+        """Replace all linear layers; those that share an input become one."""
         calls = self._calls()
         called = {linear for linear, _ in calls}
         for module in self._model.modules():
             if type(module) is nn.Linear and module not in called:
-                raise NotInBlocksError(f"{self._names[module]} does not run as a layer")
+                raise NotInBlocksError(f"{self._names[module]} is never called as a layer")
         fuse(self._model, calls=calls, join=self._linear)
         pack(self._model, lambda linear: self._linear([linear]))
 
@@ -144,9 +144,9 @@ class _Builder:
         return self._tensors.values(f"{self._names[linear]}.bias", (linear.out_features,))
 
     def _part(self, name: str, module: nn.Linear | nn.Embedding) -> BlockPart:
-        """The matrix of a layer; one that the embedding and the output layer share is there once."""
+        """The matrix of a layer; the embedding and a tied output layer share one."""
         tied = module is self._model.get_output_embeddings() and self._model.config.tie_word_embeddings
-        source = next(iter(self._parts)) if tied else name  # the embedding is the first
+        source = next(iter(self._parts)) if tied else name  # the embedding's, which was made first
         if source not in self._parts:
             rows, columns = module.weight.shape
             self._parts[source] = self._tensors.part(f"{source}.weight", (rows, columns), self._library)

@@ -1,4 +1,4 @@
-"""Numbers of a model's configuration: factors that a faster forward has to know of, and positions that change it.
+"""Numbers in a model's configuration: factors that a faster forward must know, and positions where forwards change.
 
 A faster forward that overlooks such a number computes another model, perhaps only at positions that no trial reaches.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Set
 from typing import Any
 
-# of fields by which a model multiplies or limits something; a number of the first kind is neutral at 1
+# in the names of fields by which a model multiplies or limits something; a factor of 1 is neutral
 FACTORS = re.compile(r"scal|multipl|temperature|gain|mup_")
 LIMITS = re.compile(r"soft_?cap|clip|clamp|beta|logn|tuning|alpha")
 # computed by the model's own modules, whatever runs its layers: rotations, and the scaling of attention
@@ -47,7 +47,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _fields(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """All fields, those of dictionaries in it included."""
+    """All fields, including those of nested dictionaries."""
     for name, value in values.items():
         if isinstance(value, dict):
             if name not in ELSEWHERE:

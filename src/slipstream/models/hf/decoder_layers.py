@@ -127,7 +127,7 @@ def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
     """What layers return besides their hidden states: None if these come bare, else the number of further outputs."""
     forms: set[int | None] = set()
 
-    def look(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    def note_form(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         hidden = inputs[0] if inputs else options.get("hidden_states")
         first = output[0] if isinstance(output, tuple) else output
         if not (isinstance(hidden, Tensor) and isinstance(first, Tensor) and hidden.shape == first.shape):
@@ -136,8 +136,8 @@ def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(look, with_kwargs=True))
-        _two_tokens(model)
+            hooks.enter_context(layer.register_forward_hook(note_form, with_kwargs=True))
+        _run_two_tokens(model)
     if len(forms) != 1:
         raise _refusal(model, "its layers differ in what they return")
     return forms.pop()
@@ -149,12 +149,12 @@ def _order(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(lambda module, _: seen.append(module)))
-        _two_tokens(model)
+        _run_two_tokens(model)
     return seen
 
 
 @torch.inference_mode()
-def _two_tokens(model: Any) -> None:
+def _run_two_tokens(model: Any) -> None:
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:

@@ -66,7 +66,7 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
 def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list[tuple[nn.Module, FusedLayer]]:
     """Give decoder layers a forward of fewer operators if it gives this model's own logits; returns those layers."""
     if backend.masks.repeats is None:
-        return []  # said by `group_queries`
+        return []  # `group_queries` has warned of the reason
     own_logits = own_logits or OwnLogits(backend)
     try:
         layers = fused_layers(backend.model, backend.masks.windows)
@@ -83,12 +83,14 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
     for layer, forward in layers:
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
-        _compile(backend, layers, own_logits)
+        _use_compiled_ops(backend, layers, own_logits)
         backend.ragged = True
     return layers
 
 
-def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:
+def _use_compiled_ops(
+    backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
+) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
     compiled = [ops for ops in (compiled_ops(forward.plain) for _, forward in layers) if ops is not None]
     if len(compiled) < len(layers):
@@ -101,7 +103,7 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]],
         own_logits.passed.add("compiled layers")
     for (_, forward), ops in zip(layers, compiled, strict=True):
         forward.ops = ops
-    _stack(backend, layers, own_logits)
+    _use_stack(backend, layers, own_logits)
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
     backend.shape_independent = TOKENS_INDEPENDENT in own_logits.passed and _multiplies_tokens_independently(
@@ -109,7 +111,7 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]],
     )
 
 
-def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:
+def _use_stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:
     """Compute all layers in one call if that gives the logits of these layers, which were compared themselves."""
     model, trial = backend.model, "all layers in one call"
     try:
@@ -122,10 +124,10 @@ def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], o
         log.info("%s calls its layers one by one: %s", type(model).__name__, error)
         return
 
-    def put_in() -> None:
+    def use_stack() -> None:
         backend.stack = stack
 
-    if not OwnLogits(backend, own_logits.passed).keep_if_same(trial, put_in):
+    if not OwnLogits(backend, own_logits.passed).keep_if_same(trial, use_stack):
         backend.stack = None
         log.info("%s calls its layers one by one: in one call they give other logits", type(model).__name__)
 

@@ -23,16 +23,16 @@ from slipstream.errors import UsageError
 
 CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
-OURS = "_slipstream"  # attributes that Slipstream keeps on a model begin so
+OURS = "_slipstream"  # how the names of attributes begin that Slipstream keeps on a model
 MOST_SAMPLES = 1 << 16  # numbers of a tensor that are read to see whether it has changed
-COMPILED = "_orig_mod"  # where what torch.compile returns has the model
+COMPILED = "_orig_mod"  # the attribute of a module from torch.compile that holds the original
 
 
 class ModelView:
     """A view of a model, which watches what its owner changes.
 
-    model: what Slipstream runs. copies_weights: whether copies were made of the weights, which do not follow when their
-    values change; set by whoever replaces modules.
+    model: what Slipstream runs. copies_weights: whether replaced modules hold copies of weights, which do not follow
+    changes of the originals; set by whoever replaces modules.
     """
 
     copies_weights = False
@@ -52,7 +52,7 @@ class ModelView:
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """Whether the model consists of what it consisted of when the view was made, weights' values apart."""
+        """Whether the model has the modules, settings and tensors that the view was made of; values may have changed."""
         for now, before in self._attributes:
             before["training"] = now["training"]  # the view has a mode of its own
             if not _equal(now, before):
@@ -65,20 +65,20 @@ class ModelView:
         return self._read() == self._values
 
     def is_outdated(self) -> bool:
-        """Whether the model has to be looked at anew."""
+        """Whether a new view is needed, because the model or weights that were copied have changed."""
         return not self.is_same_model() or (self.copies_weights and not self.has_same_weights())
 
     def accept_weights(self) -> None:
-        """Take the values that weights have now for those that they had."""
+        """Make the weights' present values those that `has_same_weights` compares with."""
         self._values = self._read()
 
     def num_writes(self) -> int:
-        """How often PyTorch has counted a change of a weight in place; cheap enough for every round."""
+        """How many changes of weights in place PyTorch has counted; cheap enough for every round."""
         return sum([0 if tensor.is_inference() else tensor._version for tensor in self._tensors])
 
     @torch.inference_mode()
     def _read(self) -> tuple[int, list[list[int]]]:
-        """`num_writes`, and sums of samples of all tensors, as changes by way of `.data` are not counted."""
+        """`num_writes`, and sums of samples of all tensors: PyTorch does not count changes made through `.data`."""
         sums: dict[torch.device, list[Tensor]] = {}
         for part in self._samples:
             sums.setdefault(part.device, []).append(part.sum(dtype=torch.float32))
@@ -99,7 +99,7 @@ def _twin_of(owned: nn.Module) -> Any:
     for module in modules:
         twin = twins[id(module)]
         if twin is not module:
-            attributes = {name: _moved(value, twins) for name, value in vars(module).items() if not _has_kernel(name)}
+            attributes = {name: _for_twin(value, twins) for name, value in vars(module).items() if not _is_ours(name)}
             attributes["training"] = False
             attributes["_compiled_call_impl"] = None  # it calls the owner's module
             vars(twin).update(attributes)
@@ -107,21 +107,21 @@ def _twin_of(owned: nn.Module) -> Any:
     return twins[id(owned)]
 
 
-def _moved(value: Any, twins: dict[int, Any]) -> Any:
-    """An attribute's value for the twin: what belongs to a module belongs to its twin."""
+def _for_twin(value: Any, twins: dict[int, Any]) -> Any:
+    """An attribute's value for the twin, with twins in place of modules."""
     if type(value) in CONTAINERS:
         return copy(value)
     if isinstance(value, PreTrainedConfig):
         return twins[id(value)]
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, twins.get(id(value.__self__), value.__self__))
-    if isinstance(value, partial):  # libraries that move weights about wrap a module's forward so
+    if isinstance(value, partial):  # how libraries that move weights wrap a module's forward
         arguments = [twins.get(id(x), x) if isinstance(x, nn.Module) else x for x in value.args]
         return update_wrapper(partial(value.func, *arguments, **value.keywords), value)
     return value
 
 
-def _has_kernel(name: str) -> bool:
+def _is_ours(name: str) -> bool:
     return name.startswith(OURS)
 
 
@@ -130,7 +130,7 @@ def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: copy(value) if type(value) in CONTAINERS else value
         for name, value in attributes.items()
-        if not _has_kernel(name)
+        if not _is_ours(name)
     }
 
 
@@ -142,10 +142,10 @@ def _saved(settings: Any) -> dict[str, Any]:
 def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether attributes are the same objects or equal ones."""
     if len(now) != len(before):
-        now = {name: value for name, value in now.items() if not _has_kernel(name)}
+        now = {name: value for name, value in now.items() if not _is_ours(name)}
     try:
         return now == before
-    except (RuntimeError, ValueError, TypeError):  # arrays do not compare to one truth: they are others
+    except (RuntimeError, ValueError, TypeError):  # arrays have no single truth value: they count as changed
         return False
 
 
@@ -155,7 +155,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the numbers are; 0 for tensors that do not say."""
+    """Where the numbers are; 0 for tensors without an address."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -178,7 +178,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that generates. Raises `UsageError`, which names an inner model, for other wrappers, and for no model.
+    """The model that generates, inside known wrappers. Raises `UsageError` for other wrappers and for what is no model.
 
     Compiled and parallel forwards compute what the inner model computes; adapters of PEFT that change layers are in the
     inner model's layers.

@@ -25,7 +25,7 @@ from slipstream.models.hf.prepared_inputs import BUCKETS, NAMES, cache_name, inp
 from slipstream.models.hf.rotations_by_length import rotate_by_length
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
-NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many in all
+NEWEST, MAX_STATES = 10, 16  # states kept of a row: always the newest 10, at most 16 in all
 
 
 @dataclass
@@ -45,7 +45,7 @@ class State:
         return State(changed, self.in_modules)
 
     def take_keys(self, position: int, later: State) -> None:
-        """Keep keys and values as views of those of a later state of the same text, which begin with them."""
+        """Replace keys and values by views of those of a later state of the same text, which begin with them."""
         if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
             for layer, later_layer in zip(self.cache.layers, later.cache.layers, strict=True):
                 if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.shape[-2] == position:
@@ -109,7 +109,7 @@ class OwnCaches:
         return max((position for position in self._states[slot] if position <= limit), default=0)
 
     def at(self, slot: int, position: int) -> State | None:
-        """A state that may be changed; None at the beginning. What is known behind `position` is dropped."""
+        """A copy of the state at a position, for a forward to change; None at 0. Drops the states behind `position`."""
         states = self._states[slot]
         for later in [other for other in states if other > position]:
             del states[later]
@@ -121,7 +121,7 @@ class OwnCaches:
         for earlier, other in states.items():
             other.take_keys(earlier, state)
         states[position] = state
-        while len(states) > MOST:
+        while len(states) > MAX_STATES:
             del states[_dispensable(sorted(states))]
 
     def add_noise(self, slot: int, position: int) -> None:
@@ -159,7 +159,7 @@ class OwnCacheBackend:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
-        # a draft that reached into long texts would be read as one of them
+        # beyond it the model would read a short text as a long one, if only because of its draft
         longest = rotate_by_length(model) or unmasked_window(model)
         self.max_length: int = longest or getattr(config, "max_position_embeddings", None) or 1 << 20
         self.takes_several_tokens, self.rounds_like_one_token = True, model.dtype in (torch.float32, torch.float64)
@@ -220,12 +220,12 @@ class OwnCacheBackend:
         return out
 
     def _run(self, ids: list[int], count: int, state: State | None, logits: bool) -> tuple[Tensor, State]:
-        """Logits of the last `count` of these tokens and the state after them. state: that before them.
+        """Logits of the last `count` of these tokens, and the state after them. state: the one before them.
 
-        logits: whether they are wanted; else those of the last token may be all there are.
+        logits: whether all these logits are wanted; if not, there may be those of the last token only.
         """
-        everything, caches = torch.tensor([ids], device=self.device), self._cache_name is not None
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(everything), "use_cache": caches}
+        all_ids, has_cache = torch.tensor([ids], device=self.device), self._cache_name is not None
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(all_ids), "use_cache": has_cache}
         if "position_ids" in self._accepts:
             options["position_ids"] = torch.arange(len(ids), device=self.device)[None]
         cache = None if state is None else state.cache
@@ -233,9 +233,9 @@ class OwnCacheBackend:
             cache = DynamicCache(config=self.model.config)
         if self._cache_name is not None and cache is not None:
             options[prepared_name(self.model, self._cache_name)] = cache
-        width = count if caches else len(ids)
+        width = count if has_cache else len(ids)
         inputs = self.model.prepare_inputs_for_generation(
-            everything, next_sequence_length=width, is_first_iteration=width == len(ids), **options
+            all_ids, next_sequence_length=width, is_first_iteration=width == len(ids), **options
         )
         embedded = inputs.get("inputs_embeds")
         if embedded is not None and embedded.shape[1] > width:

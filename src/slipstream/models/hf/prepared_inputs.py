@@ -15,12 +15,12 @@ from slipstream.models.decoder.cache import KEYS_AND_VALUES
 STATES = ("cache", "cache_params")  # of models that have recurrent layers alone
 NAMES = (*KEYS_AND_VALUES, "cache_params")
 BUCKETS = "past_buckets_states"  # Reformer's
-SHORT, LONG = 9, 4096  # tokens of texts that are prepared
-LATEST = 3  # of them that are not cached yet, the second time
+SHORT, LONG = 9, 4096  # lengths of the texts that a trial prepares, in tokens
+LATEST = 3  # tokens of them that the trial with a cache leaves uncached
 
 
 def cache_name(model: Any, names: tuple[str, ...] = NAMES) -> str | None:
-    """The first of these names that is an argument of the model's forward, and no other thing by that name."""
+    """The first of these names under which the model's forward takes a cache; None if it takes none."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in names if name in accepted and _is_cache(accepted[name])), None)
 
@@ -34,11 +34,11 @@ def prepared_name(model: Any, name: str) -> str:
 
 
 def _is_cache(parameter: inspect.Parameter) -> bool:
-    return parameter.name != "cache" or "Cache" in str(parameter.annotation)  # XLM's is a dictionary of its own
+    return parameter.name != "cache" or "Cache" in str(parameter.annotation)  # XLM's `cache` is a dictionary of its own
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model wants token ids: beside its embedding, or where that is brought to compute (by accelerate)."""
+    """The device on which a model takes token ids: its embedding's, or the one where accelerate runs the embedding."""
     embedding = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type != "meta":
@@ -49,13 +49,13 @@ def input_device(model: Any) -> torch.device:
 
 
 def vocab_size_of(model: Any) -> int:
-    """How many logits a token has: by its output layer or, where that does not say, by its configuration."""
+    """How many logits a token has, by the output layer or, if that does not declare it, by the configuration."""
     size = getattr(model.get_output_embeddings(), "out_features", None)
     return int(size or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def prepares_inputs_differently(model: Any) -> bool:
-    """Whether `prepare_inputs_for_generation` is not transformers' and prepares other inputs than transformers' would.
+    """Whether a model's own `prepare_inputs_for_generation` prepares other inputs than transformers' would.
 
     Only a loop that calls such a method at every step gives the model the inputs that its author meant.
     """
@@ -95,11 +95,11 @@ def _is_usual(model: Any, length: int, cached: int) -> bool:
             return False
         prepared.append({key: value for key, value in inputs.items() if value is not None and key not in NAMES})
         prepared[-1]["caches"] = [inputs.get(key) is cache[key] for key in cache]
-    return _holds(prepared[1], prepared[0])
+    return _are_usual(prepared[0], prepared[1])
 
 
 def _usual_method(model: Any) -> Any:
-    """The nearest method of transformers that a model's own one takes the place of."""
+    """The method of transformers that a model's own one overrides."""
     bases = type(model).__mro__
     owner = next(
         base
@@ -117,8 +117,8 @@ def _filled(length: int) -> DynamicCache:
     return cache
 
 
-def _holds(usual: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs are among the usual ones; positions and masks may be left out, as the forward makes the same."""
+def _are_usual(inputs: Mapping[str, Any], usual: Mapping[str, Any]) -> bool:
+    """Whether inputs equal the usual ones; positions and masks may be missing, since the forward makes the same."""
     if "input_ids" not in inputs:
         return False
     return all(name in usual and _same(usual[name], value) for name, value in inputs.items())

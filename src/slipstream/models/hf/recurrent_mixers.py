@@ -136,7 +136,7 @@ class ShortConvolution:
         return out
 
 
-FORMS: Sequence[tuple[Callable[[Any], Form], set[str], set[str]]] = (  # modules, and other attributes
+FORMS: Sequence[tuple[Callable[[Any], Form], set[str], set[str]]] = (  # a form, its submodules, its other attributes
     (
         GatedDelta,
         {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"},
@@ -191,7 +191,7 @@ def recurrent_states(model: nn.Module) -> RecurrentStates | None:
 
 
 def form_of(layer: Any) -> Callable[[Any], Form] | None:
-    """What makes a layer's form; None if it has none of these."""
+    """The one of `FORMS` that a layer has; None if it has none."""
     if not hasattr(layer, "layer_idx"):
         return None
     children = {name for name, child in layer.named_children() if "act" not in name}

@@ -1,7 +1,7 @@
-"""Rotations that depend on how long a text is: longrope turns the keys of long texts otherwise, from the first one on.
+"""Rotations that depend on how long a text is: longrope rotates all keys of a long text differently.
 
-transformers looks at the largest position of a whole call, so a short text beside a long one, or a draft that reaches
-far enough, would be turned otherwise than alone. Here every token is turned as its own text's length wants it.
+transformers looks at the largest position of a whole call, so a short text beside a long one, or before a draft that
+reaches far enough, would be rotated differently than alone. Here the length of its own text decides for each token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.models.hf.prepared_inputs import cache_name, prepared_name
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
 PROBE = 4  # positions
-# whether the tokens of the forward under way are of long texts: [B, 1] or [1, W] bool; None: by the largest position
+# whether the tokens of the present forward are of long texts: [B, 1] or [1, W] bool; None: by the largest position
 _IS_LONG: ContextVar[Tensor | None] = ContextVar("is_long", default=None)
 
 
@@ -33,7 +33,7 @@ class RotationsByLength:
         self._module, self.switch = module, switch
 
     def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Rotation:
-        """The module's own for calls by anyone but `HFBackend`."""
+        """The rotations by each text's length; the module's own where the caller is not `HFBackend`."""
         is_long = _IS_LONG.get()
         if is_long is None:
             return _own(self._module, x, position_ids, options)
@@ -48,7 +48,7 @@ class RotationsByLength:
 
 @contextmanager
 def texts_are_long(is_long: Tensor | None) -> Iterator[None]:
-    """For a forward of a model; see `_IS_LONG`."""
+    """Set which texts are long for the forwards inside the block; see `_IS_LONG`."""
     token = _IS_LONG.set(is_long)
     try:
         yield
@@ -74,7 +74,7 @@ def rotate_by_length(model: Any) -> int | None:
     if len(switches) > 1:
         raise UsageError(
             f"model {type(model).__name__} is not supported: its rotations change at {sorted(switches)} tokens; "
-            "allowed: at one number of them"
+            "allowed: one such number"
         )
     return next(iter(switches), None)
 
@@ -101,7 +101,7 @@ def _switch(model: Any, module: nn.Module) -> int | None:
 
 
 def drops_cache(model: Any, longest_short: int) -> bool:
-    """Whether `generate` reads a text anew that becomes long: whether its next forward is given all of its tokens."""
+    """Whether `generate` reads a text that becomes long again from its first token on."""
     name, cache = cache_name(model), DynamicCache()
     key = torch.zeros(1, 1, longest_short, 1)
     cache.update(key, key, 0)  # its length is what matters
@@ -122,7 +122,7 @@ def _own(module: nn.Module, x: Tensor, positions: Tensor, options: dict[str, Any
 
 
 def _beside(module: nn.Module, x: Tensor, positions: Tensor, far: int, options: dict[str, Any]) -> Rotation:
-    """A module's own rotations of these positions where a far one is among those of the call."""
+    """A module's own rotations of these positions in a call that also has a far one."""
     together = torch.cat([positions, torch.full_like(positions[..., :1], far)], -1)
     cosines, sines = _own(module, x, together, options)
     return cosines[..., :-1, :], sines[..., :-1, :]

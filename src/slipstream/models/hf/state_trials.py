@@ -49,12 +49,13 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         backend.module_state.note_changed()
         is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids)):
-            raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
+            reason = "its cached forward gives other logits than its uncached one"
+            raise UsageError(f"model {name} is not supported: {reason}")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
         backend.takes_several_tokens = backend.takes_several_tokens and _agree(steps, several)
         if not backend.takes_several_tokens:
-            warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
-        elif prepares_inputs_differently(model):  # what it does to several at once need not be what it does to each
+            warn_slower(f"{name} reads drafts token by token: a forward of several gives other logits than of each")
+        elif prepares_inputs_differently(model):  # for several tokens it may prepare other things than for each alone
             backend.takes_several_tokens = False
             warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
@@ -83,7 +84,7 @@ def why_not_on_slots(try_forward: Callable[[], bool]) -> str | None:
 
 
 def is_causal(backend: Backend, model: Any) -> bool:
-    """True; refuses models whose configuration makes them attend to later tokens, as encoders do."""
+    """True; raises `UsageError` for a model whose configuration makes it attend to later tokens, as encoders do."""
     switches = [name for name in SWITCHES if getattr(model.config, name, None) is False]
     if not switches:
         return True
@@ -99,10 +100,10 @@ def is_causal(backend: Backend, model: Any) -> bool:
 
 @torch.inference_mode()
 def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
-    """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
+    """Whether a model's own logits of `a_few_tokens` differ from these [1, 9, V], which came from a slot cache.
 
-    later: the same of texts that begin later, [T, 9, V], computed together. Raises `UsageError` where a text's logits
-    depend on the positions of those beside it.
+    later: [T, 9, V] logits of the same tokens at later positions, computed in one batch. Raises `UsageError` where a
+    text's logits depend on the positions of those beside it.
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
@@ -138,7 +139,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
 
 @torch.inference_mode()
 def _after_noise(backend: OwnCacheBackend, ids: Tensor, read: Callable[[OwnCacheBackend, Tensor], Tensor]) -> Tensor:
-    """Logits of the tokens after the first ones, read from a state that cannot be overlooked."""
+    """Logits of the tokens after the first ones. Noise in the state before them shows whether it is read."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
     backend.caches.add_noise(0, FIRST)
     return read(backend, ids)

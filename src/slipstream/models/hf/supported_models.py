@@ -58,7 +58,7 @@ def not_by_position(model: Any) -> str | None:
     elif attends and config._attn_implementation not in ("sdpa", "eager", GROUPED):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
     elif attends and unmasked_window(model) is not None:
-        reason = "its cache has a sliding window that its attention masks have not"
+        reason = "its cache has a sliding window that its attention masks lack"
     elif prepares_inputs_differently(model):
         reason = "its prepare_inputs_for_generation gives the forward other inputs than transformers' does"
     return reason

@@ -1,7 +1,7 @@
 """A target over several processes: each holds a part of every layer, by the plan that transformers has for the model.
 
-Rank 0 drafts, decides and says what is to be done; the others do the same to their parts. Started by torchrun, with
-`load_options={"tp_plan": "auto"}`.
+Rank 0 drafts and decides, and sends each call of its backend to the other ranks, which run it on their parts. Started
+by torchrun, with `load_options={"tp_plan": "auto"}`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import PLAN, LoadOptions
 
-FOREVER = timedelta(days=365)  # how long followers wait for something to do
+FOREVER = timedelta(days=365)  # how long followers wait for a call
 STOP = "stop"
 
 
@@ -42,8 +42,8 @@ class TensorParallelBackend(HFBackend):
         super().__init__(model)
         self._leads = dist.get_rank() == 0  # from here on calls are sent
 
-    def _do(self, name: str, *args: Any, **options: Any) -> Any:
-        """Do something on every rank; returns what it returned here."""
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method here and, from rank 0, on every other rank; returns the result here."""
         if self._leads:
             self._send((name, args, options))
         try:
@@ -62,32 +62,32 @@ class TensorParallelBackend(HFBackend):
             raise SlipstreamError(f"rank 0: another rank has ended: {first_line(error)}") from error
 
     def reserve(self, rows: int, length: int) -> None:
-        self._do("reserve", rows, length)
+        self._call("reserve", rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        scores: Tensor = self._do("forward", tokens, starts, first_slot=first_slot, logits=logits)
+        scores: Tensor = self._call("forward", tokens, starts, first_slot=first_slot, logits=logits)
         return scores
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        scores: Tensor = self._do("answer", tokens, start, slot=slot, columns=columns)
+        scores: Tensor = self._call("answer", tokens, start, slot=slot, columns=columns)
         return scores
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        scores: Tensor = self._do("forward_tree", tokens, segments, widths=widths)
+        scores: Tensor = self._call("forward_tree", tokens, segments, widths=widths)
         return scores
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        self._do("move", slot, places, start)
+        self._call("move", slot, places, start)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        self._do("copy", source, destination, length)
+        self._call("copy", source, destination, length)
 
     def mark_final(self, slot: int, position: int) -> None:
         """Models with recurrent layers are refused."""
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         if is_long != (slot in self._long_slots):
-            self._do("read_as", slot, is_long=is_long)
+            self._call("read_as", slot, is_long=is_long)
 
     @property
     def attended_unit(self) -> int:
@@ -96,7 +96,7 @@ class TensorParallelBackend(HFBackend):
     @attended_unit.setter
     def attended_unit(self, unit: int) -> None:
         if unit != self.cache.attended_unit:
-            self._do("_set_attended_unit", unit)
+            self._call("_set_attended_unit", unit)
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class TensorParallelBackend(HFBackend):
     @attended_lengths.setter
     def attended_lengths(self, lengths: tuple[int, ...]) -> None:
         if lengths != self.cache.attended_lengths and self.device.type == "cpu":
-            self._do("_set_attended_lengths", lengths)
+            self._call("_set_attended_lengths", lengths)
 
     def _set_attended_unit(self, unit: int) -> None:
         self.cache.attended_unit = unit
@@ -132,7 +132,7 @@ class TensorParallelBackend(HFBackend):
         return self.layer_subset(layers)
 
     def follow(self) -> NoReturn:
-        """On every rank but 0: do what rank 0 says until it says that it is over, then end the process."""
+        """On every rank but 0: run the calls that rank 0 sends until it sends `STOP`, then end the process."""
         rank = dist.get_rank()
         try:
             while True:
@@ -142,7 +142,7 @@ class TensorParallelBackend(HFBackend):
                     self._leave()
                     sys.exit(0)
                 name, args, options = _moved(box[0], self.device)
-                self._do(name, *args, **options)
+                self._call(name, *args, **options)
         except (SlipstreamError, RuntimeError) as error:
             why = first_line(error) if isinstance(error, SlipstreamError) else f"rank {rank}: rank 0 has ended"
             print(f"error: {why}", file=sys.stderr, flush=True)
@@ -157,7 +157,7 @@ class TensorParallelBackend(HFBackend):
         self._leads = False
 
     def _leave(self) -> None:
-        """Leave the groups and let go of ours, which waits for its threads: one that outlives Python aborts it."""
+        """Leave all groups and drop our own, which waits for its threads: one that outlives Python would abort it."""
         dist.destroy_process_group()
         self._ranks = None
 
@@ -197,7 +197,7 @@ def check_heads(source: str, model: Any, ranks: int) -> None:
 
 
 def loading_options(options: LoadOptions) -> LoadOptions:
-    """The options with transformers' own argument for a plan. Raises `UsageError` for what does not go with one."""
+    """The options with the plan as transformers takes it. Raises `UsageError` for options that exclude a plan."""
     from transformers.distributed import DistributedConfig
 
     if options.fast is True:

@@ -38,18 +38,18 @@ TOKENS = 9  # of both
 CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
 ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
 ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
-PARTS, PART_BYTES = 16, 1024  # of a file, by which it is known
+PARTS, PART_BYTES = 16, 1024  # samples of a file that identify it: their number and size
 
 
 class Trial:
     """Runs in place of a layer's forward: returns what `expected` computes, and notes how far `tried` is from it."""
 
     def __init__(self, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
-        self._expected, self._found = expected, tried
+        self._expected, self._tried = expected, tried
         self.error = 0.0  # see `difference`
 
     def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
-        computed = self._found(hidden, *inputs, **options)
+        computed = self._tried(hidden, *inputs, **options)
         expected = self._expected(hidden, *inputs, **options)
         error = difference(computed, expected, hidden) if isinstance(expected, Tensor) else math.inf
         self.error = max(self.error, error)
@@ -59,8 +59,8 @@ class Trial:
 def difference(computed: Tensor, expected: Tensor, start: Tensor | None = None) -> float:
     """How far numbers [..., N] are from the expected ones, relative to how much these vary, both as RMS.
 
-    start: what the expected numbers were before a layer added to them. They vary as much as was added, or as the sum
-    where that is so large that its rounding is what differs. Infinite where anything is NaN or infinite.
+    start: the numbers to which a layer added. Then the error is relative to what was added or, where the sum is so
+    large that its rounding is what differs, to the sum. Infinite where anything is NaN or infinite.
     """
     computed, expected = computed.float(), expected.float()
     if start is None:
@@ -70,7 +70,9 @@ def difference(computed: Tensor, expected: Tensor, start: Tensor | None = None) 
     error = _rms(computed - expected)
     if not math.isfinite(error) or not math.isfinite(varies):
         return math.inf
-    return error / varies if varies else math.inf if error else 0.0
+    if not varies:
+        return math.inf if error else 0.0
+    return error / varies
 
 
 def _rms(numbers: Tensor) -> float:
@@ -137,7 +139,7 @@ def tolerance(model: Any) -> float:
 
 
 def a_few_tokens(vocab_size: int, device: torch.device, count: int = TOKENS) -> Tensor:
-    """[1, count] token ids to try a model with: any, since special ones may be read as nothing else is."""
+    """[1, count] random token ids to try a model with: special tokens may be treated unlike all others."""
     return torch.randint(0, vocab_size, (1, count), generator=torch.Generator().manual_seed(11)).to(device)
 
 
@@ -170,7 +172,7 @@ def later_logits(backend: HFBackend) -> Tensor:
 
 
 def later_starts(model: Any) -> list[int]:
-    """Start positions for texts of TOKENS tokens: 0, and one text across each position at which models change."""
+    """Start positions for texts of TOKENS tokens: 0, and one before each position at which the model may change."""
     config = model.config.get_text_config()
     end = getattr(config, "max_position_embeddings", None) or 0
     starts = {min(position - START, end - TOKENS) for position in thresholds(config, end)}
@@ -178,7 +180,10 @@ def later_starts(model: Any) -> list[int]:
 
 
 class PassedTrials:
-    """Trials by name. identity: of all that they depend on; None if that is not known, and nothing outlasts this."""
+    """The trials that a model has passed, by name.
+
+    identity: names everything that their results depend on; None if that is not known, so that nothing is saved.
+    """
 
     def __init__(self, identity: str | None = None) -> None:
         self._identity = identity
@@ -198,10 +203,11 @@ class PassedTrials:
                     save_measured("trials", self._identity, {"passed": sorted(self._passed)})
 
 
-def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, way: str) -> PassedTrials:
-    """The trials that a model of files has passed. folder: of its configuration; way: what becomes of its layers.
+def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, layer_kind: str) -> PassedTrials:
+    """The trials that a model read from files has passed. folder: where its configuration is.
 
-    Nothing is kept of a model whose code is not transformers' own, or that was loaded with arguments of the caller's.
+    layer_kind: what its layers are replaced by. Nothing is kept of a model whose code is not transformers' own, or that
+    was loaded with arguments of the caller's.
     """
     files = _files(source) or _files(folder)
     is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()  # its base model's files are not seen
@@ -210,7 +216,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, wa
     versions = f"torch {torch.__version__} transformers {transformers.__version__} slipstream {_digest_of_code()}"
     machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
-    what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {way} fast {options.fast} {switches}"
+    what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {layer_kind} fast {options.fast} {switches}"
     return PassedTrials(f"{machine} {versions} {what} {model.config.to_json_string()} {files}")
 
 
