@@ -83,7 +83,7 @@ def test_what_is_no_language_model_is_refused_in_one_line(tmp_path: Path) -> Non
         tmp_path
     )
     with pytest.raises(
-        SlipstreamError, match="T5Config is of no causal language model; allowed: models that write"
+        SlipstreamError, match="T5Config belongs to no causal language model; allowed: models that write"
     ) as error:
         SpeculativeDecoder(str(tmp_path))
     assert "\n" not in str(error.value) and len(str(error.value)) < 300

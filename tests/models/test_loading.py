@@ -324,7 +324,7 @@ def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(
 ) -> None:
     error = ImportError("cannot import name 'Reader' from 'somewhere'")
     assert "cannot import name 'Reader'" in str(gguf_configuration.unreadable_gguf(tmp_path, error))
-    monkeypatch.setattr(gguf_configuration, "NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr(gguf_configuration, "PACKAGES", ("json", "no_such_package"))
     said = str(gguf_configuration.unreadable_gguf(tmp_path, error))
     assert "needs no_such_package; run: pip install no_such_package" in said and "json" not in said
 

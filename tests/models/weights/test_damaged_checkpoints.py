@@ -76,7 +76,8 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) ->
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
     with pytest.raises(
-        SlipstreamError, match=r"tensor '[\w.]+' ends at byte [\d,]+ of model.safetensors; allowed: its"
+        SlipstreamError,
+        match=r"tensor '[\w.]+' ends at byte [\d,]+ of model.safetensors, which is truncated; allowed: up to",
     ):
         load(str(own.folder), LoadOptions())
     for head in (b"", whole[:5], struct.pack("<Q", 1 << 40), whole[:200]):
@@ -133,9 +134,9 @@ def test_groups_and_rows_that_are_no_multiple_of_32_are_unpacked(
 def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Made) -> None:
     tensors, name = own.tensors(), "model.layers.0.self_attn.o_proj.bias"
     load(own.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
-    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
         load(own.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
-    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
         load(str(own.folder), LoadOptions(fast=False))
 
 

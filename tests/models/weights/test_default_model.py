@@ -247,6 +247,6 @@ def test_pips_files_are_looked_for_where_pip_does(tmp_path: Path, monkeypatch: p
 
 
 def test_what_reads_the_file_is_asked_for_before_it_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.weights.gguf_configuration.NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr("slipstream.models.weights.gguf_configuration.PACKAGES", ("json", "no_such_package"))
     with pytest.raises(SlipstreamError, match=r"needs no_such_package; run: pip install no_such_package$"):
         embedded_model()

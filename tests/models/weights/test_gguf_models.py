@@ -349,7 +349,7 @@ def test_tensors_that_the_model_leaves_out_are_told_and_biases_refused(
         load(str(tmp_path / "more.gguf"), LoadOptions())
     assert any("1 weights of the file are not used, first blk.0.other.weight" in one.message for one in caplog.records)
     write_model(tmp_path / "bias.gguf", more=vector("blk.0.ffn_up.bias", 512))
-    with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.bias' is a bias that this architecture has not"):
+    with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.bias' is a bias that this architecture does not have"):
         load(str(tmp_path / "bias.gguf"), LoadOptions())
 
 

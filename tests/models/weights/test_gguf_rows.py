@@ -92,7 +92,7 @@ def test_errors_of_the_packing_thread_arrive_and_the_rest_is_stopped(tmp_path: P
         stream.truncate(header.size + 100)
     with PackedAhead(header, block_kernels()) as ahead, pytest.raises(SlipstreamError, match="ends within tensor"):
         ahead.part("blk.0.attn_v.weight")
-    assert all(thread.done() for thread in ahead._at_work)
+    assert all(thread.done() for thread in ahead._tasks)
 
 
 def test_a_model_with_an_output_layer_of_its_own_keeps_its_table_in_the_file(tmp_path: Path) -> None:

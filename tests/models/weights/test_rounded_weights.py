@@ -156,5 +156,5 @@ def test_biases_that_the_model_has_not_are_refused_when_weights_are_rounded(fold
         save_file(tensors | bias, tmp_path / "more" / "model.safetensors", {"format": "pt"})
         if not value:
             load(str(tmp_path / "more"), LoadOptions(rounding="int8"))
-    with pytest.raises(SlipstreamError, match=rf"'{name}\.bias' is a bias that this architecture has not"):
+    with pytest.raises(SlipstreamError, match=rf"'{name}\.bias' is a bias that this architecture does not have"):
         load(str(tmp_path / "more"), LoadOptions(rounding="int8"))

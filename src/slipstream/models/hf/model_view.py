@@ -52,7 +52,7 @@ class ModelView:
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """Whether the model has the modules, settings and tensors that the view was made of; values may have changed."""
+        """Whether the model has the modules, settings and tensors that the view was made of, with whatever values."""
         for now, before in self._attributes:
             before["training"] = now["training"]  # the view has a mode of its own
             if not _equal(now, before):

@@ -70,7 +70,7 @@ class Adapter:
             model.resize_token_embeddings(len(tokenizer))
 
     def _check(self, caught: list[warnings.WarningMessage]) -> None:
-        """Refuse adapters of which weights are missing: PEFT begins with others."""
+        """Refuse adapters of which weights are missing: PEFT would use untrained ones."""
         for warning in caught:
             if (text := str(warning.message)).startswith(MISSING):
                 raise SlipstreamError(f"adapter {self.source!r}: weights are missing: {' '.join(text.split()):.200}")

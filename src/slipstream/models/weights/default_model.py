@@ -98,7 +98,7 @@ class Settings(NamedTuple):
 
 
 def package_settings(environment: Mapping[str, str], files: Sequence[Path]) -> Settings:
-    """What the environment variables of pip and uv and pip's configuration files say. files: later ones win."""
+    """The settings in pip's and uv's environment variables and in pip's configuration files. files: later ones win."""
     parser = configparser.RawConfigParser(strict=False)
     with suppress(configparser.Error, UnicodeDecodeError):  # pip itself reports damaged files
         parser.read(files, encoding="utf-8")
@@ -201,7 +201,7 @@ def _continue(url: str, partial: Path, settings: Settings) -> None:
     try:
         answer = _open(url, settings, {"Range": f"bytes={begin}-"} if begin else {})
     except HTTPError as error:
-        if error.code != 416:  # nothing is left to send
+        if error.code != 416:  # the file has no bytes after those that are here
             raise
         partial.unlink()
         raise _InterruptedError("the server sends no part of the file") from error
@@ -217,7 +217,7 @@ def _continue(url: str, partial: Path, settings: Settings) -> None:
                 raise _InterruptedError(one_line(error)) from error
             except OSError as error:
                 if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-                    raise  # of the disk
+                    raise  # an error of the disk, not of the connection
                 raise _InterruptedError(one_line(error)) from error
     if partial.stat().st_size < size:
         raise _InterruptedError(f"the connection ended after {partial.stat().st_size:,} of {size:,} bytes")
@@ -240,12 +240,12 @@ def _open(url: str, settings: Settings, headers: Mapping[str, str]) -> Any:
     try:
         return urlopen(request, timeout=TIMEOUT_SECONDS, context=_trusting(settings.certificates))
     except HTTPError as error:
-        error.close()  # it is an answer, too
+        error.close()  # it is an open response, too
         raise
 
 
 def _trusting(certificates: Sequence[str]) -> ssl.SSLContext:
-    """The system's certificates, those that pip is told of, and certifi's, as Python on macOS may come without any."""
+    """Trusts the system's certificates, pip's, and certifi's, since Python on macOS may come without any."""
     context = ssl.create_default_context()
     for path in certificates:
         context.load_verify_locations(path)

@@ -4,10 +4,9 @@ For a large vocabulary transformers' reader takes half a minute and a gigabyte, 
 
     python -m slipstream.models.weights.gguf_configuration FILE FOLDER
 
-That reader leaves out how a file scales rotary positions. Linear and YaRN scaling (Peng et al. 2023, section 3) stand
-in the metadata. Files of Llama 3.1 and later hold what every frequency is divided by, as a tensor; the
-settings that it was made from are recovered. Any other scaling is refused: the model would be another one at every
-position.
+That reader leaves out how a file scales rotary positions. Linear and YaRN scaling (Peng et al. 2023, section 3) are in
+the metadata. Files of Llama 3.1 and later have a tensor of what each frequency is divided by; the settings that it was
+made from are recovered. Any other scaling is refused: without it the model would be wrong at every position.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from slipstream.models.weights.model_files import CONVERSION, VERSION, is_conver
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
 FACTORS = "rope_freqs.weight"
-OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
+OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-KNOWN = {"type", "factor", "original_context_length", "finetuned"}
-NEEDED = ("gguf", "accelerate")
+SCALING_KEYS = {"type", "factor", "original_context_length", "finetuned"}
+PACKAGES = ("gguf", "accelerate")  # that transformers' reader of GGUF files needs
 LARGE = 1 << 20  # bytes of a header that is read in a process of its own
 
 
@@ -110,7 +109,7 @@ def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
 
 def missing_packages() -> SlipstreamError | None:
     """The error to raise if packages that read GGUF files are not installed."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if not absent:
         return None
     names = " ".join(absent)
@@ -121,8 +120,8 @@ def scale_positions(config: Any, header: GGUFHeader) -> None:
     """Write how a file scales positions into the configuration that transformers read from it."""
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
-        if _by_metadata(header) or not header.tensors.keys().isdisjoint((FACTORS, *OTHERS)):
-            raise _wrong(header, "scales rotary positions", f"no scaling, {header.architecture} has no settings for it")
+        if _by_metadata(header) or not header.tensors.keys().isdisjoint((FACTORS, *OTHER_FACTORS)):
+            raise _wrong(header, "scales rotary positions", f"no scaling: {header.architecture} has no settings for it")
         return
     settings = settings.get("full_attention", settings)  # where layers differ, those of windows are not scaled
     if settings.get("rope_type", "default") != "default":
@@ -136,8 +135,8 @@ def _by_metadata(header: GGUFHeader) -> dict[str, Any]:
     kind = scaling.get("type", "linear" if "factor" in scaling else "none")
     if kind == "none" or (kind == "linear" and scaling.get("factor") in (0.0, 1.0)):
         return {}
-    if kind not in ("linear", "yarn") or not scaling.keys() <= KNOWN:
-        keys = ", ".join(sorted(KNOWN))
+    if kind not in ("linear", "yarn") or not scaling.keys() <= SCALING_KEYS:
+        keys = ", ".join(sorted(SCALING_KEYS))
         raise _wrong(header, f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {keys}")
     settings = {"rope_type": kind, "factor": _number(header, scaling, "factor")}
     if kind == "yarn":
@@ -147,7 +146,7 @@ def _by_metadata(header: GGUFHeader) -> dict[str, Any]:
 
 def _by_factors(header: GGUFHeader, theta: float) -> dict[str, Any]:
     """The settings of Llama 3's scaling, recovered from what the file divides each frequency by; empty for none."""
-    if other := next((name for name in OTHERS if name in header.tensors), None):
+    if other := next((name for name in OTHER_FACTORS if name in header.tensors), None):
         raise _wrong(header, f"has tensor {other!r}", f"{FACTORS}, as files of Llama 3 have it")
     entry = header.tensors.get(FACTORS)
     if entry is None:

@@ -85,7 +85,7 @@ def _check_size(config: Any, header: GGUFHeader) -> None:
     with torch.device("meta"):
         weights = AutoModelForCausalLM.from_config(config).parameters()
     described, available = sum(weight.numel() for weight in weights), header.num_weights
-    if described > 2 * available:  # an output layer that is the embedding may be counted twice
+    if described > 2 * available:  # a tied output layer may be counted as well as the embedding
         raise SlipstreamError(
             f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
             f"tensors, {available:,}"
@@ -94,8 +94,10 @@ def _check_size(config: Any, header: GGUFHeader) -> None:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """The reader parses the file for the configuration and for the weights, and maps all names for every module: half
-    of the time for a small model. Inside the block both are done once.
+    """Inside the block the reader parses a file and maps its names only once.
+
+    Otherwise it parses it for the configuration and for the weights, and maps all names for every module, which takes
+    half of the time for a small model.
     """
     import gguf
 

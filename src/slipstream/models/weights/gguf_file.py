@@ -122,7 +122,7 @@ class GGUFHeader:
         """The metadata `rope.scaling.*` of the architecture."""
         beginning = f"{self.architecture}.rope.scaling."
         scaling = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
-        linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # as it was written once
+        linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # the key of older files
         return scaling if linear is None else {"factor": linear} | scaling
 
     def array(self, name: str) -> list[Any]:
@@ -135,12 +135,12 @@ class GGUFHeader:
             return reader.array() if reader.number("I") == ARRAY else []
 
     def check_model(self) -> None:
-        """Refuse a file that holds something else than a model, or whose metadata tell of larger tensors than it has.
+        """Refuse a file that holds something other than a model, or whose metadata claim larger tensors than it has.
 
-        Models are made by these metadata, so numbers that no tensor bears out would ask for any amount of memory.
+        Models are built from these metadata, so numbers beyond those of the tensors could ask for any amount of memory.
         """
         kind = self.values.get("general.type", "model")
-        if self.architecture == "clip":  # as such files were written before they had a type
+        if self.architecture == "clip":  # files of this kind did not always have general.type
             kind = "mmproj"
         if kind != "model":
             what = OTHER_KINDS.get(kind, "")
@@ -190,8 +190,8 @@ def _check_type(entry: TensorEntry) -> None:
         other = "others that the gguf package names" if others else f"others after {INSTALL}"
         raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {names}, and {other}")
     if entry.block is not None and entry.shape[-1] % entry.block.size:
-        has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
-        raise _wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+        rows = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
+        raise _wrong(entry, f"{rows}; allowed: multiples of {entry.block.size}")
 
 
 def _wrong(entry: TensorEntry, what: str) -> SlipstreamError:
@@ -221,48 +221,48 @@ class _Reader:
     """Reads numbers and strings in order; raises struct.error or EOFError past the end."""
 
     def __init__(self, data: mmap.mmap, start: int) -> None:
-        self.data, self.at = data, start
+        self.data, self.position = data, start
 
     def number(self, form: str) -> Any:
-        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
-        self.at += struct.calcsize(f"<{form}")
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.position)
+        self.position += struct.calcsize(f"<{form}")
         return value
 
     def string(self, max_length: int = MAX_STRING) -> str:
         length = self.number("Q")
-        if length > max_length or self.at + length > len(self.data):
+        if length > max_length or self.position + length > len(self.data):
             raise EOFError(f"a text of {length} bytes")
-        self.at += length
-        return self.data[self.at - length : self.at].decode(errors="replace")
+        self.position += length
+        return self.data[self.position - length : self.position].decode(errors="replace")
 
     def _skip_strings(self, count: int) -> None:
-        """Read past `count` strings, of which a vocabulary has hundreds of thousands."""
-        offset, end, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        """Skip `count` strings, quickly: a vocabulary has hundreds of thousands."""
+        offset, end, length_at = self.position, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
             (length,) = length_at(self.data, offset)
             offset += 8 + length
             if length > MAX_STRING or offset > end:
                 raise EOFError(f"a text of {length} bytes")
-        self.at = offset
+        self.position = offset
 
     def array(self) -> list[Any]:
-        """The items of an array of texts or numbers that `value` has passed before."""
+        """The items of an array of texts or numbers, whose size `value` has checked before."""
         inner, count = self.number("I"), self.number("Q")
         if inner == STRING:
             return [self.string() for _ in range(count)]
-        items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.at)
+        items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.position)
         return list(items)
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata; None for an array, which is passed over."""
+        """A value of the metadata; None for an array, which is skipped."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
             return self.number(SCALARS[kind])
         inner, count = self.number("I"), self.number("Q")
         if inner in SCALARS:
-            self.at += count * struct.calcsize(f"<{SCALARS[inner]}")
-            if self.at > len(self.data):
+            self.position += count * struct.calcsize(f"<{SCALARS[inner]}")
+            if self.position > len(self.data):
                 raise EOFError(f"an array of {count} numbers")
         elif inner == STRING:
             self._skip_strings(count)
@@ -287,8 +287,10 @@ def read_header(file: Path) -> GGUFHeader:
     parts = [part if other == file else _read_part(other) for other in files]
     for number, other in enumerate(parts):
         if _part_number(other, "split.count", 1) != count or _part_number(other, "split.no", 0) != number:
-            says = f"split.no {other.values.get('split.no')} and split.count {other.values.get('split.count')}"
-            raise SlipstreamError(f"model {str(other.file)!r} has {says}; allowed: {number} and {count}, by its name")
+            numbers = f"split.no {other.values.get('split.no')} and split.count {other.values.get('split.count')}"
+            raise SlipstreamError(
+                f"model {str(other.file)!r} has {numbers}; allowed: {number} and {count}, by its name"
+            )
     tensors = dict[str, TensorEntry]()
     for other in parts:
         if twice := tensors.keys() & other.tensors.keys():
@@ -374,9 +376,9 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     num_tensors, num_values = reader.number("Q"), reader.number("Q")
     values, spans = dict[str, Any](), dict[str, tuple[int, int]]()
     for _ in range(num_values):
-        start, name = reader.at, reader.string(MAX_NAME)
+        start, name = reader.position, reader.string(MAX_NAME)
         values[name] = reader.value(reader.number("I"))
-        spans[name] = start, reader.at
+        spans[name] = start, reader.position
     places = dict[str, tuple[int, tuple[int, ...], int]]()
     for _ in range(num_tensors):
         name, dimensions = reader.string(MAX_NAME), reader.number("I")
@@ -386,7 +388,7 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
         if name in places:
             raise _two_tensors(file, name)
         places[name] = reader.number("I"), shape, reader.number("Q")
-    alignment = values.get("general.alignment") or 32
+    alignment = values.get("general.alignment") or ALIGNMENT
     if not isinstance(alignment, int) or alignment < 1:
         raise SlipstreamError(
             f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
@@ -395,13 +397,13 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
         if offset % alignment:
             begins = f"tensor {name!r} begins at byte {offset:,} of the data"
             raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
-    data = -(-reader.at // alignment) * alignment
-    with memoryview(reader.data) as view, view[: reader.at] as beginning:
+    data = -(-reader.position // alignment) * alignment
+    with memoryview(reader.data) as view, view[: reader.position] as beginning:
         digest = hashlib.sha256(beginning).hexdigest()[:16]
     tensors = {
         name: TensorEntry(name, kind, shape, data + offset, file) for name, (kind, shape, offset) in places.items()
     }
-    return GGUFHeader(file, values, spans, tensors, digest, reader.at, (file,))
+    return GGUFHeader(file, values, spans, tensors, digest, reader.position, (file,))
 
 
 def _check_version(file: Path, version: int) -> None:

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, with the names and the order of rows that a Hugging Face model gives them.
 
-Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds, on
-one core and in Python. Packing asks nothing of Python, and of the model nothing but the order of some rows.
+Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds on
+one core and holds Python's lock. Packing needs neither the lock nor the model, except for the order of some rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUPPORTED = ", ".join(block.name for block in FORMATS)
 
 
 class PackedAhead:
-    """Packs a file's matrices in threads that start at once. As a context it stops them at its end."""
+    """Packs a file's matrices in threads that start at once. As a context manager it stops them at its end."""
 
     def __init__(self, header: GGUFHeader, library: Any) -> None:
         """header: all its matrices must be of types that the kernels take."""
@@ -52,7 +52,7 @@ class PackedAhead:
         self._library = library
         threads = max(1, torch.get_num_threads()) if self._files else 0
         self._threads = ThreadPoolExecutor(threads or 1, "packing")
-        self._at_work = [self._threads.submit(self._pack) for _ in range(threads)]
+        self._tasks = [self._threads.submit(self._pack) for _ in range(threads)]
 
     def _pack(self) -> None:
         for pieces in self._files:
@@ -60,7 +60,7 @@ class PackedAhead:
 
     def part(self, name: str) -> BlockPart | None:
         """The matrix of this name, after waiting until all are packed; None if it is not packed here."""
-        for thread in self._at_work:
+        for thread in self._tasks:
             thread.result()
         return self._parts.pop(name, None)
 
@@ -76,11 +76,11 @@ class PackedAhead:
 
 
 class _FilePieces:
-    """What is packed of one file, in pieces that threads take in turn."""
+    """The matrices of one file that are packed, in pieces that threads take in turn."""
 
     def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart]) -> None:
         ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
-        self._file, self._of = entries[0].file, [entry for entry, _, _ in ranges]
+        self._file, self._entries = entries[0].file, [entry for entry, _, _ in ranges]  # an entry for each piece
         structs = (_piece(entry, parts[entry.name], first, last) for entry, first, last in ranges)
         self._pieces, self._next = (FilePieceStruct * len(ranges))(*structs), ctypes.c_int64(0)
 
@@ -90,7 +90,7 @@ class _FilePieces:
             failed = library.pack_pieces(stream.fileno(), self._pieces, len(self._pieces), ctypes.byref(self._next))
         if failed < 0:
             return
-        entry = self._of[failed]
+        entry = self._entries[failed]
         if self._file.stat().st_size < entry.start + entry.num_bytes:
             raise ends_within(entry)
         raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
@@ -195,7 +195,7 @@ def check_kind(entry: TensorEntry) -> BlockFormat:
 class GGUFTensors:
     """A model's parameters, by name, from the tensors of a file.
 
-    transformers' reader says which tensor a parameter is, and how their numbers differ.
+    transformers' reader knows which tensor a parameter is, and how it changes the tensor's numbers.
     """
 
     def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
@@ -223,6 +223,7 @@ class GGUFTensors:
         shape = (entry.shape[0], 2) if len(entry.shape) == 2 else (entry.shape[0],)
         if len(entry.shape) > 2:
             raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions; computed with: 1 and 2")
+        # numbers that are all different show whether the reader changes more than the order of the rows
         numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
         changed = self._processed(entry, numbers.copy())
         if changed.shape != shape:
@@ -242,7 +243,7 @@ class GGUFTensors:
         extra = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
         result = self._processor.process(weights=numbers, name=entry.name, **extra)
         if result.name != entry.name or result.weights is None:
-            raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's; computed with: one each")
+            raise NotInBlocksError(f"tensor {entry.name!r} becomes several of the model's; computed with: one each")
         return result.weights
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
@@ -310,7 +311,7 @@ class GGUFTensors:
 
 @dataclass(frozen=True)
 class _TopLevel:
-    """A model as transformers' reader sees it, cut off at a depth: the reader names all parameters anew per level."""
+    """A model cut off at a depth for transformers' reader, which would map all parameters again at each level."""
 
     module: Any
     depth: int
@@ -327,7 +328,7 @@ class _TopLevel:
 
 
 def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
-    """The file's tensor for each of the model's parameters that has one."""
+    """The file's tensor for each of the model's parameters that has one. The whole model is mapped only if need be."""
     for view in (_TopLevel(model, 1), model):
         names = {tensor: parameter for parameter, tensor in reader.get_gguf_hf_weights_map(view, processor).items()}
         if names.keys() >= model.state_dict().keys():

@@ -74,10 +74,10 @@ BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class Split:
-    """How text is split. patterns: what each of them matches, and what lies between, is cut out of the pieces so far.
+    """How text is split. patterns: each in turn cuts the pieces so far into what it matches and what lies between.
 
     composes: characters are put in Unicode's normal form C first; whole_words: a piece that is a token is not merged
-    anew; adds_bos: texts begin with the beginning token where the file does not say.
+    anew; adds_bos: texts begin with the beginning token, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -338,7 +338,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 
 def _spelled(text: str, is_unsplit: bool) -> str:
-    """A token in the characters that stand for bytes, as most are in the file; those that are matched whole stay."""
+    """A token in the characters that stand for bytes, as files spell most; tokens that are matched whole stay."""
     if is_unsplit or byte_alphabet().keys() >= set(text):
         return text
     return "".join(_byte_letters()[byte] for byte in text.encode())
@@ -358,9 +358,9 @@ def _token_id(header: GGUFHeader, name: str, vocab_size: int) -> int | None:
 def _end_ids(header: GGUFHeader, config_ids: Any, tokenizer: Any) -> Any:
     """The tokens at which generation ends: the file's, and those that end a turn; as llama.cpp finds them.
 
-    config_ids: what transformers made of the file. A number where there is one only, a list of several, or None.
+    config_ids: those that transformers read from the file. Returns one id, a list of several, or None.
     """
-    # not those that a user's text may hold: Gemma's vocabulary has HTML's </s> as a whole token
+    # special tokens only: Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain
     special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids: list[Any] = [*config_ids] if isinstance(config_ids, list) else [config_ids]
     ids += [_token_id(header, name, len(tokenizer)) for name in ("eos", "eot", "eom")]
@@ -368,7 +368,7 @@ def _end_ids(header: GGUFHeader, config_ids: Any, tokenizer: Any) -> Any:
     names = special.keys()
     calls = not names.isdisjoint(("<|call|>", "<|calls|>"))
     if calls and not names.isdisjoint(("<|return|>", "<|flush|>")):
-        ids = [number for number in ids if number != special.get("<|end|>")]  # which ends a message, not an answer
+        ids = [number for number in ids if number != special.get("<|end|>")]  # it ends a message, not an answer
     if "<|tool_response>" in names:
         ids = [number for number in ids if number != special.get("</s>")]  # Gemma 4's vocabulary has it unused
     ids = list(dict.fromkeys(number for number in ids if number in range(len(tokenizer))))
@@ -382,7 +382,7 @@ def _turn_end(tokenizer: Any, special: Iterable[str]) -> list[str]:
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": MARK}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template may ask for what these messages lack: then it tells nothing
+    except Exception:  # a template may need what these messages lack; then its end is unknown
         return []
     behind = text.rpartition(MARK)[2].lstrip() if MARK in text else ""
     return sorted((token for token in special if behind.startswith(token)), key=len)[-1:]

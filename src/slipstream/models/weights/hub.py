@@ -1,6 +1,6 @@
 """Whether the Hugging Face Hub can be reached, found out before anything is fetched from it.
 
-huggingface_hub itself tries each file again for 23 seconds, minutes where a firewall drops packets, and says nothing.
+huggingface_hub itself retries each file silently for 23 seconds, or for minutes where a firewall drops packets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.models.weights.model_files import NO_OPTIONS, not_loaded
 log = logging.getLogger("slipstream")
 
 PAUSE_SECONDS = 1.0  # before a second try
-KEPT_SECONDS = 60  # for which the answer holds: one command asks for several models
+KEPT_SECONDS = 60  # how long the answer is remembered: one command asks for several models
 CONFIGS = ("config.json", "adapter_config.json")
 
 
@@ -48,7 +48,7 @@ def _not_connected(repository: str, reason: str) -> SlipstreamError:
 
 
 def why_unreachable() -> str | None:
-    """Why no answer comes from the hub; None if one does, whatever it says, and in offline mode, which asks nothing."""
+    """Why the hub does not answer; None if it does, whatever the answer, and in offline mode, where it is not asked."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -58,6 +58,7 @@ def why_unreachable() -> str | None:
 
 @lru_cache(maxsize=1)
 def _why_unreachable(endpoint: str, _period: int) -> str | None:
+    """_period: a new one makes the memo ask again."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import get_session
 
@@ -69,7 +70,7 @@ def _why_unreachable(endpoint: str, _period: int) -> str | None:
             get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             return None
         except network_error as error:
-            if time.monotonic() - begin > PAUSE_SECONDS:  # tried twice, or waited for
+            if time.monotonic() - begin > PAUSE_SECONDS:  # the second try, or one that took long
                 return one_line(error)
         time.sleep(PAUSE_SECONDS)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 AFTER_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 IN_LAYERS = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
-OF_ALL = re.compile(r"mtp\.(.+)")  # one for all layers
+OF_ALL = re.compile(r"mtp\.(.+)")  # parts that all layers share
 PARTS = {  # of a layer, beside its decoder layer
     "token_norm": ("enorm.weight", "pre_fc_norm_embedding.weight", "token_layernorm.weight"),
     "hidden_norm": ("hnorm.weight", "pre_fc_norm_hidden.weight", "hidden_layernorm.weight"),
@@ -25,9 +25,9 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the tar
 
 @dataclass
 class LayerTensors:
-    """The names of a layer's tensors in the checkpoint: of its parts by `PARTS`, of its decoder layer by their own.
+    """The names of an MTP layer's tensors in the checkpoint. parts: by the keys of `PARTS`.
 
-    copies: of the target's, which are not needed.
+    block: those of its decoder layer, by their names in that layer. copies: of the target's, which are not needed.
     """
 
     parts: dict[str, str] = field(default_factory=dict)
@@ -69,8 +69,8 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
 
 def of_another_form(names: Iterable[str], num_layers: int) -> str | None:
     """A tensor of MTP layers that `mtp_layers` does not recognise; None if there is none."""
-    behind = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
-    is_mtp = (name for name, match in behind if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
+    matches = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
+    is_mtp = (name for name, match in matches if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
     return min(is_mtp, default=None)
 
 

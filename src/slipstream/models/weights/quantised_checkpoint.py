@@ -31,10 +31,10 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class Scheme:
-    """method: of `METHODS`; bits: of the codes; group: inputs that share a scale, 0 for all of a row.
+    """How weights are quantised. method: of `METHODS`; bits: of the codes; group: inputs that share a scale, 0 for all.
 
     zeros_from: what a stored zero point of 0 means, 1 in the first format of GPTQ. For compressed-tensors and torchao
-    bits and group are 0: each tensor says them.
+    bits and group are 0: they differ by tensor.
     """
 
     method: str
@@ -275,7 +275,7 @@ class PackedMatrices:
         return replace(matrix, minima=minima)
 
     def _words(self, name: str, shape: tuple[int, int], bits: int, along: int) -> Tensor:
-        """Unpack the codes of int32 words, the lowest bits first, into neighbours along a dimension."""
+        """Unpack the codes of int32 words, the lowest bits first, into neighbours along dimension `along`."""
         words = self.files.tensor(name, shape, WORD)
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)
         codes = (words.unsqueeze(along + 1) >> shifts.view(-1, *([1] * (1 - along)))) & ((1 << bits) - 1)

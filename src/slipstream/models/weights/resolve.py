@@ -27,7 +27,7 @@ SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling o
 def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
     """Turn what the user named into a folder or a hub id; fetch or convert what that needs.
 
-    options: load options. Raises `UsageError` for what is no model, and for a revision of what has none;
+    options: load options. Raises `UsageError` for what is no model, and for a revision of a local model;
     `SlipstreamError` for a hub id while the hub cannot be reached, if it was not downloaded before.
     """
     place = place_of(source, str(options.get("subfolder", "")))
@@ -67,7 +67,7 @@ def place_of(source: str, subfolder: str = "") -> str:
             if (path.expanduser() / subfolder / "adapter_config.json").is_file():
                 return str(path.expanduser())
             raise UsageError(
-                f"model {source!r} {_otherwise(path.expanduser())} "
+                f"model {source!r} {_why_no_model(path.expanduser())} "
                 "allowed: a Hugging Face model folder, a GGUF file or a hub id"
             )
         return str(path.expanduser())
@@ -81,12 +81,11 @@ def place_of(source: str, subfolder: str = "") -> str:
     try:
         validate_repo_id(source)
     except HFValidationError:
-        raise UsageError(f"model {source!r} is no name that a hub id can have; {models_at_hand()}") from None
+        raise UsageError(f"model {source!r} cannot be a hub id; {models_at_hand()}") from None
     return source
 
 
-def _otherwise(path: Path) -> str:
-    """What is at a path that is no model."""
+def _why_no_model(path: Path) -> str:
     if path.is_file():
         return "is a file, and no GGUF file (its first four bytes are not 'GGUF');"
     if not path.is_dir():

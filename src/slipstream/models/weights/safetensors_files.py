@@ -38,7 +38,7 @@ class CheckpointFiles:
     """The tensors of a model's safetensors files. shapes: by name; used: names that callers have marked as read."""
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-        """source: as the user named the model; folder: it resolved, a folder or hub id; options: see `file_of`."""
+        """source: as the user named the model; folder: the folder or hub id that it is; options: see `file_of`."""
         self.source, self.metadata = source, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.used = set[str]()
@@ -57,15 +57,15 @@ class CheckpointFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None, kinds: Sequence[torch.dtype]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...] | None, dtypes: Sequence[torch.dtype]) -> Tensor:
         """A whole tensor. Raises `SlipstreamError` if it is missing, of another shape, or of none of these types."""
-        return self.rows(name, shape, kinds)
+        return self.rows(name, shape, dtypes)
 
     def rows(
         self,
         name: str,
         shape: tuple[int, ...] | None,
-        kinds: Sequence[torch.dtype],
+        dtypes: Sequence[torch.dtype],
         first: int = 0,
         last: int = 1 << 60,
     ) -> Tensor:
@@ -78,8 +78,8 @@ class CheckpointFiles:
             tensor: Tensor = self._files[name].get_tensor(name)
         else:
             tensor = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
-        if tensor.dtype not in kinds:
-            raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, kinds)))
+        if tensor.dtype not in dtypes:
+            raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, dtypes)))
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
         return tensor
@@ -106,7 +106,9 @@ class CheckpointFiles:
             header: dict[str, Any] = json.loads(raw)
             for name, entry in header.items():
                 if name != "__metadata__" and (end := 8 + length + int(entry["data_offsets"][1])) > size:
-                    raise self.wrong(name, f"ends at byte {end:,} of {file.name}", f"its {size:,}: it is truncated")
+                    raise self.wrong(
+                        name, f"ends at byte {end:,} of {file.name}, which is truncated", f"up to {size:,}"
+                    )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise SlipstreamError(
                 f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"

@@ -67,7 +67,7 @@ def _remover(name: str, folder: Path) -> Callable[[], None]:
             folder.unlink()
         else:
             shutil.rmtree(folder)
-        folder.with_name(f"{name}.gguf").unlink(missing_ok=True)  # of which it was made
+        folder.with_name(f"{name}.gguf").unlink(missing_ok=True)  # the file it was made from
 
     return remove
 

@@ -29,7 +29,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
     place = Path(folder) / options.files.get("subfolder", "")
     if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
-    # what stands in a folder made of a GGUF file is the file's; other classes would split texts their own way
+    # a folder made from a GGUF file has that file's tokenizer; other classes would split texts in their own way
     kind = PreTrainedTokenizerFast if is_converted(place) else AutoTokenizer
     try:
         return HFTokenizer(kind.from_pretrained(folder, **options.files))
@@ -60,7 +60,8 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
             config = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
         ends = getattr(config, "eos_token_id", None)
         if (generation := file_of(place, "generation_config.json")) is not None:
-            ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")  # `generate` looks no further
+            # even if it is None, as for `generate`
+            ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
     except UsageError:
         raise
     except READER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""How models are read with transformers: its errors, its silence, its classes, and what it reports of weights."""
+"""Reading models with transformers: its errors, how to silence it, its classes, and its report on weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.models.weights.mtp_tensors import without_mtp
 log = logging.getLogger("slipstream")
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHOWN = 3
+SHOWN = 3  # names in a message
 # what transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another version
 READER_ERRORS = (
     OSError,
@@ -48,7 +48,7 @@ def auto_class(config: Any) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
             return auto
-    raise ValueError(f"{type(config).__name__} is of no causal language model; allowed: models that write text")
+    raise ValueError(f"{type(config).__name__} belongs to no causal language model; allowed: models that write text")
 
 
 def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
@@ -79,7 +79,7 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
 
 
 def warn_of_unused(source: str, names: Iterable[str]) -> None:
-    """Log how many weights of the files a model does not use, if any; those of MTP layers are a draft model's."""
+    """Log how many weights of the files a model does not use, if any, except those of MTP layers, which can draft."""
     if unused := sorted(without_mtp(names)):
         log.warning("model %s: %d weights of the file are not used, first %s", source, len(unused), unused[0])
 
@@ -87,7 +87,7 @@ def warn_of_unused(source: str, names: Iterable[str]) -> None:
 def extra_bias(source: str, name: str) -> SlipstreamError:
     """The error of a bias that the model does not have."""
     return SlipstreamError(
-        f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
+        f"model {source!r}: tensor {name!r} is a bias that this architecture does not have; allowed: biases of zeros"
     )
 
 
