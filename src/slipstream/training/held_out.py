@@ -1,7 +1,7 @@
 """How fast a head makes its target, judged on texts that it has not learned from.
 
-Their answers are drafted round by round with drafts of each length, as greedy decoding would: the text is the target's
-own, so what is accepted is what agrees with it. Speeds come from measured costs and the planner's formula.
+Their answers are drafted round by round with drafts of each length, as in greedy decoding: the text is the target's
+own, so the draft tokens that agree with it are accepted. Speeds come from measured costs and the planner's formula.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
 class Judgement:
     """How fast a head is, with drafts of the length that is fastest.
 
-    accepted[i]: share of rounds that accept more than i. tokens_per_round: of drafts of STEPS tokens.
+    accepted[i]: share of rounds that accept more than i draft tokens. tokens_per_round: with drafts of STEPS tokens.
     tokens_per_second: estimated; plain: the same without drafts.
     """
 
@@ -47,7 +47,10 @@ def judged(head: TrainableHead, batches: Sequence[Batch], costs: Costs) -> Judge
 
 
 def acceptance(answers: Sequence[Sequence[int]], length: int) -> Acceptance:
-    """What drafts of this length bring. answers[i][j]: how many tokens of a draft agree that begins before token j."""
+    """How much of drafts of this length is accepted.
+
+    answers[i][j]: how many tokens agree of a draft that begins at token j of answer i.
+    """
     rounds, counts = 0, [0] * length
     for agreeing in answers:
         place = 0
@@ -61,7 +64,7 @@ def acceptance(answers: Sequence[Sequence[int]], length: int) -> Acceptance:
 
 
 def _answers(head: TrainableHead, batch: Batch) -> list[list[int]]:
-    """For each text how many draft tokens agree, at each token that counts."""
+    """For each text and each of its tokens that count: how many tokens agree of a draft that begins there."""
     agreeing: Tensor = head.hits(batch).long().cumprod(-1).sum(-1)
     counted = batch.learned[:, batch.predicted(0)]
     return [agreeing[i][counted[i]].tolist() for i in range(len(agreeing))]

@@ -34,7 +34,7 @@ LONGEST = 2048  # tokens of a text that are kept
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)  # of answers, in turn
 OPENED = 0.7  # share of the invented questions that begin with an opening
 FIRST_BATCH, BATCH = 8, 32  # texts made at a time, at first and later
-PROBES = "Qx", "7y"  # contents of messages that differ from their first character to their last
+PROBES = "Qx", "7y"  # two messages that differ in their first and in their last character
 OPENINGS = """\
 Write a short story about|Compose a poem about|Compose an engaging travel blog post about|Draft a professional email
 Describe a character who|Write a persuasive essay|Pretend to be a|Imagine yourself as|You are an expert in|Act as a
@@ -51,16 +51,17 @@ What do you think about|Who invented|What is the difference between|How many|Cri
 INVENTING, ANSWERING = "inventing prompts", "answering prompts"
 
 
-# what is made now, tokens of all texts and of what is unfinished, seconds as in `MadeText`
+# takes what is being made, the tokens of all texts with unfinished ones, and seconds as in `MadeText`
 ShowTexts = Callable[[str, int, float], None]
-ShowRound = Callable[[str, int], None]  # what is made now, tokens of what is unfinished
+ShowRound = Callable[[str, int], None]  # takes what is being made, and the tokens of unfinished texts
 IsOver = Callable[[], bool]  # whether the time for making texts has passed
 
 
 @dataclass(frozen=True)
 class MadeText:
-    """A text. start: index of the first token that is learned; greedy: whether every token from there on is likeliest;
-    seconds: from the beginning of the first text to the end of this one, the time between two runs left out.
+    """A text. start: index of the first token that is learned; greedy: whether each token from there on is likeliest.
+
+    seconds: from the beginning of the first text to the end of this one, without the time between two runs.
     """
 
     number: int
@@ -110,7 +111,10 @@ def _source(where: str, error: str, item: Mapping[str, Any]) -> Source:
 
 
 class TextMaker:
-    """Makes texts for one target. sources: to go through, prompts over and over; empty: questions are invented."""
+    """Makes texts for one target.
+
+    sources: prompts, answered over and over, and texts, read once; if empty, the target invents the prompts.
+    """
 
     def __init__(self, decoder: SpeculativeDecoder, sources: Sequence[Source], seed: int) -> None:
         self._decoder, self._sources, self._seed = decoder, sources, seed
@@ -124,10 +128,10 @@ class TextMaker:
     def make(
         self, first: int, count: int, show: ShowRound = lambda *_: None, is_over: IsOver = lambda: False
     ) -> Iterator[tuple[int, list[int], int, bool]]:
-        """Number, ids, start and greediness of texts number `first` to `first + count - 1`; some may yield none.
+        """Number, ids, start and greediness of texts number `first` to `first + count - 1`; short ones are left out.
 
-        Each comes once it and those before it have ended; what is not asked for is not made. When `is_over`, answers
-        end where they are.
+        A text is yielded once it and those before it have ended; a caller that stops asking ends the work. When
+        `is_over`, answers end where they are.
         """
         numbers = [n for n in range(first, first + count) if not self.is_exhausted(n)]
         prompts = self._prompts(numbers, show, is_over)
@@ -152,7 +156,7 @@ class TextMaker:
                 yield n, ids[:LONGEST], start, greedy
 
     def is_exhausted(self, number: int) -> bool:
-        """Whether there is nothing to make from this number on."""
+        """Whether no text can be made from this number on."""
         return self._only_texts and number >= len(self._sources)
 
     def _ended(self, doing: str, rows: Sequence[Row], show: ShowRound, is_over: IsOver) -> Iterator[Row]:
@@ -167,7 +171,7 @@ class TextMaker:
                 yield row
 
     def _prompts(self, numbers: Sequence[int], show: ShowRound, is_over: IsOver) -> dict[int, Any]:
-        """What is answered in each text; without those that the model invented nothing for."""
+        """The prompt of each text, by number; none for texts whose prompt the target left empty."""
         if self._sources:
             return {n: self._sources[n % len(self._sources)].prompt for n in numbers}
         openings = {n: self._opening(n) for n in numbers}
@@ -224,7 +228,7 @@ def refuse_without_template(tokenizer: Tokenizer | None, name: str) -> None:
 
 
 def user_turn(decoder: SpeculativeDecoder) -> tuple[list[int], tuple[int, ...]]:
-    """What stands before a user's words in the chat template, and the control token that ends them, if one does."""
+    """The tokens before a user's words in the chat template, and the control token after them, if there is one."""
     tokenizer = decoder.tokenizer
     refuse_without_template(tokenizer, decoder.target.name)
     assert tokenizer is not None
@@ -262,9 +266,9 @@ def read_texts(folder: Path) -> list[MadeText]:
 def make_texts(
     folder: Path, maker: TextMaker, num_tokens: int, seconds: float, show: ShowTexts = lambda *_: None
 ) -> list[MadeText]:
-    """The texts of a folder, with further ones until they have so many tokens or so many seconds are over.
+    """The texts of a folder, with further ones until all have `num_tokens` tokens or took `seconds`.
 
-    A text is kept once it and those before it have ended. When the time is over, those under way are kept as they are.
+    A text is kept once it and those before it have ended. When the time is over, unfinished ones are kept as they are.
     """
     texts, begun = read_texts(folder), monotonic()
     before = texts[-1].seconds if texts else 0.0
@@ -285,7 +289,7 @@ def make_texts(
             return passed() > seconds
 
         while count < num_tokens and not is_over() and not maker.is_exhausted(number):
-            size = min(BATCH, FIRST_BATCH + number)  # so that little time is enough for some texts
+            size = min(BATCH, FIRST_BATCH + number)  # small at first, so that a short time yields some texts
             for parts in maker.make(number, size, report, is_over):
                 text = MadeText(*parts, round(passed(), 1))
                 append(file, (json.dumps(asdict(text)) + "\n").encode())

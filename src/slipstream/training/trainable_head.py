@@ -22,14 +22,14 @@ from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights
 from slipstream.models.heads.starting_weights import feature_layers, model_of, unreadable
 from slipstream.models.loaded import Loaded
 
-STEPS = 5  # that are unrolled, and the longest draft that is judged
+STEPS = 5  # how many are unrolled; the longest draft that is judged
 DECAY = 0.9  # weight of a step's loss, relative to the step before
 LAYER = "layers.0."
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts beside each other, padded by `STEPS` tokens or more. tokens, and which of them count: [B, W]."""
+    """Texts padded by `STEPS` tokens or more. tokens: [B, W]; learned: [B, W], which of them count."""
 
     tokens: Tensor
     learned: Tensor
@@ -51,7 +51,7 @@ class Batch:
         return self.tokens.shape[1] - STEPS - 2
 
     def predicted(self, step: int) -> slice:
-        """Where the tokens stand that rows predict in a step."""
+        """The places of the tokens that rows predict in a step."""
         return slice(2 + step, 2 + step + self.num_rows)
 
 
@@ -86,7 +86,7 @@ class TrainableHead(nn.Module):
     """A head's parameters in float32; it computes in the precision of `dtype`.
 
     feature_size: [F] the usual size of each feature, by which features are divided before `fc`: a few of a target's
-    features are a hundred times larger than the others. The head's files have it in the weights.
+    features are a hundred times larger than the others. In the head's files the weights of `fc` include it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
-        """[B, rows, STEPS] whether a draft that begins at a row has the text's own token in each place."""
+        """[B, rows, STEPS] whether the draft that begins at a row has the text's own token in each place."""
         features, _ = self.target.read(batch.tokens)
         hits = [
             self.token_ids[outputs.argmax(-1)] == batch.tokens[:, batch.predicted(step)]
@@ -150,10 +150,10 @@ class TrainableHead(nn.Module):
 
     def _network(self) -> HeadNetwork:
         """The network of these weights, through which gradients flow."""
-        of = {name.replace("/", "."): weight.to(self.dtype) for name, weight in self.weights.items()}
+        tensors = {name.replace("/", "."): weight.to(self.dtype) for name, weight in self.weights.items()}
 
         def product(*names: str) -> _Product:
-            return _Product(torch.cat([of[name] for name in names]))
+            return _Product(torch.cat([tensors[name] for name in names]))
 
         weights = HeadWeights(
             fc=product("fc"),
@@ -162,10 +162,10 @@ class TrainableHead(nn.Module):
             gate_up=product(f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj"),
             down=product(f"{LAYER}mlp.down_proj"),
             lm_head=product("lm_head"),
-            token_norm=of[f"{LAYER}input_layernorm"],
-            hidden_norm=of[f"{LAYER}hidden_norm"],
-            middle_norm=of[f"{LAYER}post_attention_layernorm"],
-            final_norm=of["norm"],
+            token_norm=tensors[f"{LAYER}input_layernorm"],
+            hidden_norm=tensors[f"{LAYER}hidden_norm"],
+            middle_norm=tensors[f"{LAYER}post_attention_layernorm"],
+            final_norm=tensors["norm"],
         )
         return HeadNetwork(self.config, weights, self.target.embed)
 
@@ -174,7 +174,7 @@ def unrolled_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[T
     """Attention [B, heads, rows, D] to earlier rows in the first step and to the row itself in the later ones.
 
     keys, values: [B, key heads, rows, D] of each step; later: [rows, rows], true where a row must not be seen. The
-    later steps add a product per row and not a matrix: a mask over the rows of all steps takes twice the time.
+    later steps add one product per row, not a matrix: a mask over the rows of all steps would take twice the time.
     """
     batch, heads, rows, size = query.shape
     key_heads = keys[0].shape[1]
@@ -202,7 +202,7 @@ class _Product:
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """What a head of a target of this type computes in: float16 has too small a range for gradients."""
+    """The type in which a head computes for a target of this type: the range of float16 is too small for gradients."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 

@@ -1,7 +1,7 @@
 """`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
 
-The folder holds the texts, the state from which a run goes on, the head, and how it was judged. `settings.json` has
-what another run of the folder must share.
+The folder holds the texts, the state from which a run continues, the head, and its judgements. `settings.json` has the
+settings in which a further run must agree.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from slipstream.version import __version__
 from slipstream.wiring.model_pair import fingerprint_of
 
 SETTINGS, COSTS, PROGRESS, LOCK = "settings.json", "costs.json", "progress.jsonl", ".lock"
-TEXTS_SHARE = 0.5  # of the time, in which texts are made
-HELD_TOKENS = 4096  # of the texts that are held out
+TEXTS_SHARE = 0.5  # of the time, for making texts
+HELD_TOKENS = 4096  # tokens of the texts that are held out
 SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
 COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary has
-COST_SECONDS, COST_SHARE = 20.0, 0.01  # of measuring rounds: at most, and of the time
+COST_SECONDS, COST_SHARE = 20.0, 0.01  # for measuring rounds: at most these seconds, and this share of the time
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What is trained. num_steps: None for as many as the texts and the time allow."""
+    """What to train. num_steps: None for as many as the texts and the time allow."""
 
     target: str
     folder: Path
@@ -74,7 +74,7 @@ class TrainingSettings:
     seed: int = 0
 
     def shared(self) -> dict[str, Any]:
-        """What another run of the folder must share."""
+        """The settings in which a further run of the folder must agree."""
         prompts = None if self.prompts is None else sha256(self.prompts.read_bytes()).hexdigest()
         return {
             "target": self.target,
@@ -87,9 +87,9 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is. completed, total: of the unit, tokens of the texts or steps; latest: the newest judgement.
+    """How far a run is. completed, total: in the unit, "tokens" of texts or "steps"; latest: the newest judgement.
 
-    seconds_left: of the whole run, at most.
+    seconds_left: until the whole run ends, at most.
     """
 
     doing: str
@@ -105,7 +105,7 @@ Show = Callable[[TrainingProgress], None]
 
 @dataclass
 class TrainingJob:
-    """Trains a head in a folder, or goes on with what another run left there."""
+    """Trains a head in a folder, or continues what an earlier run left there."""
 
     settings: TrainingSettings
     show: Show = lambda progress: None
@@ -120,23 +120,23 @@ class TrainingJob:
         if path.exists():
             self._compare(path, settings.shared())
         if (settings.folder / LOCK).exists():
-            with self._kept(), _held(settings.folder):
-                pass
+            with self._errors_with_saved(), _lock(settings.folder):
+                pass  # fails if another process is training there
 
     def make_folder(self) -> None:
         """Make the folder, as `run` does; called before a model is loaded, it fails early."""
-        with self._kept():
+        with self._errors_with_saved():
             self.settings.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
-        """Train with the target of this decoder; the last judgement, and where the head is."""
+        """Train with the target of this decoder; returns the last judgement, and where the head is."""
         settings, folder = self.settings, self.settings.folder
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
         decoder.forget()  # the KV cache is overwritten
         self.make_folder()
-        with self._kept(), _held(folder):
-            self._settle({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
+        with self._errors_with_saved(), _lock(folder):
+            self._check_settings({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
             texts = self._texts(decoder, state)
             begun = monotonic()
@@ -171,7 +171,7 @@ class TrainingJob:
 
     @property
     def saved(self) -> str:
-        """What the folder holds, as messages tell it."""
+        """What the folder holds, for messages."""
         folder = self.settings.folder
         if (state := State.read(folder)) is not None:
             return f"{folder / STATE} holds step {state.step}"
@@ -192,7 +192,7 @@ class TrainingJob:
         return self._make_texts(decoder) if self._max_seconds > state.max_seconds else texts[: state.num_texts]
 
     def _lacks_texts(self, texts: Sequence[MadeText]) -> bool:
-        """Whether more time would make further texts, and steps over them."""
+        """Whether a run with more time would make further texts, and train on them."""
         is_made = not self._sources or any(source.prompt is not None for source in self._sources)
         return is_made and self.settings.num_steps is None and num_tokens_of(texts) < self.settings.num_tokens
 
@@ -304,8 +304,8 @@ class TrainingJob:
     def _max_seconds(self) -> float:
         return 3600 * self.settings.hours
 
-    def _settle(self, more: dict[str, Any]) -> None:
-        """Write what other runs of the folder must share, or compare it."""
+    def _check_settings(self, more: dict[str, Any]) -> None:
+        """Refuse settings other than those of earlier runs of the folder; the first run writes its own."""
         path, shared = self.settings.folder / SETTINGS, self.settings.shared() | more
         if path.exists():
             self._compare(path, shared)
@@ -315,19 +315,19 @@ class TrainingJob:
 
     def _compare(self, path: Path, shared: dict[str, Any]) -> None:
         try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-            different = next((name for name in shared if there[name] != shared[name]), None)
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            different = next((name for name in shared if stored[name] != shared[name]), None)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
         if different is not None:
             raise UsageError(
-                f"--out {str(path.parent)!r} holds a training with {different}={there[different]!r}, this one has "
+                f"--out {str(path.parent)!r} holds a training with {different}={stored[different]!r}, this one has "
                 f"{shared[different]!r}; allowed: the same, or another folder"
             )
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Failures say what the folder holds."""
+    def _errors_with_saved(self) -> Iterator[None]:
+        """Add what the folder holds to the errors of the block."""
         try:
             yield
         except UsageError:
@@ -340,8 +340,8 @@ class TrainingJob:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The folder is this process's alone."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in the folder."""
     lock = locked(folder / LOCK)
     if lock is None:
         raise UsageError(f"--out {str(folder)!r} is in use by another training; allowed: another folder")
@@ -357,15 +357,15 @@ def num_tokens_of(texts: Sequence[MadeText]) -> int:
 
 
 def name_for_others(target: str) -> str:
-    """What other programs find a target by: its hub id, or the whole path of its folder."""
+    """The name by which other programs find a target: its hub id, or the whole path of its folder."""
     place = resolve(target)
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], vocab_size: int) -> torch.Tensor:
-    """Ids of the most frequent tokens, ascending: as few as cover what is held out, of a few sizes.
+    """Ids of the most frequent tokens, ascending: the fewest of `SIZES` that cover enough of the held-out texts.
 
-    Few texts do not have all tokens of others, however many are chosen; what they lack is not asked for.
+    Enough is the share COVERED of what all tokens of the learned texts cover: no size covers what those texts lack.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in learned:

@@ -1,7 +1,7 @@
-"""Goes through the steps of a training and keeps their state, so that a run that was killed goes on to the same bits.
+"""Runs the steps of a training and keeps their state, so that a run that was killed continues to the same bits.
 
-The texts of a step follow from (seed, step), and the learning rate from the step and how many are planned. All else is
-in the state: weights, optimisers, step. It is written whole or not at all.
+The texts of a step follow from (seed, step), and its learning rate from the step and the number of planned steps. All
+else is in the state: weights, optimisers, step. It is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from slipstream.training.trainable_head import Batch, TrainableHead
 STATE = "training.pt"
 RATE, OTHERS_RATE = 9e-3, 2.7e-3  # learning rates of matrices by Muon, and of the rest by AdamW
 WARM_UP = 10  # steps
-LAST = 0.7  # of the steps the learning rates fall to 0
+FALLING = 0.7  # share of the steps, at the end, over which learning rates fall to 0
 PASSES = 10  # over the texts, where neither time nor a number of steps ends them sooner
 FEWEST_STEPS = 200
 JUDGED = 8  # times in a run, besides before the first step
-TIMED = 4  # steps, after which the time of one is known
-SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # between two states, and how much of the time may go into them
+TIMED = 4  # steps after which the time of one is known
+SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # least time between two states, and largest share of the time to write them
 
 
 def tokens_of_step(device: torch.device) -> tuple[int, int]:
-    """Tokens of the texts of one step, and those that are in memory at a time."""
+    """How many tokens one step learns from, and how many of them are in memory at a time."""
     return (2048, 1024) if device.type == "cpu" else (16384, 4096)
 
 
 @dataclass
 class State:
-    """What a run goes on from. planned: steps in all, as many as end within max_seconds; num_texts: how many of the
-    folder's texts it trains with; num_tokens: of those that are learned.
+    """What a run continues from.
 
-    seconds: of all runs so far; judgements: of the head, by step, with the loss since the one before.
+    planned: steps in all, as many as end within max_seconds; num_texts: how many of the folder's texts it trains with;
+    num_tokens: tokens of the texts that are learned. seconds: of all runs so far; judgements: of the head, by step,
+    with the loss since the one before.
     """
 
     step: int
@@ -75,7 +76,7 @@ class State:
             return None
         try:
             return cls(**torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:  # of many kinds, as the file says what is read
+        except Exception as error:  # of many kinds, depending on what the file asks to load
             raise SlipstreamError(
                 f"{str(path)!r} could not be read: {one_line(error)}; without it, training begins anew"
             ) from error
@@ -87,8 +88,8 @@ Judge = Callable[[TrainableHead, State], Judgement]
 class TrainingRun:
     """Trains a head on texts, from a state on.
 
-    judge: what the head is worth after a step; it also writes its files. The state's max_seconds are those of all runs
-    together, with the last judgement; a step that would take longer is left out.
+    The state's max_seconds limit all runs together, the last judgement included; a step that would exceed them is left
+    out.
     """
 
     def __init__(self, folder: Path, head: TrainableHead, texts: Sequence[MadeText], state: State, seed: int) -> None:
@@ -102,29 +103,30 @@ class TrainingRun:
         ]
         for (optimiser, _), saved in zip(self._optimisers, state.optimisers, strict=False):
             optimiser.load_state_dict(saved)
-        self._seconds_before, self._begun = state.seconds, monotonic()
-        self._saved, self._saving, self._judging = monotonic(), 0.0, 0.0
-        self._num_timed, self._stepping = 0, 0.0  # steps of this run, and their seconds
+        self._seconds_before, self._began_at, self._saved_at = state.seconds, monotonic(), monotonic()
+        self._save_seconds, self._judge_seconds = 0.0, 0.0  # of the last save and the last judgement
+        self._num_timed, self._timed_seconds = 0, 0.0  # steps of this run, and their seconds
 
     @property
     def seconds(self) -> float:
-        return self._seconds_before + monotonic() - self._begun
+        return self._seconds_before + monotonic() - self._began_at
 
     @property
     def seconds_left(self) -> float:
-        """Until the last judgement has ended: what the planned steps need, and no more than the time allows."""
+        """Seconds until the last judgement ends: what the planned steps need, at most what the time allows."""
         allowed = max(0.0, self._max_seconds - self.seconds)
         if not self._num_timed:
             return allowed
         steps = self.state.planned - self.state.step
-        return min(allowed, steps * self._stepping / self._num_timed + self._judging * self._num_judgements_left)
+        needed = steps * self._timed_seconds / self._num_timed + self._judge_seconds * self._num_judgements_left
+        return min(allowed, needed)
 
     @property
     def _num_judgements_left(self) -> int:
         return JUDGED - self.state.step * JUDGED // self.state.planned
 
     def steps(self, judge: Judge) -> Iterator[State]:
-        """The state after each step."""
+        """The state after each step. judge: judges the head after a step, and writes its files."""
         state = self.state
         if not state.judgements:
             self._judge(judge)
@@ -133,13 +135,13 @@ class TrainingRun:
             loss = self._step()
             if loss is None:
                 break
-            self._num_timed, self._stepping = self._num_timed + 1, self._stepping + monotonic() - begun
+            self._num_timed, self._timed_seconds = self._num_timed + 1, self._timed_seconds + monotonic() - begun
             state.losses.append(loss)
             state.step += 1
             self._shorten()
             if self._is_due():
                 self._judge(judge)
-            elif monotonic() - self._saved > max(SAVE_SECONDS, self._saving / SAVE_SHARE):
+            elif monotonic() - self._saved_at > max(SAVE_SECONDS, self._save_seconds / SAVE_SHARE):
                 self.save()
             yield state
         if state.step < state.planned:  # the time is over
@@ -149,19 +151,19 @@ class TrainingRun:
             yield state
 
     def save(self) -> None:
-        """Keep the state, from which another run goes on."""
+        """Write the state, from which another run continues."""
         begun, state = monotonic(), self.state
         state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
         state.optimisers = [optimiser.state_dict() for optimiser, _ in self._optimisers]
         state.seconds = self.seconds
         state.save(self._folder)
-        self._saved = monotonic()
-        self._saving = self._saved - begun
+        self._saved_at = monotonic()
+        self._save_seconds = self._saved_at - begun
 
     def _judge(self, judge: Judge) -> None:
         state, begun = self.state, monotonic()
         judgement = judge(self.head, state)
-        self._judging = monotonic() - begun
+        self._judge_seconds = monotonic() - begun
         loss = sum(state.losses) / len(state.losses) if state.losses else None
         state.judgements.append(
             {"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | asdict(judgement)
@@ -177,25 +179,25 @@ class TrainingRun:
     def _shorten(self) -> None:
         """Plan fewer steps where there is no time for all, after the first steps and whenever the head was judged."""
         state, is_due = self.state, self._is_due()
-        step_seconds = self._stepping / self._num_timed
-        remaining = self._max_seconds - self.seconds - self._judging * is_due
-        if remaining < step_seconds + self._judging:
+        step_seconds = self._timed_seconds / self._num_timed
+        remaining = self._max_seconds - self.seconds - self._judge_seconds * is_due
+        if remaining < step_seconds + self._judge_seconds:
             state.planned = state.step
         elif self._num_timed == TIMED or (self._num_timed > TIMED and is_due):
-            training = remaining - self._judging * self._num_judgements_left
+            training = remaining - self._judge_seconds * self._num_judgements_left
             state.planned = max(state.step, min(state.planned, state.step + int(training / step_seconds)))
 
     def _step(self) -> float | None:
         """Learn from the texts of this step; the mean loss of a token, or None if the time ended before the step."""
         step, planned = self.state.step, self.state.planned
-        share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / LAST)
+        share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / FALLING)
         total, count = 0.0, 0
         for optimiser, rate in self._optimisers:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = rate * share
         for batch in batches(self._chosen(step), self._device):
-            if self._max_seconds - self.seconds < self._judging:
+            if self._max_seconds - self.seconds < self._judge_seconds:
                 return None
             loss, counted = self.head.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -221,7 +223,7 @@ class TrainingRun:
 
 
 def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
-    """Texts of like length beside each other, as many as are in memory at a time."""
+    """Batches of texts of similar length, each as large as fits in memory at a time."""
     groups: list[list[MadeText]] = []
     for text in sorted(texts, key=lambda text: (-len(text.ids), text.number)):
         if groups and (len(groups[-1]) + 1) * len(groups[-1][0].ids) <= tokens_of_step(device)[1]:
@@ -232,7 +234,7 @@ def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
 
 
 def _matrices_and_others(head: TrainableHead) -> tuple[list[Tensor], list[Tensor]]:
-    """What Muon is for, and the rest: norms, and the output layer, whose rows are tokens."""
+    """The weights that Muon trains, and the rest: norms, and the output layer, whose rows are tokens."""
     named = list(head.weights.items())
     matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
     return matrices, [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]
