@@ -71,7 +71,9 @@ def read_end_ids(name: str, ends: Any, vocab_size: int) -> tuple[int, ...]:
     Raises `UsageError`, naming the model, for anything that is not a token id.
     """
     ends = _as_list(ends)
-    ids = [] if ends is None else [_as_list(i) for i in ends] if isinstance(ends, list | tuple) else [ends]
+    if ends is None:
+        return ()
+    ids = [_as_list(i) for i in ends] if isinstance(ends, list | tuple) else [ends]
     if not all(is_number(i) and i == int(i) for i in ids):
         raise UsageError(f"model {name!r} has eos_token_id={ends!r:.60}; allowed: None, a token id or a list of them")
     return tuple(int(i) for i in ids if 0 <= i < vocab_size)

@@ -143,7 +143,7 @@ class TrainingJob:
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(
-                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} end with {len(texts)} texts; "
+                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} are enough for {len(texts)} texts; "
                     "allowed: enough for two or more"
                 )
             decoder.forget()  # the KV cache will be overwritten
@@ -151,7 +151,7 @@ class TrainingJob:
             if state is None:
                 state = self._first_state(frozen, texts, learned, held)
                 state.seconds += monotonic() - begun
-            elif self._max_seconds > state.max_seconds:  # which may have ended texts and steps
+            elif self._max_seconds > state.max_seconds:  # the time may have ended texts and steps
                 state.seconds += texts[-1].seconds - texts[state.num_texts - 1].seconds
                 state.num_texts, state.num_tokens = len(texts), num_tokens_of(learned)
                 state.planned = max(state.step, self._num_steps(frozen, state.num_tokens))
@@ -162,8 +162,8 @@ class TrainingJob:
             self._train(decoder, run, judging)
             if not state.step:
                 raise UsageError(
-                    f"--hours {settings.hours:g} ended before the first training step; allowed: more, with which the "
-                    "same command continues"
+                    f"--hours {settings.hours:g} ended before the first training step; allowed: more hours, for which "
+                    "the same command continues"
                 )
             is_over = state.step >= self._num_steps(frozen, state.num_tokens) and not self._lacks_texts(texts)
             facts = {"steps": state.step, "new_steps": state.step - step_before, "finished": is_over}

@@ -204,7 +204,7 @@ class TrainingRun:
             total, count = total + float(loss.detach()), count + counted
         if not total < float("inf"):
             raise SlipstreamError(
-                f"the loss is {total} at step {step + 1}; allowed: to continue from the saved state, or other texts"
+                f"the loss is {total} at step {step + 1}; continue from the saved state, or train on other texts"
             )
         for weight in self.head.parameters():
             if weight.grad is not None:

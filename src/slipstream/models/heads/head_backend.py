@@ -122,7 +122,7 @@ class HeadBackend(FeatureReader):
         self.note_right(slot, start, width)
         features = self.features(slot, start, num_known)
         if features is None:
-            num_known = int(start == 0)
+            num_known = int(start == 0)  # row 0 needs no feature
         entered = [] if features is None else [self.network.enter(features)]
         if start == 0:
             entered.insert(0, self._outputs.new_zeros(1, self._outputs.shape[3]))

@@ -197,11 +197,8 @@ def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
     architectures = settings.get("architectures")
-    named = (
-        next((KINDS[name] for name in architectures if name in KINDS), None)
-        if isinstance(architectures, list)
-        else None
-    )
+    names = architectures if isinstance(architectures, list) else []
+    named = next((KINDS[name] for name in names if name in KINDS), None)
     named = named or next((kind for key, kind in UNNAMED.items() if key in settings), None)
     if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _tensor_names(folder, options):
         return PEAGLE

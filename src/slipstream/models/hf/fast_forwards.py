@@ -106,9 +106,8 @@ def _use_compiled_ops(
     _use_stack(backend, layers, own_logits)
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
-    backend.shape_independent = TOKENS_INDEPENDENT in own_logits.passed and _multiplies_tokens_independently(
-        backend.model
-    )
+    layers_are_independent = TOKENS_INDEPENDENT in own_logits.passed
+    backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(backend.model)
 
 
 def _use_stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:

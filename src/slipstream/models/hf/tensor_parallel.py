@@ -54,7 +54,7 @@ class TensorParallelBackend(HFBackend):
 
     def _send(self, call: Any) -> None:
         if self._failed:
-            raise SlipstreamError("another rank has failed; allowed: to start the job anew")
+            raise SlipstreamError("another rank has failed; start the job again")
         try:
             dist.broadcast_object_list([_moved(call, torch.device("cpu"))], src=0, group=self._ranks)
         except RuntimeError as error:
@@ -213,7 +213,7 @@ def lead_or_follow(model: Any, ranks: Any) -> TensorParallelBackend:
     """The backend on rank 0; the other ranks end here, when rank 0 does."""
     backend = TensorParallelBackend(model, ranks)
     if backend.cache.states is not None:
-        raise UsageError(f"{type(model).__name__} has recurrent layers; allowed: tensor parallelism without them")
+        raise UsageError(f"load_options {PLAN!r}: {type(model).__name__} has recurrent layers; allowed: models without")
     if dist.get_rank() != 0:
         backend.follow()
     atexit.register(backend.stop)

@@ -97,7 +97,7 @@ class OwnLogits:
         return later_logits(self._backend)
 
     def keep_if_same(self, name: str, change: Callable[[], None]) -> bool:
-        """Apply a change of the forward and return whether the logits are still the model's own; the caller undoes it.
+        """Apply a change of the forward; returns whether the logits are still the model's own. If not, undo the change.
 
         name: of the trial, in `passed`.
         """
@@ -106,9 +106,8 @@ class OwnLogits:
             return True
         pairs = [(a_few_logits, self.logits), (later_logits, self.later)]
         change()
-        if max(difference(compute(self._backend), expected) for compute, expected in pairs) > tolerance(
-            self._backend.model
-        ):
+        error = max(difference(compute(self._backend), expected) for compute, expected in pairs)
+        if error > tolerance(self._backend.model):
             return False
         self.passed.add(name)
         return True

@@ -68,7 +68,9 @@ class TensorEntry:
 
     @property
     def kind_name(self) -> str:
-        return self.block.name if self.block else FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
+        if self.block is not None:
+            return self.block.name
+        return FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
 
     @property
     def row_bytes(self) -> int | None:

@@ -39,9 +39,9 @@ class PackedAhead:
 
     def __init__(self, header: GGUFHeader, library: Any) -> None:
         """header: all its matrices must be of types that the kernels take."""
-        entries = (
-            [] if os.name != "posix" else [entry for entry in header.tensors.values() if _is_packed(header, entry)]
-        )
+        entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
+        if os.name != "posix":  # the kernels read the file by pread
+            entries = []
         memory = HugePages()
         self._parts: dict[str, BlockPart] = {}
         for entry in entries:
@@ -255,8 +255,7 @@ class GGUFTensors:
         self.check_shape(entry, shape)
         if entry.kind not in FLOATS:
             raise NotInBlocksError(
-                f"tensor {entry.name!r} is of type {entry.kind_name}, a vector or a table; "
-                "computed with: F32, F16, BF16"
+                f"tensor {entry.name!r} is no matrix and of type {entry.kind_name}; computed with: F32, F16, BF16"
             )
         count = int(numpy.prod(entry.shape))
         with entry.file.open("rb") as stream:
@@ -268,8 +267,8 @@ class GGUFTensors:
 
     def _missing(self, parameter: str) -> SlipstreamError:
         name = self._names.get(parameter)
-        sought = f"{name!r}, which is {parameter!r}" if name else f"for {parameter!r}"
-        return SlipstreamError(f"model {str(self.header.file)!r} has no tensor {sought} of the architecture")
+        tensor = f"tensor {name!r}" if name else "tensor"
+        return SlipstreamError(f"model {str(self.header.file)!r} has no {tensor} for the model's {parameter!r}")
 
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
         """Refuse a tensor of another shape than the configuration says."""

@@ -266,16 +266,11 @@ def _byte_level(header: GGUFHeader) -> Any:
     vocabulary = {_spelled(text, text in unsplit): number for number, text in enumerate(tokens)}
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
-        patterns, by_words = split.patterns, split.patterns[-1] == GPT2  # which the library has built in, and faster
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(
-                    pre_tokenizers.Split(Regex(pattern), "isolated")
-                    for pattern in (patterns[:-1] if by_words else patterns)
-                ),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words),
-            ]
-        )
+        by_words = split.patterns[-1] == GPT2  # a pattern that `ByteLevel` has built in, and matches faster
+        patterns = split.patterns[:-1] if by_words else split.patterns
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         if split.composes:
             backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
