@@ -70,7 +70,7 @@ class RaggedLayout:
     def _flat(
         self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, list[int]] | None:
-        """[T, V] logits, one row behind the other, and how many belong to each row; None if a rectangle is as small."""
+        """[T, V] logits, one row after the other, and how many belong to each row; None if a rectangle is as small."""
         if (rows := len(batch.starts)) == 1 or not self.allowed(table):
             return None
         texts = without_padding(batch, draft, lengths)
@@ -151,7 +151,7 @@ def without_padding(batch: InputBatch, draft: Tensor, lengths: Sequence[int]) ->
 
 
 def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
-    """[total] token ids of several texts, one behind the other, then padding."""
+    """[total] token ids of several texts, one after the other, then padding."""
     tokens = [token for text in texts for token in text]
     return torch.tensor(tokens + [0] * (total - len(tokens)), dtype=torch.int64)
 
@@ -224,7 +224,7 @@ class UnpaddedLayout:
     def _flat(
         self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """[T, V] logits of all rows, one behind the other, and how many belong to each row."""
+        """[T, V] logits of all rows, one after the other, and how many belong to each row."""
         texts = without_padding(batch, draft, lengths)
         counts = [len(text) for text in texts]
         segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]

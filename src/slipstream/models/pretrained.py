@@ -83,7 +83,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 
 
 def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
-    """Wrap a model anew after its owner has changed it."""
+    """Wrap a model again after its owner has changed it."""
     _TRIED.discard(loaded.model)
     return replace(wrap_model(loaded.model, None, options), tokenizer=loaded.tokenizer)
 

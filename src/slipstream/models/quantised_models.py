@@ -113,7 +113,7 @@ def _why_not_in_blocks(options: LoadOptions) -> str | None:
     if options.fast is False:
         return "fast=False unpacks it"
     if options.quantise in ("int4", "int8"):
-        return f"draft_dtype={options.quantise!r} rounds it anew"
+        return f"draft_dtype={options.quantise!r} rounds it again"
     if options.for_reader:
         return f"load_options {', '.join(options.for_reader)} are for transformers' reader"
     device = options.device

@@ -66,7 +66,7 @@ class ToyTokenizer:
 
 
 def _encoding(text: str, beginning: bool) -> Encoding:
-    """The bytes of a text, wherever it stands."""
+    """The bytes of a text, which are the same wherever it appears."""
     sizes = [len(character.encode()) for character in text]
     return Encoding(list(text.encode()), [character for character, size in enumerate(sizes) for _ in range(size)])
 

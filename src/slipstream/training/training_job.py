@@ -197,7 +197,7 @@ class TrainingJob:
         return is_made and self.settings.num_steps is None and num_tokens_of(texts) < self.settings.num_tokens
 
     def _num_steps(self, frozen: FrozenTarget, num_tokens: int) -> int:
-        """Steps in all, where the time does not end them sooner."""
+        """Steps in all, unless the time ends them sooner."""
         passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
         return self.settings.num_steps or max(FEWEST_STEPS, passes)
 

@@ -78,7 +78,7 @@ class State:
             return cls(**torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # of many kinds, depending on what the file asks to load
             raise SlipstreamError(
-                f"{str(path)!r} could not be read: {one_line(error)}; without it, training begins anew"
+                f"{str(path)!r} could not be read: {one_line(error)}; without it, training starts over"
             ) from error
 
 

@@ -355,7 +355,7 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("eagle3_of_trainer", {"norm_before_fc": False}, "says nothing of tensor 'input_norm.weight'"),
+        ("eagle3_of_trainer", {"norm_before_fc": False}, "does not account for tensor 'input_norm.weight'"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3"}, "reads layers '2,3'; allowed: a list of layer numbers"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": []}, "reads layers []; allowed: a list of layer numbers"),
         ("eagle3", {"eagle_config": {"use_last_layernorm": False}}, "has use_last_layernorm=False; allowed: True"),
@@ -370,12 +370,12 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         ("dspark", {"markov_head_type": "new"}, "markov_head_type='new'; allowed: 'vanilla', 'gated', 'rnn'"),
         ("dspark", {"markov_head_type": "gated"}, "tensor 'markov_head.gate_proj.weight' is missing; allowed: [6, 14]"),
         ("dspark", {"markov_rank": 0}, "has confidence_head_with_markov=True and markov_rank=0; allowed: False, or a"),
-        ("dspark_rnn", {"markov_rank": 0}, "says nothing of tensor 'markov_head.joint_proj.bias'"),
+        ("dspark_rnn", {"markov_rank": 0}, "does not account for tensor 'markov_head.joint_proj.bias'"),
         ("dspark", {"confidence_head_with_markov": False}, "'confidence_head.proj.weight' is [1, 14]; allowed: [1, 8]"),
         ("dspark_rnn", {"enable_confidence_head": True}, "'confidence_head.proj.weight' is missing; allowed: [1, 14]"),
         ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
         ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
-        ("dspark", {"speculators_model_type": "dflash"}, "says nothing of tensor 'markov_head.markov_w1.weight'"),
+        ("dspark", {"speculators_model_type": "dflash"}, "does not account for tensor 'markov_head.markov_w1.weight'"),
         (
             "dflash2",
             {"speculators_model_type": "xpress"},

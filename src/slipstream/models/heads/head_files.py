@@ -1,8 +1,8 @@
 """Reads draft heads from the files that their trainers write, and those of the EAGLE-3 type as networks.
 
 Three layouts of EAGLE-3: `speculators` (vLLM's), the official one of SafeAILab/EAGLE, which SpecForge and ModelOpt
-share, and DeepSpec's. They name tensors alike but for the layer (`layers.0`, `midlayer`), and number the target's
-layers differently.
+share, and DeepSpec's. They name all tensors alike except the layer's (`layers.0`, `midlayer`), and number the
+target's layers differently.
 Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
 configuration says.
 """
@@ -494,7 +494,7 @@ def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
 
 
 def after_attention(read: TensorReader, config: HeadConfig, name: str) -> dict[str, Any]:
-    """What a layer has behind its attention, by the fields of `LayerWeights`. name: "layers.N."."""
+    """The products and norm after a layer's attention, by the fields of `LayerWeights`. name: "layers.N."."""
     size, middle = config.hidden_size, config.intermediate_size
     return {
         "out": read.product({f"{name}self_attn.o_proj.weight": size}, config.num_heads * config.head_dim),
@@ -545,8 +545,8 @@ class TensorReader:
         more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
         if more:
             raise SlipstreamError(
-                f"draft head {self.source!r}: its config.json says nothing of tensor {more[0]!r}; allowed: the tensors "
-                f"of its kind, such as {min(self.names)!r}"
+                f"draft head {self.source!r}: its config.json does not account for tensor {more[0]!r}; allowed: the "
+                f"tensors of its kind, such as {min(self.names)!r}"
             )
 
 

@@ -145,7 +145,7 @@ class MtpBackend(FeatureReader):
         return entering if returned is None else torch.where((depth > number)[..., None], returned, entering)
 
     def _features(self, slots: range, positions: Tensor, like: Tensor) -> Tensor:
-        """[B, W, H] the target's last hidden states at the positions before these, as far as it has read."""
+        """[B, W, H] the target's last hidden states at the positions before these, zeros where it has not read."""
         entering = torch.zeros_like(like)
         for i, slot in enumerate(slots):
             start = int(positions[i, 0])

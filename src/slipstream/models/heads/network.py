@@ -122,7 +122,7 @@ class Network(Protocol):
 
 
 class HeadLayers:
-    """What heads compute alike: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
+    """What all heads compute: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
 
     def __init__(self, config: HeadConfig, norm: Tensor) -> None:
         """norm: any norm of the head, whose type and device the head has."""

@@ -238,7 +238,7 @@ class HFBackend:
         return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
 
     def _is_long(self, slots: Sequence[int]) -> Tensor | None:
-        """[len(slots), 1] whether these slots' texts are long; None if the model reads all alike."""
+        """[len(slots), 1] whether these slots' texts are long; None if the model does not distinguish."""
         if self.longest_short is None:
             return None
         return torch.tensor([slot in self._long_slots for slot in slots], device=self.device)[:, None]

@@ -150,7 +150,7 @@ def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor's memory from another's."""
+    """What identifies a tensor's memory."""
     return tensor.dtype, tensor.device, tensor.shape, _address(tensor)
 
 

@@ -109,7 +109,7 @@ class OwnCaches:
         return max((position for position in self._states[slot] if position <= limit), default=0)
 
     def at(self, slot: int, position: int) -> State | None:
-        """A copy of the state at a position, for a forward to change; None at 0. Drops the states behind `position`."""
+        """A copy of the state at a position, for a forward to change; None at 0. Drops the states after `position`."""
         states = self._states[slot]
         for later in [other for other in states if other > position]:
             del states[later]

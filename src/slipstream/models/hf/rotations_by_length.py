@@ -92,8 +92,8 @@ def _switch(model: Any, module: nn.Module) -> int | None:
         try:
             alone = _own(module, x, positions, options)
             for position in thresholds(config, end)[:-1]:
-                before, behind = (_beside(module, x, positions, far, options) for far in (position - 1, position))
-                if _same(alone, before) and not _same(alone, behind):
+                below, reached = (_beside(module, x, positions, far, options) for far in (position - 1, position))
+                if _same(alone, below) and not _same(alone, reached):
                     return position
         except (RuntimeError, TypeError, ValueError, LookupError):  # positions or rotations of another form
             continue

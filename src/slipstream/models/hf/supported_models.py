@@ -38,7 +38,7 @@ def check_supported(model: Any) -> None:
 
 
 def not_by_position(model: Any) -> str | None:
-    """Why a model's state cannot be written at explicit positions, behind an explicit mask; None if it can."""
+    """Why a model's state cannot be written at explicit positions and read through an explicit mask; None if it can."""
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
     layers = DynamicCache(config=config).layers

@@ -220,7 +220,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
 
 
 def _files(source: str) -> str | None:
-    """What files a model was read from, as the system tells them apart; None if this names no file and no folder."""
+    """The identities of the files that a model was read from; None if this names neither a file nor a folder."""
     path = Path(source).expanduser()
     if path.is_file():
         files = [path]
@@ -234,7 +234,7 @@ def _files(source: str) -> str | None:
 def _identity(file: Path) -> str:
     """A file's name, size, times and some of its bytes: other weights of the same size may be copied with their time.
 
-    The first bytes of weights are a header that says nothing of the numbers, so bytes are taken from all over the file.
+    Weights begin with a header, which does not depend on the numbers, so bytes are taken from all over the file.
     """
     about, digest = file.stat(), hashlib.sha256()
     with file.open("rb") as opened:

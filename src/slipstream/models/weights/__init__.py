@@ -1,1 +1,1 @@
-"""Reading models: where their files are, and what stands in them. No modules and no kernels are made here."""
+"""Reading models: where their files are, and what is in them. Neither modules nor kernels are made here."""

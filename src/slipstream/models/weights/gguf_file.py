@@ -93,7 +93,7 @@ class GGUFHeader:
     """The header of a file, or of all parts of a split model. The layout of the tensors has been checked.
 
     file: the first part; size: bytes before its tensors' data; digest: of those bytes of all parts. values: the
-    metadata, None for arrays; spans: where each value stands in `file`, its name and type included.
+    metadata, None for arrays; spans: where each value is in `file`, its name and type included.
     """
 
     file: Path

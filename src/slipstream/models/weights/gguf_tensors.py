@@ -29,7 +29,7 @@ from slipstream.models.weights.gguf_file import FLOATS, GGUFHeader, TensorEntry,
 from slipstream.models.weights.transformers_reader import extra_bias, warn_of_unused
 
 TABLE, OUTPUT = "token_embd.weight", "output.weight"
-REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows stand in another order in some models
+REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows are in another order in some models
 PIECE = 1 << 22  # bytes of the file that a thread takes at a time
 SUPPORTED = ", ".join(block.name for block in FORMATS)
 

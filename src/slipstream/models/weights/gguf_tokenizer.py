@@ -252,7 +252,7 @@ def check_split(header: GGUFHeader) -> None:
 
 
 def _byte_level(header: GGUFHeader) -> Any:
-    """A tokenizer of byte-level BPE, built here: its vocabulary, its merges and its split stand in the file."""
+    """A tokenizer of byte-level BPE, built here from the vocabulary, the merges and the name of the split in the file."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = header.values.get("tokenizer.ggml.pre") or "default"
@@ -371,7 +371,7 @@ def _end_ids(header: GGUFHeader, config_ids: Any, tokenizer: Any) -> Any:
 
 
 def _turn_end(tokenizer: Any, special: Iterable[str]) -> list[str]:
-    """The token that the chat template puts behind an answer, if it puts one there."""
+    """The token that the chat template puts after an answer, if it puts one there."""
     if not tokenizer.chat_template:
         return []
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": MARK}]
@@ -379,5 +379,5 @@ def _turn_end(tokenizer: Any, special: Iterable[str]) -> list[str]:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template may need what these messages lack; then its end is unknown
         return []
-    behind = text.rpartition(MARK)[2].lstrip() if MARK in text else ""
-    return sorted((token for token in special if behind.startswith(token)), key=len)[-1:]
+    after = text.rpartition(MARK)[2].lstrip() if MARK in text else ""
+    return sorted((token for token in special if after.startswith(token)), key=len)[-1:]

@@ -74,7 +74,7 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
 
 
 def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
-    """The error to raise if `error` says that a model needs code from its repository; else None."""
+    """The error to raise if `error` means that a model needs code from its repository; else None."""
     if "trust_remote_code" not in str(error):
         return None
     return SlipstreamError(

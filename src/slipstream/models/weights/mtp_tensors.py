@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint are multi-token-prediction layers, recognised by their names.
 
-They stand behind the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), under `mtp` (Qwen3-Next, Qwen3.5)
-or under `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
+They follow the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), or are under `mtp` (Qwen3-Next,
+Qwen3.5) or `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _why_no_model(path: Path) -> str:
 
 
 def _cached(name: str) -> Path:
-    """The folder of a name in the cache, converted anew from the file beside it if an older version made it."""
+    """The folder of a name in the cache, converted again from the file beside it if an older version made it."""
     folder = cache_folder() / name
     file = folder.with_name(f"{name}.gguf")
     if not is_converted(folder) and file.is_file():
