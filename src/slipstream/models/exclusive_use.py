@@ -110,7 +110,7 @@ class ExclusiveUse:
 
 
 def _may_be_forked() -> bool:
-    """Whether this process may have come from another by fork, and PyTorch's threads are those of GNU's OpenMP."""
+    """Whether this process may be a fork, on a system where PyTorch's threads are those of GNU's OpenMP."""
     return sys.platform == "linux" and (os.getpid() != IMPORTED_IN or multiprocessing.parent_process() is not None)
 
 

@@ -61,7 +61,7 @@ class RaggedLayout:
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The tokens are put in rows, not the logits."""
+        """Tokens are chosen before they are laid out in rows, so that logits are not."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
             return PADDED.best(table, batch, draft, lengths)
         logits, counts = flat
@@ -83,7 +83,7 @@ class RaggedLayout:
 
 
 def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
-    """Rows that are read together, by slot; those that would copy what others read come after them."""
+    """Groups of rows that are read together, by slot; a row that would copy what others read is in a later group."""
     waiting = list(enumerate(rows))
     while waiting:
         group: dict[int, Row] = {}
@@ -108,7 +108,7 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
 def _read_together(
     table: SlotTable, rows: dict[int, Row], ends: dict[int, int], prompt_logits: dict[int, Tensor]
 ) -> None:
-    """Several rows' texts one after the other, in forwards of a chunk."""
+    """Read several rows' texts one after the other, in forwards of a chunk each."""
     shapes = table.shapes
     bases = {slot: table.states[slot].base for slot in ends}
     lacking = [RowSegment(slot, bases[slot], end - bases[slot]) for slot, end in ends.items()]

@@ -96,7 +96,7 @@ class LoadOptions:
         return [name for name in self.extra if name not in (*FETCHING, *WHICH_FILES)]
 
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
-        """The options of the draft model, which has its own precision and vocabulary; files are fetched as the target's."""
+        """The options of the draft model: a precision and vocabulary of its own, files fetched as the target's."""
         extra = {name: value for name, value in self.extra.items() if name in FETCHING}
         options = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
         return replace(options, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(options, dtype=dtype)

@@ -343,7 +343,7 @@ def test_wrappers_run_by_their_inner_model(wrap: Callable[[Any], Any]) -> None:
 def test_other_wrappers_are_told_which_model_is_inside() -> None:
     wrapper = nn.Module()
     wrapper.policy = nn.Sequential(fresh("llama"))
-    with pytest.raises(UsageError, match=r"type Module wraps another one; allowed: that one, its \.policy\.0 \(Llama"):
+    with pytest.raises(UsageError, match=r"Module is a wrapper; allowed: the model inside, its \.policy\.0 \(Llama"):
         decoder_of(wrapper)
     with pytest.raises(UsageError, match="model LlamaModel is not supported: it does not generate"):
         decoder_of(fresh("llama").model)

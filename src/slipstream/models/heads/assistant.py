@@ -138,7 +138,7 @@ class AssistantBackend(FeatureReader):
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, 1, V]; of an assistant that scores clusters of tokens first, those of other clusters are impossible."""
+        """[B, 1, V]. An assistant that scores clusters of tokens first rules out the tokens of all other clusters."""
         embedder = self.model.masked_embedding
         if embedder is None:
             scores: Tensor = self.model.lm_head(hidden)

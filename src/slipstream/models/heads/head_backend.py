@@ -1,7 +1,7 @@
 """A draft head as a `Backend`, so that it has slots, reads prompts and drafts as a draft model does.
 
 Rows that a draft made from the head's own outputs are computed again with the target's features once these are known:
-`HeadSession` counts them as not cached. Leaving them costs acceptance.
+`HeadSession` counts them as not cached. Leaving them as they are would cost acceptance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HeadBackend(FeatureReader):
 
     def __init__(self, network: Network, mask_token: int | None = None, mask_feature: Tensor | None = None) -> None:
         """mask_token, mask_feature: for P-EAGLE (arXiv 2602.01469), which drafts all tokens in one forward. The token
-        stands for those to come, the feature [layers * target's hidden size] for those of rows that have none yet.
+        stands for tokens to come, the feature [layers * target's hidden size] for features that are not there yet.
         """
         config = network.config
         super().__init__(config.layers)

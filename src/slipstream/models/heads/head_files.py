@@ -542,10 +542,10 @@ class TensorReader:
 
     def check_all_read(self) -> None:
         """Raise `SlipstreamError` if a tensor was not read: the head would compute something with it."""
-        more = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
-        if more:
+        unread = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
+        if unread:
             raise SlipstreamError(
-                f"draft head {self.source!r}: its config.json does not account for tensor {more[0]!r}; allowed: the "
+                f"draft head {self.source!r}: its config.json does not account for tensor {unread[0]!r}; allowed: the "
                 f"tensors of its kind, such as {min(self.names)!r}"
             )
 
@@ -578,7 +578,7 @@ def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
 
 
 def rope_settings(layer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decoder layer's settings say of its rotary positions."""
+    """A decoder layer's settings of rotary positions."""
     return layer.get("rope_parameters") or layer.get("rope_scaling") or {}
 
 

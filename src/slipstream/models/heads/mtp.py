@@ -1,10 +1,10 @@
 """Multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), which come with a target, as a head.
 
 A layer's row s holds token x_s and a hidden state of position s - 1, and predicts x_{s+1}. The first layer is given the
-target's last hidden state, after the final norm; each further layer is given what the one before it returned, and
-drafts one token more. Beyond that the last layer is given what it returned itself.
-The layers are read from the target's own checkpoint. Transformers reads the decoder layer in each as that of a model of
-one layer, so that its own conversions apply.
+target's last hidden state, after the final norm; each further layer is given the output of the one before it, and
+drafts one more token. For tokens beyond that, the last layer is given its own output.
+The layers are read from the target's own checkpoint. Transformers reads the decoder layer in each as a model of one
+layer, so that its own conversions apply.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def unwrapped(model: Any) -> Any:
     if isinstance(model, GenerationMixin):
         return model
     if inner := _inner_model(model):
-        raise UsageError(f"model of type {type(model).__name__} wraps another one; allowed: that one, {inner}")
+        raise UsageError(f"model of type {type(model).__name__} is a wrapper; allowed: the model inside, {inner}")
     if isinstance(model, PreTrainedModel):
         raise UsageError(
             f"model {type(model).__name__} is not supported: it does not generate; allowed: a causal language model"

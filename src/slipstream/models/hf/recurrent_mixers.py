@@ -1,7 +1,7 @@
 """Recurrent layers of Hugging Face models, recognised by structure, on states of their own.
 
 Only a layer's `forward` is replaced, and only for caches of Slipstream; its modules stay where they are, and other
-callers run the model's own code, which is also the specification: a layer that computes anything else gives other
+callers run the model's own code. That code is also the specification: a layer that computes anything else gives other
 logits, and then the model runs on caches of its own.
 """
 

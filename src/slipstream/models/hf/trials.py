@@ -1,9 +1,9 @@
 """Trials of faster forwards: a change stays only if the model gives its own logits, at several positions.
 
 A trial compares the logits, or each layer's output, with those of the model's own forward. Models are tried when they
-are loaded, which takes a second for a billion weights; which trials a model has passed on this machine is saved, so
-that a process that loads it again need not repeat them. The same files, read by the same versions of everything, pass
-again. A trial that failed is repeated at every load.
+are loaded, which takes a second for a billion weights. The trials that a model has passed on this machine are saved, so
+that another process need not repeat them: the same files, read by the same versions of everything, pass again. A trial
+that failed is repeated at every load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapters of PEFT (LoRA, DoRA, ...): the base model they name is loaded, and they are merged into its weights.
 
-The merged model is the target: its weights are rounded once to their precision, and all that makes models faster works
-for it. A `PeftModel` that is handed over as an object runs unmerged instead, as its owner has it.
+The merged model is the target: its weights are rounded once to their precision, and everything that makes models faster
+works for it. A `PeftModel` that is handed over as an object runs unmerged instead, as its owner has it.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class GGUFTensors:
         return result.weights
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter [shape] in float32, from a tensor of floating point numbers or of blocks."""
+        """A parameter [shape] in float32, from a tensor of floating point numbers."""
         named = self.of(parameter)
         if named is None:
             raise self._missing(parameter)
@@ -255,7 +255,7 @@ class GGUFTensors:
         self.check_shape(entry, shape)
         if entry.kind not in FLOATS:
             raise NotInBlocksError(
-                f"tensor {entry.name!r} is no matrix and of type {entry.kind_name}; computed with: F32, F16, BF16"
+                f"tensor {entry.name!r} of type {entry.kind_name} is not for a product; computed with: F32, F16, BF16"
             )
         count = int(numpy.prod(entry.shape))
         with entry.file.open("rb") as stream:

@@ -252,7 +252,7 @@ def check_split(header: GGUFHeader) -> None:
 
 
 def _byte_level(header: GGUFHeader) -> Any:
-    """A tokenizer of byte-level BPE, built here from the vocabulary, the merges and the name of the split in the file."""
+    """A tokenizer of byte-level BPE, built here from the file's vocabulary, merges and name of its split."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = header.values.get("tokenizer.ggml.pre") or "default"
