@@ -43,7 +43,7 @@ class RaggedLayout:
         prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
             lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
-            logits = logits and len(lacking) == len(group)  # other rows are read in the round, which gives their logits
+            logits = logits and len(lacking) == len(group)  # if one row is left to the round, all logits are
             ends = {slot: len(row.tokens) - (not logits) for slot, row in lacking.items()}
             if len(ends) > 1:
                 _read_together(table, group, ends, prompt_logits)

@@ -151,7 +151,7 @@ class TrainingJob:
             if state is None:
                 state = self._first_state(frozen, texts, learned, held)
                 state.seconds += monotonic() - begun
-            elif self._max_seconds > state.max_seconds:  # the time may have ended texts and steps
+            elif self._max_seconds > state.max_seconds:  # less time may have ended texts and steps
                 state.seconds += texts[-1].seconds - texts[state.num_texts - 1].seconds
                 state.num_texts, state.num_tokens = len(texts), num_tokens_of(learned)
                 state.planned = max(state.step, self._num_steps(frozen, state.num_tokens))

@@ -37,7 +37,7 @@ START = 6  # tokens of the first of two forwards that a model is tried with
 TOKENS = 9  # of both
 CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
 ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
-ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
+ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: some may go the other way
 PARTS, PART_BYTES = 16, 1024  # samples of a file that identify it: their number and size
 
 

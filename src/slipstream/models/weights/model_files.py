@@ -28,7 +28,7 @@ def is_gguf(source: str) -> bool:
     path = Path(source).expanduser()
     ending = path.suffix.lower() == ".gguf"
     try:
-        if not path.is_file():  # a pipe would not end
+        if not path.is_file():  # reading a pipe might never end
             return ending and not path.is_dir()
         with path.open("rb") as stream:
             return ending or stream.read(len(MAGIC)) == MAGIC
