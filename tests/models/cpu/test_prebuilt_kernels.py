@@ -128,7 +128,7 @@ def test_a_processor_says_of_itself_what_linux_says(tmp_path: Path) -> None:
 
 def test_arm_is_told_from_x86() -> None:
     assert isas_of(Processor("", frozenset(("asimd", "asimddp"))), None)[0] == "neon"
-    with pytest.raises(NoKernelsError, match="ARM with dot products"):
+    with pytest.raises(NoKernelsError, match="ARM processor with dot products"):
         isas_of(Processor("", frozenset(("asimd", "fp"))), None)
 
 
