@@ -1,6 +1,6 @@
 """Compiled decoder layers: all of a model's in one call, one in a call, or one in two calls around its attention.
 
-The latter is for an attention that the kernels cannot compute.
+The last form is for an attention that the kernels cannot compute.
 
 `CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantised file's blocks in float32
 (`csrc/blocks/float_layer.c`). What all layers of a forward share is prepared once. The specification is
@@ -257,7 +257,7 @@ class LayerStack:
         """layers: all of the model's. Raises `UnknownLayerError` with the reason if they cannot be computed so."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
-            raise UnknownLayerError("they are not all compiled")
+            raise UnknownLayerError("its layers are not all compiled")
         inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))

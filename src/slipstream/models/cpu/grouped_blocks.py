@@ -21,7 +21,7 @@ NUMBERS = {
     torch.float32: BlockFormat("F32", GROUPED["FLOAT32"] + KINDS * INPUTS, -1, INPUTS, 4 * INPUTS),
 }
 CENTRE = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
-SPARE_BITS = 0xF  # of a float32 scale: where they are 0, its product with 4 bits is exact
+SPARE_BITS = 0xF  # the lowest bits of a float32 scale: if they are 0, its product with a 4-bit number is exact
 
 
 class NotInBlocksError(Exception):
@@ -71,7 +71,7 @@ class GroupedMatrix:
         if self.bits == 8:
             if not (fits_float16 and centred):
                 what = "scales beyond float16" if centred else "zero points other than 128"
-                raise NotInBlocksError(f"has 8 bits and {what}; computed with: 8 bits, symmetric, 4 and 2 bits")
+                raise NotInBlocksError(f"has 8 bits and {what}; computed with: symmetric 8 bits, 4 and 2 bits")
             return Q8_0, matrix._spread(INPUTS).q8_0()
         if not fits_float16:
             return matrix._int4_minima()

@@ -47,6 +47,6 @@ def _chunk(size: int) -> Tensor:
         start = -memory.data_ptr() % ALIGNED
         return memory[start : start + size]
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without huge pages gives small ones, which can be read as well
+    with suppress(OSError):  # a kernel built without huge pages gives small ones, which work, too
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -57,7 +57,7 @@ class QuantisedLinear(KernelLinear):
         return super().forward(x.to(torch.bfloat16)).to(self.dtype)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """[N, in_features]: the weights of some outputs [N] as they are multiplied."""
+        """[N, in_features]: the rounded weights of some outputs [N]."""
         return self.part.rows(outputs).to(self.dtype)
 
 

@@ -108,7 +108,7 @@ def separate_threads(cores: set[int] | None = None) -> bool:
         for worker, core in zip(workers, free, strict=False):
             os.sched_setaffinity(worker, {core})
             os.sched_setaffinity(worker, cores)
-    except OSError:  # a thread ended meanwhile, or the system hides or refuses
+    except OSError:  # a thread has ended, or the system denies access to it
         return False
     log.info("computing threads shared a core and were moved apart; OMP_PROC_BIND=true at the start keeps them apart")
     return True

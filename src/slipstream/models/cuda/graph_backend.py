@@ -344,9 +344,8 @@ class GraphedBackend:
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """Replayed from a capture if it is narrow and begins at slot 0.
 
-        A row's tokens are written to its slot in their order, and a mask tells which of them each token follows. So,
-        unless the kernels compute it, a branch attends to masked tokens between those of its path, and is rounded as
-        such.
+        A row's tokens are written to its slot in their order, and a mask tells which of them each token follows. Unless
+        the kernels compute it, the masked tokens between those of a branch's path therefore change how it is rounded.
         """
         table = tree_table(segments)
         starts, counts = table.starts, table.counts
@@ -452,7 +451,7 @@ class GraphedBackend:
 
 
 def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
-    """Give a model whose linear layers are fused already grouped attention, fused layers and then Triton kernels.
+    """Add grouped attention, fused layers and then Triton kernels to a model whose linear layers are fused.
 
     Each of these stays only if the logits remain the model's own; a warning names the one that does not.
     """
@@ -469,7 +468,7 @@ def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
 
 
 def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
-    """Turn the kernels on if they give the layers' own numbers; None, or the reason why they are off."""
+    """Turn the kernels on if they give the layers' own numbers. Returns None, or the reason why they stay off."""
     if not has_kernels():
         return "Triton is not installed"
     reasons = (why_no_kernels(forward.plain) for _, forward in layers)
@@ -491,7 +490,7 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
 
 
 def _use_stack(backend: GraphedBackend) -> str | None:
-    """Compute whole forwards by the kernels if that gives the logits of their layers; None, or the reason why not."""
+    """Compute whole forwards by the kernels if that gives the logits of their layers. Returns None, or why not."""
     model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
     if backend.longest_short is not None:
         return "its rotations depend on how long each text is"

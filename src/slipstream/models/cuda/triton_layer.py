@@ -194,7 +194,7 @@ class TritonOps:
     def _add_norm(
         self, x: Tensor, residual: Tensor | None = None, after: Norm | None = None, following: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum of x [T, H], through the norm `after` if there is one, and the residual; and its norm `following`.
+        """x [T, H], put through the norm `after` if given, plus the residual; and the `following` norm of that sum.
 
         x: may be parts of a product, if there is a residual.
         """

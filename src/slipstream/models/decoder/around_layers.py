@@ -70,7 +70,7 @@ def decoder_module(model: Any, count: int) -> nn.Module:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
     inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
     if inner is None or len(inner.get_submodule("layers")) != count:
-        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+        raise UnknownLayerError(f"none of its modules has {', '.join(sorted(AROUND))} with {count} layers")
     module: nn.Module = inner
     return module
 

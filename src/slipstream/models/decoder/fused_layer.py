@@ -264,7 +264,7 @@ def fused_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(windows)]
     if len(lists) != 1:
-        raise UnknownLayerError(f"it has {len(lists)} lists of {len(windows)} modules")
+        raise UnknownLayerError(f"it has {len(lists)} lists of {len(windows)} modules, not one")
     rope = RotaryEmbedding()
     return [(layer, FusedLayer(layer, rope, window)) for layer, window in zip(lists[0], windows, strict=True)]
 
@@ -287,8 +287,8 @@ def _joint_product(children: dict[str, nn.Module], names: tuple[str, ...]) -> tu
     parts = [part for name in names if isinstance(part := children[name], FusedOutput)]
     sources = {part.source for part in parts}
     if len(parts) != len(names) or len(sources) != 1:
-        raise UnknownLayerError(f"{', '.join(names)} are not one product")
+        raise UnknownLayerError(f"{', '.join(names)} are not fused into one product")
     (fused,) = sources
     if [part.index for part in parts] != list(range(len(fused.sizes))):
-        raise UnknownLayerError(f"{', '.join(names)} are not all of one product")
+        raise UnknownLayerError(f"{', '.join(names)} are not all that is fused into their product")
     return fused.joint, fused.sizes

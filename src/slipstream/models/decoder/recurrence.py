@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 
 EPSILON = 1e-6  # under the root of normalised queries and keys
 RING = 64  # inputs kept at first
-PROMPT = 16  # final tokens, about: a forward that read as many leaves a copy, since other texts may begin alike
+PROMPT = 16  # a forward of about so many final tokens, or more, leaves a copy, since other texts may begin alike
 COPIES = 1 << 30  # largest number of bytes of all copies together
 
 
