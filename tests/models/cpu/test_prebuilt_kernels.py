@@ -23,7 +23,7 @@ from slipstream.models.cpu.kernel_libraries import (
     prebuilt_file,
     prebuilt_name,
 )
-from slipstream.models.cpu.processor import AMX, NEEDED, NoKernelsError, Processor, asked, isas_of, processor
+from slipstream.models.cpu.processor import AMX, NEEDED, NoKernelsError, Processor, detected, isas_of, processor
 
 ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / ".wheels" / "bin" / "python"
@@ -76,7 +76,7 @@ def test_one_of_other_sources_is_not_used(
     caplog.set_level("INFO", "slipstream")
     with pytest.raises(NoKernelsError, match=r"no C compiler found \(gcc or cc\)"):
         loaded(RECIPE)
-    assert "was built of other sources: the kernels are compiled" in caplog.text
+    assert "was built from other sources: the kernels are compiled" in caplog.text
 
 
 def test_the_next_best_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,13 +122,13 @@ def test_a_processor_says_of_itself_what_linux_says(tmp_path: Path) -> None:
         pytest.skip("needs an x86 processor, and Linux")
     made, known = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags} - {*AMX}
     subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "detection" / "detection.c"), "-o", str(made)], check=True)
-    found = asked(ctypes.CDLL(str(made)))
+    found = detected(ctypes.CDLL(str(made)))
     assert found.flags == processor().flags & known and found.model_name == processor().model_name
 
 
 def test_arm_is_told_from_x86() -> None:
     assert isas_of(Processor("", frozenset(("asimd", "asimddp"))), None)[0] == "neon"
-    with pytest.raises(NoKernelsError, match="ARM with dot products"):
+    with pytest.raises(NoKernelsError, match="ARM processor with dot products"):
         isas_of(Processor("", frozenset(("asimd", "fp"))), None)
 
 

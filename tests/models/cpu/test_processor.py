@@ -32,7 +32,7 @@ def test_nothing_is_known_without_the_file(tmp_path: Path) -> None:
 def test_tiles_are_used_only_where_the_system_gives_them(
     permits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.models.cpu.processor.gives_tiles", lambda: permits)
+    monkeypatch.setattr("slipstream.models.cpu.processor.request_tiles", lambda: permits)
     (tmp_path / "info").write_text(f"{TEXT.splitlines()[1]}\nflags : avx2 {' '.join(AMX)}\n")
     found = processor(tmp_path / "info")
     assert found == Processor("Some CPU @ 2 GHz: fast", frozenset({"avx2", *(AMX if permits else ())}))

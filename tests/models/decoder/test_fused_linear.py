@@ -130,7 +130,7 @@ def test_a_model_that_refuses_the_trial_keeps_its_layers_with_a_warning(caplog: 
 
     warn_slower.cache_clear()
     assert fuse(Odd(["ax"])) == 0
-    assert "Odd keeps its layers apart: a forward of two tokens fails: needs more than ids" in caplog.text
+    assert "Odd keeps its linear layers separate: a forward of two tokens fails: needs more than ids" in caplog.text
 
 
 class ReadsItsWeight(nn.Module):

@@ -97,7 +97,7 @@ def test_rows_of_a_batch_see_nothing_of_each_other(way: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"key_size": 24}, "24 numbers in a key, no multiple of 16"),
+        ({"key_size": 24}, "24 numbers in a key, not a multiple of 16"),
         ({"value_size": 512}, "512 numbers in a head; at most 256"),
     ],
 )

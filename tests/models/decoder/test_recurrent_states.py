@@ -77,7 +77,7 @@ def test_copies_give_way_to_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_position_without_a_state_is_refused() -> None:
     states = make_states(RECURRENCE)
     feed(states, TEXT, 0, 30, settled=20)
-    with pytest.raises(SlipstreamError, match="the state at position 12 is not known"):
+    with pytest.raises(SlipstreamError, match="no state is kept for position 12"):
         states.begin(0, [12], 4)
 
 

@@ -387,7 +387,7 @@ def test_offloaded_weights_are_brought_as_they_are_needed(tmp_path: Path) -> Non
     expected = reference(fresh("llama"), PROMPT, COUNT)
     model = accelerate.cpu_offload(fresh("llama"))
     assert decoder_of(model).generate(PROMPT, PARAMS).token_ids == drop_in_text(model) == expected
-    with pytest.raises(UsageError, match="cannot be packed: some of its weights are brought from elsewhere when they"):
+    with pytest.raises(UsageError, match="cannot be packed: some of its weights are loaded only when they"):
         decoder_of(model, fast=True)
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

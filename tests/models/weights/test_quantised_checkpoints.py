@@ -167,7 +167,7 @@ def test_act_order_is_unpacked_with_one_warning(own: Made, caplog: pytest.LogCap
         loaded = load(folder, LoadOptions())
     said = [record.message for record in caplog.records if "unpacked" in record.message]
     assert (
-        len(said) == 1 and f"tensor '{name}.weight' has groups of inputs that are no neighbours (act-order)" in said[0]
+        len(said) == 1 and f"tensor '{name}.weight' has groups of inputs that are not successive (act-order)" in said[0]
     )
     groups = order // 64
     zeros, scales = (tensors[f"{name}.{key}"] for key in ("qzeros", "scales"))

@@ -1,1 +1,1 @@
-"""Linear layers and decoder layers for CPUs, compiled kernels included, and thread placement."""
+"""Linear layers and decoder layers for CPUs, the kernels that compute them, and the placement of threads."""

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that compute with the blocks of a GGUF file, whose weights do not change.
+"""Linear layers and embeddings that compute with the blocks of a GGUF file as they are: no weight changes.
 
 `csrc/blocks/panel_sums.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
 15 (int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on
@@ -27,7 +27,7 @@ ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a cont
 
 
 class Table(Protocol):
-    """Rows to take: a `BlockPart`, or a matrix that stays in its file."""
+    """A matrix whose rows can be unpacked: a `BlockPart`, or one that stays in its file."""
 
     outputs: int
     inputs: int
@@ -46,9 +46,9 @@ class BlockPart:
         library: Any,
         memory: HugePages | SmallPages | None = None,
     ) -> None:
-        """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others.
+        """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: may be shared by parts.
 
-        Without `read` whoever makes it fills the panels, see `from_row`.
+        Without `read`, the caller fills the panels, see `from_row`.
         """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
@@ -62,16 +62,16 @@ class BlockPart:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of the file."""
+        """Bytes of a row in the file."""
         return self.inputs // self.block.size * self.block.bytes
 
     def steps(self, max_bytes: int) -> list[tuple[int, int]]:
-        """The rows in order, from one to before another, in steps of whole panels with at most so many bytes."""
+        """Ranges [first, last) that cover the rows in order: whole panels of at most `max_bytes`, but at least one."""
         step = max(max_bytes // self.row_bytes // LANES, 1) * LANES
         return [(row, min(row + step, self.outputs)) for row in range(0, self.outputs, step)]
 
     def from_row(self, row: int) -> int:
-        """The address of the panel that begins with a row, a multiple of 16."""
+        """The address of the panel that begins with this row. row: a multiple of 16."""
         return self.data.data_ptr() + row // LANES * self._panel_bytes
 
     @property
@@ -93,7 +93,7 @@ class BlockPart:
 
 
 class BlockLinear(nn.Module):
-    """A linear layer over one or more matrices of a file, one after the other. Its results are float32."""
+    """A linear layer over one or more matrices of a file, whose outputs follow each other. Its results are float32."""
 
     def __init__(self, parts: Sequence[BlockPart], bias: Tensor | None, activations: str) -> None:
         """bias: float32 or None; activations: a key of `ACTIVATIONS`."""
@@ -101,19 +101,19 @@ class BlockLinear(nn.Module):
         self.parts, self.planes, self.activations = tuple(parts), ACTIVATIONS[activations], activations
         self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        # the kernels read the numbers above: a parameter gets others when the model's type or place changes
+        # the kernels read `_bias`: this parameter gets other memory when the model's type or device changes
         self.bias = None if self._bias is None else nn.Parameter(self._bias, requires_grad=False)
         self._library = parts[0].library
         self._set([part.struct for part in parts])
 
     def _set(self, structs: list[PartStruct]) -> None:
-        self._structs = (PartStruct * len(structs))(*structs)  # what the struct points to must live as long
+        self._structs = (PartStruct * len(structs))(*structs)  # kept, since the struct below has only its address
         outputs = sum(int(struct.outputs) for struct in structs)
-        where = ctypes.addressof(self._structs)
-        self.weights = BlockLinearStruct(self.in_features, outputs, len(structs), where, address(self._bias))
+        parts = ctypes.addressof(self._structs)
+        self.weights = BlockLinearStruct(self.in_features, outputs, len(structs), parts, address(self._bias))
 
     def first(self, outputs: int) -> BlockLinear:
-        """The layer of the first `outputs` outputs, over the same weights; of a layer of one part."""
+        """The layer of the first `outputs` outputs, over the same weights; for layers of one part only."""
         (part,) = self.parts
         layer = BlockLinear([part], None, self.activations)
         layer.bias, layer._bias, layer.out_features = self.bias, self._bias, outputs
@@ -143,17 +143,17 @@ class BlockLinear(nn.Module):
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding that unpacks the rows that it is asked for. weight: its first rows, which tell models apart."""
+    """An embedding that unpacks rows when they are looked up. weight: its first rows only, which tell models apart."""
 
     def __init__(self, part: Table, embedding: nn.Embedding) -> None:
-        """embedding: the model's own, without its weight; it is given a table of the rows that are asked for."""
+        """embedding: the model's own, whose weight is not used; it is called with the unpacked rows as its weight."""
         super().__init__()
         inner = copy(embedding)
         inner.padding_idx = None  # a row of the whole table; it matters in training only
-        self.part, self._inner = part, (inner,)  # not a submodule: its weight is nowhere
+        self.part, self._inner = part, (inner,)  # in a tuple, so that it is no submodule: it has no weight
         self.num_embeddings, self.embedding_dim = part.outputs, part.inputs
-        shown = part.rows(torch.arange(min(LANES * 4, part.outputs)))
-        self.weight = nn.Parameter(shown, requires_grad=False)
+        first_rows = part.rows(torch.arange(min(LANES * 4, part.outputs)))
+        self.weight = nn.Parameter(first_rows, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [...] -> [..., embedding_dim]."""
@@ -161,8 +161,8 @@ class BlockEmbedding(nn.Module):
         (inner,) = self._inner
         if type(inner) is nn.Embedding:
             return rows.view(*ids.shape, self.embedding_dim)
-        places = torch.arange(len(rows)).view(ids.shape)
-        return torch.func.functional_call(inner, {"weight": rows}, (places,))
+        indices = torch.arange(len(rows)).view(ids.shape)
+        return torch.func.functional_call(inner, {"weight": rows}, (indices,))
 
 
 def block_linears(model: nn.Module) -> list[BlockLinear]:
@@ -171,7 +171,7 @@ def block_linears(model: nn.Module) -> list[BlockLinear]:
 
 
 def arithmetic_of(model: nn.Module) -> str:
-    """Which blocks and activations a model computes with, for people; empty if with none."""
+    """The kinds of blocks and activations that a model computes with, for people to read; empty if there are none."""
     linears = block_linears(model)
     formats = sorted({part.block.name for linear in linears for part in linear.parts})
     return f"{'+'.join(formats)} blocks, {linears[0].activations} activations" if linears else ""

@@ -1,4 +1,6 @@
-"""Compiled decoder layers: one in a call, one in two calls around an attention that the kernels lack, or all in one.
+"""Compiled decoder layers: all of a model's in one call, one in a call, or one in two calls around its attention.
+
+The last form is for an attention that the kernels cannot compute.
 
 `CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantised file's blocks in float32
 (`csrc/blocks/float_layer.c`). What all layers of a forward share is prepared once. The specification is
@@ -54,7 +56,7 @@ from slipstream.models.notices import warn_slower
 class PreparedForward:
     """What all layers of a forward share: where its tokens are cached, its rotations and its scratch space.
 
-    held: tensors whose addresses the struct has.
+    held: the tensors whose addresses the struct has, so that they live as long.
     """
 
     struct: CacheStruct
@@ -85,8 +87,8 @@ def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
 class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
-    attends: whether the kernels compute whole layers. shape_independent: whether they have, so that no token's bits
-    depend on the others. head_unit: numbers of a head that attention takes at a time.
+    attends: whether the kernels can compute whole layers. shape_independent: whether they have computed one, so that no
+    token's bits depend on the others. head_unit: numbers of a head that attention takes at a time.
     """
 
     head_unit = 2 * LANES
@@ -139,40 +141,40 @@ class LayerCalls(ABC):
         keys, values = self.keys_and_values(cache, spec, hidden)
         if keys.dtype != hidden.dtype:
             return None
-        ready = self.prepared(cache, hidden)
+        forward = self.prepared(cache, hidden)
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
-        memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self.size)
+        memory, (cosines, sines) = forward.struct, forward.rope(rope, hidden, self.size)
         memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
         memory.window, memory.scaling = spec.window or 0, spec.scaling
-        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens, keys.shape[2]))
+        out, scratch = torch.empty_like(rows), forward.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
         self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = True
         return out
 
     def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, allocated in the type of the hidden states if there are none."""
+        """The layer's keys and values, allocated in the type of the hidden states if they are not yet."""
         return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
     def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
-        ready: PreparedForward | None = cache.prepared
-        if ready is None:
-            ready = cache.prepared = self._prepare(cache, hidden)
-        return ready
+        forward: PreparedForward | None = cache.prepared
+        if forward is None:
+            forward = cache.prepared = self._prepare(cache, hidden)
+        return forward
 
     def _prepare(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         slots, positions = cache.destinations()
-        where: tuple[Tensor, ...] = (slots, positions, positions)
+        tensors: tuple[Tensor, ...] = (slots, positions, positions)
         if cache.tree is not None:
-            where = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
-        names = ("slots", "positions", "places", "forks", "begins", "paths")
-        struct = CacheStruct(**dict(zip(names, map(address, where), strict=False)))
-        return PreparedForward(struct, where, hidden.new_empty(0))
+            tensors = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
+        names = ("slots", "positions", "places", "forks", "begins", "paths")  # the last three are of trees only
+        struct = CacheStruct(**dict(zip(names, map(address, tensors), strict=False)))
+        return PreparedForward(struct, tensors, hidden.new_empty(0))
 
     def _inputs(self, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
-        """Hidden states one after the other, how many they are, and scratch space."""
+        """The hidden states in contiguous memory, the number of tokens, and scratch space."""
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
         return rows, tokens, rows.new_empty(self.scratch(tokens))
@@ -184,8 +186,8 @@ class CompiledOps(LayerCalls):
     head_unit = 4 * LANES
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
-        """ops: such that `kernel_activation` gives this activation."""
-        self._products = _linears(ops)  # the struct has only the addresses of the weights
+        """activation: what `kernel_activation` returns for `ops`."""
+        self._products = _linears(ops)  # kept, since the struct has only the addresses of their weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
         layer = LayerStruct(*(linear.weights for linear in self._products), *self._norms_of(ops), *sizes, *activation)
         super().__init__(ops, library, layer)
@@ -199,11 +201,14 @@ class CompiledOps(LayerCalls):
 
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
-    """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
+    """The compiled form of a layer; None if the kernels cannot compute it.
+
+    A warning tells why if they can compute its products, but not the layer.
+    """
     in_blocks = all(isinstance(linear, BlockLinear) for linear in _linears(ops))
-    of_kernels = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in _linears(ops))
-    if not (in_blocks or of_kernels):
-        return None  # its weights are not the kernels', which was said when they were packed
+    in_bfloat16 = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in _linears(ops))
+    if not (in_blocks or in_bfloat16):
+        return None  # without a warning: packing the weights gave it
     library = None if in_blocks else kernels()
     if not in_blocks and library is None:
         return None
@@ -215,12 +220,12 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
 
 
 def kernel_activation(ops: LayerOps) -> Activation | str:
-    """The slope and cubic term of the activation if the kernels can compute this layer, else why they cannot."""
+    """The slope and cubic term of the activation; if the kernels cannot compute this layer, the reason."""
     sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": ops.inner}
     if odd := [name for name, size in sizes.items() if size % LANES]:
-        return f"{sizes[odd[0]]} numbers in {odd[0]}, no multiple of {LANES}"
+        return f"{sizes[odd[0]]} numbers in {odd[0]}, not a multiple of {LANES}"
     if ops.size % (2 * LANES):
-        return f"{ops.size} numbers in a head, no multiple of {2 * LANES}"
+        return f"{ops.size} numbers in a head, not a multiple of {2 * LANES}"
     return recognise_activation(ops.act)
 
 
@@ -232,8 +237,8 @@ class BlockLayerOps(LayerCalls):
     """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
-        """ops: such that `kernel_activation` gives this activation, over `BlockLinear`s."""
-        self._products = linears = _linears(ops)  # the struct has only the addresses of the weights
+        """ops: over `BlockLinear`s; activation: what `kernel_activation` returns for them."""
+        self._products = linears = _linears(ops)  # kept, since the struct has only the addresses of their weights
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
         super().__init__(ops, linears[0].parts[0].library, layer)
@@ -246,13 +251,13 @@ class BlockLayerOps(LayerCalls):
 
 
 class LayerStack:
-    """A model's forward, its decoder layers in one call."""
+    """A model's forward with all its decoder layers in one call."""
 
     def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
-        """layers: all of the model's, compiled. Raises `UnknownLayerError` with the reason where it cannot be done."""
+        """layers: all of the model's. Raises `UnknownLayerError` with the reason if they cannot be computed so."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
-            raise UnknownLayerError("they are not all compiled")
+            raise UnknownLayerError("its layers are not all compiled")
         inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
@@ -267,15 +272,15 @@ class LayerStack:
         self._scratch = dict[int, int]()  # by tokens
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int | Tensor) -> Tensor | None:
-        """[B, W', vocabulary] of tokens [B, W] at these positions; None where the layers are not computed whole.
+        """Logits [B, W', vocabulary] of tokens [B, W] at these positions; None if the kernels cannot attend.
 
-        keep: of which columns; 0 of all, 1 of the last.
+        keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last.
         """
         hidden: Tensor = self._model.get_input_embeddings()(tokens)
         if not all(layer_ops.attends for layer_ops in self._ops) or not self._update_addresses(cache, hidden):
             return None
-        hidden, ready = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
-        self._compute(hidden, positions, ready, cache)
+        hidden, forward = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
+        self._compute(hidden, positions, forward, cache)
         kept = (hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]).contiguous()
         normed, size = torch.empty_like(kept), kept.shape[-1]
         norm = ctypes.addressof(self._norm)
@@ -307,8 +312,8 @@ class LayerStack:
             self._cached.append(ref(entering))
         return True
 
-    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, cache: SlotCache) -> None:
-        """Put hidden states [B, W, H] through all layers, in place."""
+    def _compute(self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache) -> None:
+        """Replace the hidden states [B, W, H] that enter the first layer by those that leave the last."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = [
             rotation(rope, hidden, rope[0].shape[-1])
@@ -316,13 +321,13 @@ class LayerStack:
         ]
         pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
         if tokens not in self._scratch:
-            both = zip(self._ops, self._structs, strict=True)
-            self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in both)
-        scratch = ready.space(self._scratch[tokens])
+            pairs = zip(self._ops, self._structs, strict=True)
+            self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in pairs)
+        scratch = forward.space(self._scratch[tokens])
         self._library.all_layers(
             ctypes.addressof(self._structs),
             len(self._ops),
-            ctypes.addressof(ready.struct),
+            ctypes.addressof(forward.struct),
             hidden.data_ptr(),
             tokens,
             ctypes.addressof(pointers),

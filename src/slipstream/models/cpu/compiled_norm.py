@@ -1,6 +1,6 @@
 """RMSNorm by the kernels, for draft heads.
 
-PyTorch calls eight operators for it, which takes longer than the arithmetic of a short step.
+PyTorch needs eight operators for it, whose calls take longer than the arithmetic of a short step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CompiledNorm:
     """RMSNorm over the last dimension of bfloat16 numbers."""
 
     def __init__(self, weight: Tensor, eps: float, library: Any) -> None:
-        self._weight, self._library = weight.float().contiguous(), library  # the struct has only its address
+        self._weight, self._library = weight.float().contiguous(), library  # kept: the struct has only its address
         self._struct = NormStruct(address(self._weight), eps, 0)
 
     def __call__(self, x: Tensor) -> Tensor:

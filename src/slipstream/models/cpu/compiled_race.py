@@ -1,6 +1,6 @@
-"""`Race` by `csrc/race.c`. To draw it finds the few tokens that can win: only their noise is computed.
+"""`Race` by `csrc/race.c`. To draw a token, it finds the few that can win, and computes the noise of those alone.
 
-Nearly always it knows the winner from the raw scores, and their distribution need not be computed.
+Nearly always the raw scores suffice to find the winner, so that their distribution need not be computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.rng import Race, WarpOptions, argmax, words
 from slipstream.models.cpu.kernel_libraries import address, kernels
 
-FEWEST = 4096  # tokens from which on the kernel is worth loading
+FEWEST = 4096  # tokens of the smallest vocabulary for which loading the kernel is worth it
 DTYPES = (torch.bfloat16, torch.float32)  # of scores that the kernel reads
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers between their projections by `csrc/recurrence.c`; `recurrence.advance` is the specification."""
+"""What recurrent layers compute between their projections, by `csrc/recurrence.c`; `advance` is the specification."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_T
 from slipstream.models.decoder.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
 from slipstream.models.notices import warn_slower
 
-TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, and its largest relative difference
+TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, largest relative difference allowed
 NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)
 
 
 class CompiledRecurrence:
-    """A recurrent layer by the kernel; called as `advance` is, but for the recurrence."""
+    """A recurrent layer by the kernel; called like `advance`, without its first argument."""
 
     def __init__(self, recurrence: Recurrence, library: Any) -> None:
-        """recurrence: such that `unsupported` is None."""
+        """recurrence: for which `unsupported` returns None."""
         self._advance, self._outputs = library.advance, recurrence.outputs
         self._dtype, self._tensors = recurrence.dtype, [recurrence.weight.t().contiguous(), recurrence.bias]
         tensors, sizes, traits = NO_HEADS if recurrence.heads is None else _of_heads(recurrence.heads)
-        self._tensors += [*tensors]  # the struct has only their addresses
+        self._tensors += [*tensors]  # kept, since the struct has only their addresses
         self._struct = RecurrenceStruct(
             *map(address, self._tensors),
             recurrence.channels,
@@ -54,7 +54,7 @@ class CompiledRecurrence:
 
 
 def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:
-    """The compiled form of a layer on the CPU; None, with a warning, where there is none or it differs."""
+    """The compiled form of a layer on the CPU; None if there is none or its numbers differ, with a warning."""
     library = kernels()
     if library is None:
         return None
@@ -63,7 +63,7 @@ def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:
         compiled = CompiledRecurrence(recurrence, library)
         if agrees(recurrence, compiled):
             return compiled
-        reason = "compiled ones give other numbers"
+        reason = "the compiled kernel gives other numbers"
     warn_slower(f"recurrent layers are computed by PyTorch: {reason}")
     return None
 
@@ -78,7 +78,7 @@ def unsupported(recurrence: Recurrence) -> str | None:
     if recurrence.dtype not in CLOSE:
         return f"the weights are {str(recurrence.dtype).removeprefix('torch.')}"
     if odd is not None:
-        return f"{sizes[odd]} {odd}, no multiple of {LANES}"
+        return f"{sizes[odd]} {odd}, not a multiple of {LANES}"
     if recurrence.taps > MAX_TAPS:
         return f"the convolution sees {recurrence.taps} tokens; at most {MAX_TAPS}"
     if heads is not None and max(heads.key_size, heads.value_size) > MAX_HEAD_SIZE:
@@ -89,15 +89,15 @@ def unsupported(recurrence: Recurrence) -> str | None:
 
 
 def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
-    """Whether both give the same outputs and the same state, but for rounding; NaN differs from everything."""
+    """Whether both give the same outputs and states, apart from rounding. NaN agrees with nothing, not even NaN."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 2 * TRIED, recurrence.inputs, generator=generator).to(recurrence.dtype)
     results = []
-    for way in (lambda *inputs: advance(recurrence, *inputs), compiled):
+    for compute in (lambda *inputs: advance(recurrence, *inputs), compiled):
         memory = LayerMemory(recurrence)
         memory.resize(1, 4 * TRIED, [])
         first, second = Segment(0, 0, TRIED, 0, 2), Segment(0, TRIED - 1, TRIED, 2, TRIED)
-        parts = [way(memory, [first], x[:, :TRIED]), way(memory, [second], x[:, TRIED:]), memory.states]
+        parts = [compute(memory, [first], x[:, :TRIED]), compute(memory, [second], x[:, TRIED:]), memory.states]
         results.append(torch.cat([part.flatten() for part in parts]))
     error = (results[0] - results[1]).abs().max()
     return bool(error <= CLOSE[recurrence.dtype] * results[0].abs().max())

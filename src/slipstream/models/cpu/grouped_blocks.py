@@ -1,7 +1,7 @@
 """Matrices of quantised checkpoints as rows of blocks that the kernels take, with no number changed.
 
-A weight is (code - zero) * scale, or (code - 8) * scale + minimum, and a group of inputs shares what is not the code.
-Where one of GGUF's block types means exactly that, it is used; else those of `csrc/blocks/grouped.c`.
+A weight is (code - zero) * scale, or (code - 8) * scale + minimum; a group of inputs shares scale, zero and minimum.
+If one of GGUF's block types holds exactly that, it is used, else one of those in `csrc/blocks/grouped.c`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NUMBERS = {
     torch.float32: BlockFormat("F32", GROUPED["FLOAT32"] + KINDS * INPUTS, -1, INPUTS, 4 * INPUTS),
 }
 CENTRE = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
-SPARE_BITS = 0xF  # of a float32 scale: where they are 0, its product with 4 bits is exact
+SPARE_BITS = 0xF  # the lowest bits of a float32 scale: if they are 0, its product with a 4-bit number is exact
 
 
 class NotInBlocksError(Exception):
-    """Why a file's weights must be unpacked instead of computed with as they are."""
+    """A file's weights must be unpacked instead of multiplied as they are; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class GroupedMatrix:
     """Weights [outputs, inputs] as codes.
 
     bits: 2, 4 or 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
-    minima: float32 [outputs, groups] or None; group: inputs that share a scale. owners: [inputs] the group of each
-    input where they are in another order.
+    minima: float32 [outputs, groups] or None; group: how many inputs share a scale. owners: [inputs], the group of each
+    input; None if groups are successive inputs.
     """
 
     bits: int
@@ -58,37 +58,39 @@ class GroupedMatrix:
         """
         inputs = self.codes.shape[1]
         if self.owners is not None:
-            raise NotInBlocksError("has groups of inputs that are no neighbours (act-order); computed with: neighbours")
+            raise NotInBlocksError(
+                "has groups of inputs that are not successive (act-order); computed with: groups of successive inputs"
+            )
         if inputs % INPUTS or self.group % INPUTS:
             raise NotInBlocksError(
                 f"has {inputs} inputs in groups of {self.group}; computed with: multiples of {INPUTS}"
             )
         matrix = self._divided()
-        short = matrix.minima is None and torch.equal(matrix.scales.half().float(), matrix.scales)
+        fits_float16 = matrix.minima is None and torch.equal(matrix.scales.half().float(), matrix.scales)
         centred = bool((matrix.zeros == CENTRE[self.bits]).all())
         if self.bits == 8:
-            if not (short and centred):
+            if not (fits_float16 and centred):
                 what = "scales beyond float16" if centred else "zero points other than 128"
-                raise NotInBlocksError(f"has 8 bits and {what}; computed with: 8 bits, symmetric, 4 and 2 bits")
+                raise NotInBlocksError(f"has 8 bits and {what}; computed with: symmetric 8 bits, 4 and 2 bits")
             return Q8_0, matrix._spread(INPUTS).q8_0()
-        if not short:
+        if not fits_float16:
             return matrix._int4_minima()
         if centred and self.bits == 4 and matrix.group == INPUTS:
             return Q4_0, matrix._q4_0()
         return grouped_format("INT4", matrix.group), matrix.int4()
 
     def q8_0(self) -> Any:
-        """[outputs, bytes]: rows of `Q8_0`, of 8 bits with centred zero points and scales that are float16 numbers."""
+        """[outputs, bytes]: rows of `Q8_0`, for 8 bits, centred zero points and scales that are float16 numbers."""
         return self._rows(self.scales.half(), (self.codes ^ 0x80).unflatten(1, (-1, INPUTS)))
 
     def int4(self) -> Any:
-        """[outputs, bytes]: rows of `grouped_format("INT4", group)`, of scales that are float16 numbers."""
+        """[outputs, bytes]: rows of `grouped_format("INT4", group)`, for scales that are float16 numbers."""
         offsets = (8 - self.zeros).to(torch.int8)
         heads = torch.cat([_bytes(self.scales.half()), _bytes(torch.stack([offsets, offsets * 0], -1))], -1)
         return self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
 
     def _divided(self) -> GroupedMatrix:
-        """This matrix in groups that divide the inputs; as it is, the last group of a row may be short."""
+        """This matrix in groups of equal size. Its own groups may leave a shorter one at the end of a row."""
         inputs = self.codes.shape[1]
         return self if inputs % self.group == 0 else self._spread(INPUTS)
 
@@ -108,7 +110,8 @@ class GroupedMatrix:
         minima = self.scales * (8 - self.zeros).float() if self.minima is None else self.minima
         spare = not bool((self.scales.view(torch.int32) & SPARE_BITS).any())
         centred = bool((self.zeros == 8).all())
-        if not (spare or centred) if self.minima is None else not (spare and centred):
+        is_exact = spare or centred if self.minima is None else spare and centred
+        if not is_exact:
             raise NotInBlocksError("has scales of more than 20 significant bits; computed with: 20 and less")
         heads = torch.cat([_bytes(self.scales), _bytes(minima)], -1)
         return grouped_format("INT4_MINIMA", self.group), self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
@@ -119,13 +122,13 @@ class GroupedMatrix:
 
 
 def grouped_format(kind: str, group: int) -> BlockFormat:
-    """The type of 4-bit codes in groups of this size. kind: a key of `GROUPED`."""
+    """The block format of 4-bit codes in groups of this size. kind: "INT4" or "INT4_MINIMA"."""
     code, head = GROUPED[kind] + KINDS * group, 4 if kind == "INT4" else 8
     return BlockFormat(f"int4 group {group}", code, -1, group, head + group)
 
 
 def number_format(dtype: torch.dtype, inputs: int) -> BlockFormat:
-    """The type of a matrix in floating point. Raises `NotInBlocksError` for others."""
+    """The block format of a matrix in floating point. Raises `NotInBlocksError` if the kernels do not take it."""
     if dtype not in NUMBERS or inputs % INPUTS:
         what = f"is of type {str(dtype).removeprefix('torch.')}" if dtype not in NUMBERS else f"has {inputs} inputs"
         raise NotInBlocksError(f"{what}; computed with: bfloat16, float16 and float32, multiples of {INPUTS} inputs")

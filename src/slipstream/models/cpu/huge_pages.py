@@ -1,7 +1,7 @@
-"""Memory for weights in pages of 2 MB where the system has them (Linux).
+"""Memory for weights in pages of 2 MB, if the system has them (Linux).
 
-A forward reads all weights in order. In pages of 4 KB the processor translates an address every 4 KB, and a process
-that loads a file of a gigabyte is given a quarter of a million pages one by one.
+A forward reads all weights in order. With pages of 4 KB the processor translates an address every 4 KB, and a process
+that loads a file of a gigabyte gets a quarter of a million pages one by one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 26  # bytes taken from the system at a time: parts smaller than a page share them
+CHUNK = 1 << 26  # bytes taken from the system at a time, so that parts smaller than a page share one
 ALIGNED = 64  # bytes
 
 
 class HugePages:
-    """Hands out memory; a chunk is given back when nothing of it is in use."""
+    """Allocates memory from chunks; a chunk is freed when none of its parts is in use."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
@@ -47,6 +47,6 @@ def _chunk(size: int) -> Tensor:
         start = -memory.data_ptr() % ALIGNED
         return memory[start : start + size]
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without them gives small pages, which are as good to read from
+    with suppress(OSError):  # a kernel built without huge pages gives small ones, which work, too
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -1,13 +1,14 @@
 """Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
 
 There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantised files (`csrc/blocks/*.c`), each
-for the best instructions of this processor. Blocks give the same bits with all instructions. For bfloat16 all sets of
-instructions give the same bits but AMX and AVX-512 with bfloat16, and each gives the same at any width.
+for the best instructions of this processor. Blocks give the same bits with all instructions. With bfloat16 weights, AMX
+and AVX-512 with bfloat16 each give bits of their own, and all other instructions give the same; the number of tokens
+changes no bit in any case.
 
-A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed; what it makes is loaded
-again only from a folder that nobody but the user can have written to. Without either, or on a processor without the
-instructions that the kernels are written for, PyTorch's kernels are used and a warning says why; SLIPSTREAM_KERNELS=off
-in the environment does so without a warning.
+A prebuilt library is used if it was made from exactly these sources. Otherwise a compiler is needed; its library is
+loaded again only from a folder that nobody but the user can have written to. Without either, or on a processor without
+the instructions that the kernels are written for, PyTorch's kernels are used and a warning tells why;
+SLIPSTREAM_KERNELS=off in the environment selects them without a warning.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 ROOT = 0
 SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("prebuilt")
 BLOCK_SOURCES = sorted(SOURCES.joinpath("blocks").glob("*.c"))
-# no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
+# no contraction: a product and a sum become one operation only where the source says so, never by the compiler's choice
 COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
 LIBRARIES = ("-lpthread", "-ldl", "-lm")
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
 SWITCH = "SLIPSTREAM_KERNELS"
-# what brings a compiler, by system
+# how to install a compiler, by system
 COMPILERS = {"darwin": "xcode-select --install", "linux": "apt install gcc, or your system's package of it"}
 BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
 VARIANTS: Mapping[str, tuple[str, ...]] = {
@@ -87,7 +88,7 @@ SIGNATURES = {
     # blocks
     "panel_bytes": "nn>n",
     "pack_panels": "npnnpi",
-    "pack_pieces": "ipnp>n",  # not there on Windows
+    "pack_pieces": "ipnp>n",  # missing on Windows
     "unpack_rows": "pnpnp",
     "activation_bytes": "nnn>n",
     "multiply_blocks": "ppnnpp",
@@ -104,16 +105,16 @@ TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ct
 
 
 class NotPrivateError(OSError):
-    """Why files of a folder cannot be trusted."""
+    """The files of a folder cannot be trusted; the message is the reason."""
 
 
 @contextmanager
 def private_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that only the user may write to, or make it so if it is the user's; yields a path to it.
+    """Create a folder that only the user may write to, or restrict one that the user owns; yields a path to it.
 
-    On Linux the path leads to the very folder that was checked, whoever may rename those above it. A folder of the
-    administrator's that nobody else may write to is as good. Raises `NotPrivateError` for any other, and OSError where
-    there can be none. On Windows the system's own rights are relied upon.
+    On Linux the path leads to the folder that was checked, even if a folder above it is renamed. A folder that belongs
+    to the administrator and that nobody else may write to is accepted, too. Raises `NotPrivateError` for any other, and
+    OSError if it cannot be created. On Windows nothing is checked: the system's access rights are relied upon.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -125,7 +126,7 @@ def private_folder(folder: Path) -> Iterator[Path]:
         status = os.fstat(descriptor)
         if status.st_uid == os.geteuid() and status.st_mode & OTHERS_MAY_WRITE:
             os.fchmod(descriptor, 0o700)
-        elif not _is_of_user(status):
+        elif not _is_trusted(status):
             raise NotPrivateError(f"{folder} belongs to another user, or others may write to it")
         yield DESCRIPTORS / str(descriptor) if DESCRIPTORS.exists() else folder
     finally:
@@ -133,7 +134,7 @@ def private_folder(folder: Path) -> Iterator[Path]:
 
 
 def save(content: bytes, file: Path) -> None:
-    """Write a file that nobody else may change, with a checksum at its end; it is there whole or not at all."""
+    """Write a file that nobody else may change, with a checksum at its end, either as a whole or not at all."""
     descriptor, scratch = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as opened:
@@ -145,17 +146,17 @@ def save(content: bytes, file: Path) -> None:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether `save` has written a file, for this user, and nothing has changed it since."""
+    """Whether `save` has written this file for this user, and nothing has changed it since."""
     try:
         status = file.lstat()
-        content = file.read_bytes() if stat.S_ISREG(status.st_mode) and _is_of_user(status) else b""
+        content = file.read_bytes() if stat.S_ISREG(status.st_mode) and _is_trusted(status) else b""
     except OSError:
         return False
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
-def _is_of_user(status: os.stat_result) -> bool:
-    """Whether nobody but the user and the administrator can have written this, or may."""
+def _is_trusted(status: os.stat_result) -> bool:
+    """Whether only the user or the administrator owns this file or folder and may write to it."""
     if not hasattr(os, "geteuid"):
         return True
     return status.st_uid in (os.geteuid(), ROOT) and not status.st_mode & OTHERS_MAY_WRITE
@@ -170,13 +171,13 @@ def switched_on() -> bool:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers begin."""
+    """The address of a tensor's first number; None (a null pointer) without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is compiled to one library, and how. name: the library's; sources: its C files."""
+    """How one library is compiled. name: of the library; sources: its C files."""
 
     name: str
     sources: tuple[Path, ...]
@@ -184,27 +185,27 @@ class Recipe:
 
     @property
     def headers(self) -> tuple[Path, ...]:
-        """All headers: those that the sources include are among them."""
+        """All headers, among them those that the sources include."""
         return tuple(sorted(SOURCES.rglob("*.h")))
 
 
 def prebuilt_file(recipe: Recipe) -> Path | None:
-    """The prebuilt library of these sources; None if there is none."""
+    """The library that a wheel has prebuilt from these sources; None if there is none."""
     name = prebuilt_name(recipe, sys.platform)
     if (PREBUILT / name).exists():
         return PREBUILT / name
     if others := sorted(PREBUILT.glob(f"{recipe.name}-*")):
-        log.info("%s was built of other sources: the kernels are compiled", others[0].name)
+        log.info("%s was built from other sources: the kernels are compiled", others[0].name)
     return None
 
 
 def prebuilt_name(recipe: Recipe, platform: str) -> str:
-    """The name of a prebuilt library, which tells its sources. platform: as `sys.platform`."""
+    """The file name of a prebuilt library, with a digest of its sources. platform: as `sys.platform`."""
     return f"{recipe.name}-{_digest(recipe)}{SUFFIX.get(platform, '.so')}"
 
 
 def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
-    """The compiled library in this folder; compiled if it is not there whole, by $CC, else gcc, else cc.
+    """The compiled library in this folder. If it is missing or damaged, $CC, else gcc, else cc compiles it.
 
     folder: see `private_folder`.
     """
@@ -236,7 +237,7 @@ def compile_library(compiler: list[str], recipe: Recipe, library: Path, librarie
 
 
 def version(*compiler: str, recipe: Recipe) -> str:
-    """A name for these kernels: a digest of their source and of the way they are compiled."""
+    """A name for these kernels, with a digest of their sources, compiler and flags."""
     return f"kernels-{_digest(recipe, *compiler)}"
 
 
@@ -258,7 +259,7 @@ def loaded(recipe: Recipe) -> ctypes.CDLL:
 
 
 def _compiled(recipe: Recipe) -> ctypes.CDLL:
-    """The library from the cache folder, compiled if need be; from the user's own where that one is shared."""
+    """The library from the cache folder, or from the user's own if others may write to that; compiled if need be."""
     reasons = dict[Path, str]()
     for folder in dict.fromkeys(parent / "kernels" for parent in (cache_folder(), users_cache_folder())):
         try:
@@ -266,7 +267,7 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
                 library = built(private, os.environ, recipe)
                 try:
                     return ctypes.CDLL(str(library))
-                except OSError as error:  # compiled by another system that has this folder too
+                except OSError as error:  # compiled by another system that shares this folder
                     log.info("%s is compiled again: %s", folder / library.name, error)
                     library.unlink(missing_ok=True)
                     return ctypes.CDLL(str(built(private, os.environ, recipe)))
@@ -276,7 +277,7 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
 
 
 def with_remedy(error: NoKernelsError) -> str:
-    """The reason and, if a compiler is missing, what brings one."""
+    """The reason and, if a compiler is missing, how to install one."""
     if not isinstance(error, NoCompilerError):
         return str(error)
     command = f" ({COMPILERS[sys.platform]})" if sys.platform in COMPILERS else ""
@@ -284,8 +285,8 @@ def with_remedy(error: NoKernelsError) -> str:
 
 
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
-    """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
-    last_reason = ""  # the same for every recipe, if the folder cannot be written
+    """The first recipe whose library can be loaded. Raises the last recipe's `NoKernelsError` if none can."""
+    last_reason = ""  # a reason that all recipes share, such as a folder that cannot be written, is logged once
     for recipe in recipes[:-1]:
         try:
             loaded(recipe)
@@ -318,20 +319,20 @@ def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
 
 
 def bfloat16_recipe(variant: str) -> Recipe:
-    """How the kernels are compiled for these instructions."""
+    """How the kernels for bfloat16 weights are compiled. variant: a key of `VARIANTS`."""
     flags = (*COMMON_FLAGS, *compiler_flags(VARIANTS[variant]))
     products = [path for path in BLOCK_SOURCES if path.stem != "float_layer"]
     return Recipe(f"bfloat16-{variant}", (*sorted(SOURCES.glob("*.c")), *products), flags)
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
+    """The compiled functions of `csrc/`; None if they are not available or are switched off."""
     return kernels_for(os.environ.get(ISA)) if switched_on() else None
 
 
 @cache
 def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
-    """forced_isa: the value of SLIPSTREAM_ISA."""
+    """What `kernels` returns if they are switched on. forced_isa: the value of SLIPSTREAM_ISA."""
     try:
         return library_of(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
@@ -351,13 +352,13 @@ def bfloat16_version() -> str:
 
 
 def block_recipe(isa: str) -> Recipe:
-    """How the kernels are compiled for these instructions."""
+    """How the kernels for quantised files are compiled. isa: a key of `NEEDED`."""
     sources = (*BLOCK_SOURCES, SOURCES / "layout.c", SOURCES / "team.c")
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 
 def block_kernels() -> ctypes.CDLL:
-    """The compiled functions. Raises `NoKernelsError` with the reason where they cannot be had."""
+    """The compiled functions of `csrc/blocks/`. Raises `NoKernelsError` with the reason if they are not available."""
     if not switched_on():
         raise NoKernelsError("SLIPSTREAM_KERNELS is off")
     return library_of(best_block_recipe(os.environ.get(ISA)))
@@ -370,14 +371,14 @@ def best_block_recipe(forced_isa: str | None) -> Recipe:
 
 @cache
 def library_of(recipe: Recipe) -> ctypes.CDLL:
-    """The functions of a recipe."""
+    """The library of a recipe, whose structs and constants agree with Python's."""
     library = loaded(recipe)
     check_layout(library)
     return library
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """A library whose functions take Python's numbers and addresses, see `SIGNATURES`."""
+    """The same library, its functions declared to take Python's numbers and addresses, see `SIGNATURES`."""
     for name, signature in SIGNATURES.items():
         if hasattr(library, name):
             arguments, _, returned = signature.partition(">")
@@ -387,5 +388,5 @@ def typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def block_version() -> str:
-    """A name for the kernels in use: a digest of their source and of the way they are compiled."""
+    """A name for the kernels in use, see `version`."""
     return version(recipe=best_block_recipe(os.environ.get(ISA)))

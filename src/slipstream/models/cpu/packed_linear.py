@@ -1,8 +1,8 @@
-"""Linear layers for CPU, laid out once instead of at every call: bfloat16 weights in 12 bits each, or as oneDNN wants.
+"""Linear layers for CPUs whose weights are laid out once, not at every call: bfloat16 in 12 bits, or oneDNN's layout.
 
 The specification of each is the `nn.Linear` it replaces. A forward of few tokens takes as long as reading its weights,
-so a quarter less to read is a quarter less time; no weight changes: `csrc/compression.c` says how. oneDNN's packed
-layers use the operators of PyTorch's own CPU freezing and read their weights at memory speed, too.
+so a quarter less to read is a quarter less time. No weight changes: `csrc/compression.c` explains how. oneDNN's packed
+layers use the operators of PyTorch's own CPU freezing, and read their weights at memory speed, too.
 
 Without bfloat16 instructions and without Slipstream's own kernels, packed float32 copies of bfloat16 weights are
 multiplied: the same weights and sums of higher precision, at twice the memory. PyTorch's own bfloat16 products take
@@ -31,7 +31,7 @@ STACKED = "gate_up_proj", "down_proj"  # of the experts of a mixture, [experts, 
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight exists in packed form only; as it was where PyTorch has no oneDNN."""
+    """An `nn.Linear` whose weight exists in oneDNN's packed form only; unpacked if PyTorch has no oneDNN."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def needs_float32(dtype: torch.dtype) -> bool:
 
 
 def _has_bf16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # there is no public way to ask
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # PyTorch has no public function for it
 
 
 def unsupported(model: Any) -> str | None:
@@ -69,9 +69,9 @@ def unsupported(model: Any) -> str | None:
         return "this PyTorch has no oneDNN"
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:
-        return "some of its weights are brought from elsewhere when they are needed"
+        return "some of its weights are loaded only when they are needed"
     if devices != {"cpu"}:
-        return "packing is for CPU"
+        return "packing is for the CPU"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"packing needs bfloat16 or float32 weights, not {str(model.dtype).removeprefix('torch.')}"
     if getattr(model, "is_quantized", False):
@@ -95,7 +95,7 @@ def pack(
 ) -> None:
     """Replace every `nn.Linear` of a model in place by what `convert` makes of it, freeing each weight at once.
 
-    A weight shared with an embedding stays for the embedding and is packed as a copy. leave: layers that stay.
+    A weight shared with an embedding stays for the embedding, and a copy of it is packed. leave: layers that stay.
     """
     kept = set(leave)
     for parent in list(model.modules()):
@@ -107,12 +107,12 @@ def pack(
 class PackedExperts(nn.Module):
     """The experts of a mixture, each as two layers that `convert` has made.
 
-    A token is multiplied by a few experts only, so a forward of few tokens takes as long as reading these. Transformers
-    keeps all of a layer in two tensors, which `pack` does not see.
+    A token is multiplied by a few experts only, so a forward of few tokens takes as long as reading these.
+    Transformers keeps all experts of a layer in two tensors, which are no `nn.Linear` for `pack` to replace.
     """
 
     def __init__(self, experts: Any, convert: Callable[[nn.Linear], nn.Module]) -> None:
-        """experts: those that `are_packable`; their weights are freed."""
+        """experts: a module that `are_packable` accepts; its weights are freed."""
         super().__init__()
         self._gate = experts._apply_gate
         stacked = []
@@ -123,7 +123,7 @@ class PackedExperts(nn.Module):
         self._up, self._down = stacked
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """x: [N, H]; chosen: [N, K] the experts of each token; shares: [N, K] what they count."""
+        """x: [N, H]; chosen: [N, K], the experts of each token; shares: [N, K], the factors of their outputs."""
         out = torch.zeros_like(x)
         for number in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == number)
@@ -133,7 +133,7 @@ class PackedExperts(nn.Module):
 
 
 def are_packable(module: nn.Module) -> bool:
-    """Whether a module has experts of two products each, with a gate and without biases."""
+    """Whether a module is a set of experts of two products each, with a gate and without biases."""
     weights = [getattr(module, name, None) for name in STACKED]
     are_stacked = all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
     others = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
@@ -165,7 +165,7 @@ class KernelLinear(nn.Module):
 
     def _set_weights(self, library: Any, format: int, arrays: tuple[Tensor | None, ...]) -> None:
         """format, arrays: of `struct linear`: data, tables, offsets, exceptions and bias."""
-        self._arrays, self._multiply = arrays, library.multiply  # the struct has only their addresses
+        self._arrays, self._multiply = arrays, library.multiply  # kept, since the struct has only their addresses
         self.weights = LinearStruct(format, self.in_features, self.out_features, *map(address, arrays))
 
     def first(self, outputs: int) -> KernelLinear:
@@ -212,7 +212,7 @@ class CompressedLinear(KernelLinear):
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether exceptions are few."""
+        """Whether there are few enough exceptions; if not, the layer has no weights."""
         return self.exceptions <= WORTH * self.in_features * self.out_features
 
 

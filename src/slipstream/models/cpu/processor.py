@@ -1,6 +1,6 @@
-"""What the processor is: its model name and its instruction sets, and which of those the kernels are written for.
+"""The processor: its model name, its instruction sets, and which of those the kernels are written for.
 
-Linux tells in /proc/cpuinfo, macOS by sysctl. On Windows a function of the prebuilt kernels asks the processor.
+Linux lists them in /proc/cpuinfo, macOS in sysctl. On Windows a prebuilt library asks the processor itself.
 SLIPSTREAM_ISA in the environment names the instructions to use instead of the best.
 """
 
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from slipstream.errors import UsageError
 
-AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used where the system gives its registers to a program that asks
+AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used if Linux grants their registers, see `request_tiles`
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
-DETECTION = Path(__file__).with_name("prebuilt")  # of csrc/detection/, where a wheel has it
+DETECTION = Path(__file__).with_name("prebuilt")  # folder of the library of csrc/detection/, if the wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
 ISA = "SLIPSTREAM_ISA"
-# what the processor must have, best first, by the names of Linux's /proc/cpuinfo
+# what the processor must have, by the names in Linux's /proc/cpuinfo; the best instructions first
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "amx": (*AVX512, "avx512_bf16", *AMX),
@@ -39,8 +39,8 @@ OTHER_FLAGS = {"asimddp": "-march=armv8.2-a+dotprod", **{name: f"-m{name.replace
 
 @dataclass(frozen=True)
 class Processor:
-    """model_name: empty where it is not known; flags: instruction sets that programs may use, by Linux's names, none
-    where they are not known."""
+    """model_name: empty if unknown; flags: instruction sets that programs may use, by Linux's names, empty if
+    unknown."""
 
     model_name: str = ""
     flags: frozenset[str] = frozenset()
@@ -49,21 +49,21 @@ class Processor:
 def processor(file: Path = CPU_INFO) -> Processor:
     """The first processor of this machine."""
     if not file.exists():
-        return elsewhere(sys.platform)
+        return processor_without_cpuinfo(sys.platform)
     described = parse(file.read_text(errors="replace", encoding="utf-8"))
-    if AMX[0] in described.flags and not gives_tiles():
+    if AMX[0] in described.flags and not request_tiles():
         return Processor(described.model_name, described.flags.difference(AMX))
     return described
 
 
 def memory_bytes() -> int | None:
-    """The memory of this machine; None where the system does not tell."""
+    """The memory of this machine; None if the system does not report it."""
     names = getattr(os, "sysconf_names", {})
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
 
 
-def gives_tiles() -> bool:
-    """Whether Linux lets this process use the registers of AMX; it does from now on if it can."""
+def request_tiles() -> bool:
+    """Ask Linux to let this process use the registers of AMX from now on; returns whether it does."""
     permitted = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)))
     return permitted == 0
 
@@ -79,25 +79,25 @@ def parse(text: str) -> Processor:
 
 
 @cache
-def elsewhere(platform: str) -> Processor:
-    """Where there is no /proc/cpuinfo. platform: as `sys.platform`."""
+def processor_without_cpuinfo(platform: str) -> Processor:
+    """The first processor of a machine that has no /proc/cpuinfo. platform: as `sys.platform`."""
     if platform == "darwin":
         library = ctypes.CDLL(None)
         flags = frozenset(flag for name, flag in OF_APPLE.items() if _sysctl(library, name)[:1] == b"\1")
         return Processor(_sysctl(library, "machdep.cpu.brand_string").rstrip(b"\0").decode(), flags)
     library_file = next(DETECTION.glob("detection-*"), None)
-    return Processor() if library_file is None else asked(ctypes.CDLL(str(library_file)))
+    return Processor() if library_file is None else detected(ctypes.CDLL(str(library_file)))
 
 
-def asked(library: ctypes.CDLL) -> Processor:
-    """What the processor says of itself. library: of csrc/detection/."""
+def detected(library: ctypes.CDLL) -> Processor:
+    """The processor as the library of csrc/detection/ describes it."""
     name, flags = ctypes.create_string_buffer(64), ctypes.create_string_buffer(256)
     library.describe_processor(name, flags)
     return Processor(name.value.decode(errors="replace").strip(), frozenset(flags.value.decode().split()))
 
 
 def _sysctl(library: ctypes.CDLL, name: str) -> bytes:
-    """A value of macOS's sysctl; empty if there is none of this name."""
+    """A value of macOS's sysctl; empty if it has none of this name."""
     value = ctypes.create_string_buffer(256)
     size = ctypes.c_size_t(len(value))
     failed = library.sysctlbyname(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
@@ -105,11 +105,11 @@ def _sysctl(library: ctypes.CDLL, name: str) -> bytes:
 
 
 class NoKernelsError(Exception):
-    """Why the kernels cannot be used here."""
+    """The kernels cannot be used here; the message is the reason."""
 
 
 class NoCompilerError(NoKernelsError):
-    """There is nothing here that compiles them."""
+    """No C compiler is installed that could build the kernels."""
 
 
 def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
@@ -117,18 +117,18 @@ def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
 
     Raises `NoKernelsError` if the processor has none of them, `UsageError` for a wrong name or one that it lacks.
     """
-    there = [name for name, flags in NEEDED.items() if set(flags) <= processor.flags]
+    available = [name for name, flags in NEEDED.items() if set(flags) <= processor.flags]
     if forced_isa:
-        if forced_isa not in NEEDED or forced_isa not in there:
-            what = "this processor lacks them" if forced_isa in NEEDED else "no such instructions"
-            raise UsageError(f"{ISA}={forced_isa!r}: {what}; allowed here: {', '.join(there)}")
+        if forced_isa not in available:
+            reason = "this processor lacks them" if forced_isa in NEEDED else "no such instructions"
+            raise UsageError(f"{ISA}={forced_isa!r}: {reason}; allowed here: {', '.join(available)}")
         return [forced_isa]
-    usable = [name for name in there if name not in FORCED_ONLY]
+    usable = [name for name in available if name not in FORCED_ONLY]
     if not usable:
-        raise NoKernelsError("they need a processor with AVX2, FMA and F16C or one of ARM with dot products")
+        raise NoKernelsError("they need a processor with AVX2, FMA and F16C, or an ARM processor with dot products")
     return usable
 
 
 def compiler_flags(needed: tuple[str, ...]) -> tuple[str, ...]:
-    """What tells a compiler of these instructions."""
+    """The options with which a compiler uses these instructions."""
     return tuple(OTHER_FLAGS.get(name) or "-m" + name.replace("_", "") for name in needed)

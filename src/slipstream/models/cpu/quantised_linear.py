@@ -1,4 +1,4 @@
-"""Weights that are quantised while a model is loaded, and bfloat16 layers over them.
+"""Weights that are quantised while a model is loaded, and the layers that multiply by them.
 
 int8: 32 inputs share a float16 scale, the largest magnitude over 127 (GGUF's Q8_0). int4: 32 inputs share a float16
 scale and a zero point, the range between their extremes, or the share of it with the least squared error.
@@ -57,7 +57,7 @@ class QuantisedLinear(KernelLinear):
         return super().forward(x.to(torch.bfloat16)).to(self.dtype)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """[N, in_features]: the weights of some outputs [N] as they are multiplied."""
+        """[N, in_features]: the rounded weights of some outputs [N]."""
         return self.part.rows(outputs).to(self.dtype)
 
 
@@ -75,12 +75,12 @@ def fits(linear: nn.Linear) -> bool:
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many weights of a model would be rounded."""
+    """How many weights of a model quantisation would round."""
     return sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and fits(m))
 
 
 def rounded_activations(model: nn.Module) -> str | None:
-    """How a model's activations are rounded, see `ACTIVATIONS` of block_linear.py; None if they are not."""
+    """How a model's activations are rounded, a key of `ACTIVATIONS` in block_linear.py; None if they are not."""
     if linears := block_linears(model):
         return linears[0].activations
     return "int8" if any(isinstance(module, QuantisedLinear) for module in model.modules()) else None
@@ -122,14 +122,14 @@ def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, smallest: int, largest
 
 
 def _error(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The squared error of each group in 4 bits; in place, since it is computed for every share."""
+    """The squared error of each group in 4 bits; computed in place, since it is needed for every share."""
     scale, zero = scales.unsqueeze(-1), zeros.unsqueeze(-1)
-    met = (groups * (1 / scale)).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale).sub_(groups)
-    return met.square_().sum(-1)
+    error = (groups * (1 / scale)).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale).sub_(groups)
+    return error.square_().sum(-1)
 
 
 def _half(scales: Tensor) -> Tensor:
-    """Scales as float16 has them, none of them 0."""
+    """Scales rounded to float16 numbers, none of them to 0, in float32."""
     return scales.clamp(SMALLEST_SCALE, LARGEST_SCALE).half().float()
 
 

@@ -1,4 +1,4 @@
-"""The structs and constants of the kernels' headers as Python has them, and a check that both sides agree."""
+"""Python's mirror of the structs and constants in the kernels' headers, and a check that both sides agree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from slipstream.errors import SlipstreamError
 
 LANES = 16  # numbers that the kernels take at a time
-PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes of weights in 12 bits
-SPACE = 3  # bfloat16 numbers of space per input of a product
-TWELVE_BITS = -1  # instead of a format of blocks
+PANEL, BLOCK, QUAD = 32, 128, 192  # of weights in 12 bits: outputs and inputs of a block, bytes of 4 inputs of a panel
+SPACE = 3  # bfloat16 numbers of scratch space per input of a product
+TWELVE_BITS = -1  # `format` of a matrix in 12 bits, which is in no block format
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
-INPUTS = 32  # of a row of a block format, which share the scale of an activation
+INPUTS = 32  # of a token, which share the scale of its activations; rows of blocks have a multiple of this
 GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
 KINDS = 64
 
@@ -29,7 +29,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class NormStruct(ctypes.Structure):
-    """`struct norm`: a root mean square norm of bfloat16 weights; no weight, no norm."""
+    """`struct norm`: a root mean square norm for bfloat16 layers; without a weight there is no norm."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int)]
 
@@ -86,8 +86,8 @@ class SegmentStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A block type. code: as in the kernels; number: as in GGUF files, -1 if in none; size, bytes: of a block, values
-    and bytes."""
+    """A block format. code: its number in the kernels; number: its type in GGUF files, -1 if they have none like it;
+    size, bytes: values and bytes of a block."""
 
     name: str
     code: int

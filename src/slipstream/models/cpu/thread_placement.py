@@ -1,12 +1,14 @@
-"""Two computing threads on one core: noticed, and ended.
+"""Keeps computing threads on separate cores.
 
 OpenMP threads wait for each other by spinning. If the scheduler leaves two of them on one core, each waits for the
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
 PyTorch is imported, keeps them apart, and `OMP_PLACES=cores` keeps them off each other's hyperthreads; the command line
-does so. A container that may use only some cores' worth of time gets as many threads, unbound: its neighbours would be
-bound to the same cores. Within a running program they are sent to cores of their own once and then left free again.
-Binding also pins the thread that imports PyTorch, and all that it starts, to the first core; those that do not compute
-are freed again. PyTorch is imported where it is needed, because importing it starts OpenMP.
+sets both. A container that is granted the time of only some cores gets as many threads, unbound: other containers would
+be bound to the same cores. In a program that runs already, threads that share a core are moved to separate cores once
+and may then run anywhere again.
+
+Binding also pins the thread that imports PyTorch, and all threads that it starts, to the first core; those that do not
+compute are freed again. PyTorch is imported inside functions, because importing it starts OpenMP.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream")
 
+# environment variables with which users arrange threads themselves
 CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS")
-SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
+SLOW = 1e-3  # seconds; the operator of `step_seconds` takes some 20 microseconds if threads have separate cores
 SAMPLES = 16
 _TASKS = Path("/proc/self/task")
 _CONTROL_GROUP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -36,10 +39,10 @@ _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted f
 
 
 def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
-    """Have OpenMP keep its threads on cores of their own, unless the user arranged them; before PyTorch is imported.
+    """Make OpenMP keep its threads on separate cores, unless the user arranged them; call it before importing PyTorch.
 
-    Where a container's share of time is less than its cores, there are as many threads as it pays for instead. Returns
-    the processors on which the program may run, for `free_thread`; none where nothing is bound or to be freed.
+    If a container is granted less time than its cores have, set the number of threads to that share instead. Returns
+    the processors on which the program may run, for `free_thread`; none if no thread is bound.
     """
     if any(name in environment for name in CHOSEN):
         return frozenset()
@@ -53,9 +56,9 @@ def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
 
 
 def share_of_time() -> float | None:
-    """How many cores' worth of time Linux's control groups grant this program; None for all there is.
+    """How many cores' worth of time Linux's control groups grant this program; None if they set no limit.
 
-    Of the second version of control groups, which container engines have used since 2022.
+    Reads the second version of control groups only, which container engines have used since 2022.
     """
     if not _CONTROL_GROUP.is_file():
         return None
@@ -77,7 +80,7 @@ def physical_cores(processors: frozenset[int]) -> int:
 def free_thread(cores: frozenset[int]) -> None:
     """Let the calling thread, and those it starts, run on these cores; for threads that do not compute.
 
-    Without cores, or where the system does not let go, it stays where it is: that costs some time only.
+    Without cores, or if the system refuses, the thread stays where it is, which only costs some time.
     """
     if sys.platform == "linux" and cores:
         with suppress(OSError):
@@ -87,7 +90,7 @@ def free_thread(cores: frozenset[int]) -> None:
 def separate_threads(cores: set[int] | None = None) -> bool:
     """Move computing threads apart if two of them stay on one core. Returns whether that was so.
 
-    cores: where they may run; by default where the program may.
+    cores: on which the threads may run; by default those on which the program may.
     """
     import torch
 
@@ -105,7 +108,7 @@ def separate_threads(cores: set[int] | None = None) -> bool:
         for worker, core in zip(workers, free, strict=False):
             os.sched_setaffinity(worker, {core})
             os.sched_setaffinity(worker, cores)
-    except OSError:  # a thread ended while it was looked at, or nobody may look
+    except OSError:  # a thread has ended, or the system denies access to it
         return False
     log.info("computing threads shared a core and were moved apart; OMP_PROC_BIND=true at the start keeps them apart")
     return True
@@ -129,17 +132,17 @@ def _workers() -> list[int]:
     """The ids of the threads, other than the first one, that work while operators run."""
     import torch
 
-    before, ended = _used(), perf_counter() + 0.1
+    before, end = _ticks_used(), perf_counter() + 0.1
     numbers = torch.ones(1 << 20, dtype=torch.float32)
-    while perf_counter() < ended:
+    while perf_counter() < end:
         numbers.mul_(1.0)
-    gained = {task: used - before.get(task, 0) for task, used in _used().items() if task != os.getpid()}
+    gained = {task: ticks - before.get(task, 0) for task, ticks in _ticks_used().items() if task != os.getpid()}
     busiest = sorted(gained, key=lambda task: -gained[task])[: torch.get_num_threads() - 1]
     return [task for task in busiest if gained[task] > 0]
 
 
 def _share_a_core(tasks: list[int]) -> bool:
-    """Whether two of these threads are on one core whenever one looks."""
+    """Whether two of these threads share a core in more than nine of ten samples."""
     import torch
 
     numbers, shared = torch.ones(1 << 16, dtype=torch.float32), 0
@@ -149,7 +152,7 @@ def _share_a_core(tasks: list[int]) -> bool:
     return shared > 0.9 * SAMPLES
 
 
-def _used() -> dict[int, int]:
+def _ticks_used() -> dict[int, int]:
     """Processor time of every thread of this process, in clock ticks."""
     tasks = [int(task.name) for task in _TASKS.iterdir()]
     return {task: int(_stat(task)[_USER]) + int(_stat(task)[_SYSTEM]) for task in tasks}

@@ -1,1 +1,1 @@
-"""On CUDA: a forward, a draft or a verification replayed in one launch, and layers of few kernels."""
+"""CUDA: a forward, a draft or a verification replayed in one launch, and decoder layers of few kernels."""

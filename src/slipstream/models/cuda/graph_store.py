@@ -26,14 +26,14 @@ log = logging.getLogger("slipstream")
 
 MAX_GRAPHS = 64
 MAX_BYTES = 2 << 30
-REPLAYS = 100  # that take about as long as a capture
-FEWEST_CALLS, MOST_CALLS = 16, 1 << 16  # without a capture after one that failed, and after many
+REPLAYS = 100  # take about as long as a capture
+FEWEST_CALLS, MOST_CALLS = 16, 1 << 16  # until the next attempt: after the first capture that fails, and after many
 
 Body = Callable[[], Tensor]
 
 
 class Capturer(Protocol):
-    """Turns a body into a replay: a function that does the same work and returns the same tensor, filled anew.
+    """Turns a body into a replay: a function that does the same work and returns the same tensor with new content.
 
     bytes: device memory that the captures since the last reset hold, evicted ones included: a pool shared by graphs
     gives its memory back when the last of them is gone.
@@ -121,10 +121,10 @@ class CudaCapturer:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Any operator of this thread that waits for the device raises.
+    """Raises at any operator of this thread that waits for the device.
 
-    It could not be captured, and a failed capture is costlier. PyTorch's own check (`set_sync_debug_mode`) is for the
-    whole process, whose other threads may wait as they like.
+    Such an operator cannot be captured, and a failed capture costs more than this check. PyTorch's own check
+    (`set_sync_debug_mode`) is for the whole process, whose other threads may wait for the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,14 +135,14 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _waits(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether an operator must know numbers of the device: to return them, or for the shape of what it returns."""
+    """Whether the host needs an operator's numbers from the device: as its result, or for the shape of its result."""
     name = func._schema.name.removeprefix("aten::")
     if name in ("_to_copy", "copy_"):
         source = args[0] if name == "_to_copy" else args[1]
         target = options.get("device") if name == "_to_copy" else args[0].device
         blocks = not (options.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         return blocks and target is not None and torch.device(target).type != source.device.type
-    if name in ("index", "index_put", "index_put_", "_unsafe_index"):  # of masks it looks for the places
+    if name in ("index", "index_put", "index_put_", "_unsafe_index"):  # counts what a mask selects
         return any(index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1]) if index is not None)
     if options.get("output_size") is not None:  # `repeat_interleave` of a known length
         return False
@@ -151,7 +151,7 @@ def _waits(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: it might destroy another graph, which is not allowed during a capture."""
+    """Without garbage collection, which might destroy another graph: that is not allowed during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -173,13 +173,13 @@ class GraphMemory:
 
 
 class GraphStore:
-    """Captured bodies by key, at most `max_graphs`, the least recently used dropped first, as long as that pays.
+    """Captured bodies by key, at most `max_graphs`: the least recently used makes room for a new one, if that pays.
 
-    A body that is not captured is run instead, so that whatever happens a shape keeps the bits of its captures. When
-    captures hold more than `max_bytes`, or more than twice what the first of them took if that is more, nothing new is
-    captured until replays have paid for those there are; then all are dropped and captured again as needed, because a
-    shared pool shrinks in no other way. A capture that fails, often because somebody else has the memory just then, is
-    tried again after more and more calls. reason: why nothing is ever captured; None where captures are tried.
+    A body that is not captured is run instead, so a shape has the bits of its captures in any case. When captures hold
+    more than `max_bytes`, or more than twice what the first of them took if that is more, nothing new is captured until
+    replays have paid for the present captures. Then all are dropped and captured again as needed, because a shared pool
+    shrinks in no other way. A capture that fails, often because another process has the memory just then, is tried
+    again after more and more calls. reason: why nothing is ever captured; None if captures are tried.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class GraphStore:
         self.reason: str | None = None
 
     def run(self, key: Hashable, body: Body) -> Tensor | None:
-        """What the body returns, by a replay, captured first if need be; None if it must not be run.
+        """What the body returns, by a replay, captured first if need be; None if captures are off or the body fails.
 
-        The tensor is the capture's own: the next run of any key may write over it.
+        The tensor belongs to the capture: the next run of any key may overwrite it.
         """
         if self.reason is not None:
             return None
@@ -207,7 +207,7 @@ class GraphStore:
         return replay()
 
     def disable(self, reason: str) -> None:
-        """Capture nothing from now on; says why once."""
+        """Capture nothing from now on, and log the reason."""
         self.clear()
         self.reason = reason
         log.warning("%s runs without CUDA graphs: %s", self._owner, reason)
@@ -228,7 +228,7 @@ class GraphStore:
         self._captures = self._replays = self._first_bytes = 0
 
     def _capture(self, key: Hashable, body: Body) -> Body | None:
-        """A new capture; None where it fails or has to wait."""
+        """A new capture; None if it fails or has to wait."""
         if self._calls_to_wait:
             self._calls_to_wait -= 1
             return None
@@ -253,7 +253,7 @@ class GraphStore:
         return replay
 
     def _note_failure(self, error: Exception) -> None:
-        """Give all memory back and wait, each time twice as long as the last; says why once."""
+        """Free all memory and wait for twice as many calls as the last time; warns of the first failure only."""
         self._drop()
         self._calls_to_wait = min(FEWEST_CALLS << self._failures, MOST_CALLS)
         level = logging.INFO if self._failures else logging.WARNING
@@ -263,7 +263,7 @@ class GraphStore:
     def _uncaptured(self, body: Body) -> Tensor | None:
         try:
             return body()
-        except Exception as error:  # the eager forward needs less, and says what fails there too
+        except Exception as error:  # the caller's eager forward needs less memory, and raises what fails there too
             log.info("%s: %s", self._owner, first_line(error))
             return None
 

@@ -17,7 +17,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.models.decoder.attention import Cut
 from slipstream.models.decoder.cache import Layout, SlotCache
 
-WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as a hundred replays, and these as long as each other
+WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as 100 replays, and replays of any width take as long
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
 SPARE = WIDTHS[-1]  # positions at the end of every slot where padding is written
 
@@ -33,11 +33,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class IndexedForward:
-    """A forward of R rows of C tokens whose places tensors say, int64 on the cache's device.
+    """A forward of R rows of C tokens whose places are in tensors, int64 on the cache's device.
 
-    slots, starts: [R], where rows are cached and the position of each one's first token. positions, columns: [R, C], of
-    the tokens, and where in its slot each is written. attended: how many positions of a slot are read at most.
-    ancestors: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
+    slots, starts: [R], the slot of each row and the position of its first token. positions, columns: [R, C], the
+    position of each token, and the place in its slot where it is written. attended: how many positions of a slot are
+    read at most. ancestors: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
     """
 
     slots: Tensor
@@ -49,16 +49,16 @@ class IndexedForward:
 
 
 class IndexedCache(SlotCache):
-    """A slot cache that can also be indexed by tensors, so that a captured graph writes wherever they say by then.
+    """A slot cache that can also be indexed by tensors, so that a replayed graph writes where they point by then.
 
-    forward: what the next forward is, if it is indexed.
+    forward: the next forward, if it is indexed.
     """
 
     forward: IndexedForward | None = None
     spare_positions = SPARE
 
     def index(self, forward: IndexedForward) -> None:
-        """Make the next forward write the columns of the first R slots and read what it attends to of them."""
+        """Make the next forward write its columns to its slots and read the first R slots as far as it attends."""
         self._slots, self._attended, self._span = slice(0, len(forward.slots)), forward.attended, None
         self._rows, self._columns = forward.slots[:, None], forward.columns
         self._begin([])
@@ -75,7 +75,7 @@ class IndexedCache(SlotCache):
 
     @property
     def allocated(self) -> bool:
-        """Whether a forward has run, so that keys and values have their place."""
+        """Whether a forward has run, so that keys and values have memory."""
         return any(layer.keys is not None for layer in self.layers)
 
     def bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
@@ -97,10 +97,11 @@ def _round_units(units: int) -> int:
 
 @dataclass(frozen=True)
 class TreeTable:
-    """Rows of a forward over trees, a row's tokens in the order in which they stand in its slot.
+    """The rows of a forward over trees; a row's tokens are in the order in which they are stored in its slot.
 
-    starts: the position of each row's first token, and its place; depths: how far each token's position is behind it;
-    follows: the tokens of the row that each one sees, in the order of their positions, the last of which is itself.
+    starts: for each row, the position of its first token, which is also that token's place. depths: how far behind it
+    each token's position is. follows: for each token, the tokens of its row that it sees, by position; the last is the
+    token itself.
     """
 
     slots: list[int]
@@ -110,7 +111,7 @@ class TreeTable:
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens each row has."""
+        """The number of tokens of each row."""
         return list(map(len, self.depths))
 
     def cells(self) -> tuple[Tensor, Tensor]:
@@ -120,9 +121,10 @@ class TreeTable:
         return torch.tensor(rows), torch.tensor(columns)
 
     def padded(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Depths [rows, width]; whom tokens see [rows, width, width]; and who that is at each depth, likewise.
+        """Depths [rows, width]; whether a token sees another [rows, width, width]; and what it sees at each depth.
 
-        Padding sees its row's first token.
+        The last is [rows, width, width], too: entry [r, t, d] is the token at depth d of the text that ends with token
+        t. Padding sees its row's first token.
         """
         depths = torch.zeros(rows, width, dtype=torch.int64)
         ancestors = torch.zeros(rows, width, width, dtype=torch.int64)
@@ -137,7 +139,7 @@ class TreeTable:
 
 
 class TreeBuffers:
-    """What the graphs of forwards over trees read of a `TreeTable`, for R rows of C columns of a bucket."""
+    """The buffers from which graphs of forwards over trees read a `TreeTable`, for R rows of C columns of a bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -154,14 +156,14 @@ class TreeBuffers:
         return self._depths[: rows * width].view(rows, width), visible, ancestors
 
     def fill(self, bucket: Bucket, table: TreeTable) -> None:
-        """Put a forward's trees where the graphs read them."""
+        """Copy a forward's trees to the buffers."""
         for buffer, values in zip(self.of(bucket), table.padded(bucket.rows, bucket.width), strict=True):
             buffer.copy_(pinned(values, self._device), non_blocking=True)
 
     def places(self, bucket: Bucket, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of what stands at the places `keys` [S], [R, S], and which tokens see it [R, C, S].
+        """The positions [R, S] of the tokens at places `keys` [S], and which tokens see them, [R, C, S].
 
-        starts: [R], of the rows.
+        starts: [R], the position of each row's first token.
         """
         depths, own_visible, _ = self.of(bucket)
         behind = keys - starts[:, None]
@@ -172,20 +174,20 @@ class TreeBuffers:
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host that a GPU can fetch while the host goes on; the allocator keeps them until then."""
+    """Values in memory from which a GPU can copy while the host goes on; the allocator keeps it until that is done."""
     return values.pin_memory() if device.type == "cuda" else values
 
 
 def tree_table(segments: Sequence[TreeSegment]) -> TreeTable:
-    """The table of a forward; segments of a row follow each other, the one that begins it first."""
+    """The table of a forward. The segments of a row must be adjacent, its first segment first."""
     table = TreeTable([], [], [], [])
     for slot, group in groupby(segments, lambda segment: segment.slot):
         row_segments = list(group)
         first = row_segments[0].start
         depths, follows = list[int](), list[list[int]]()
         for segment in row_segments:
-            on_chain = segment.start - len(segment.detour) - first  # of the main chain, what the segment follows
-            path = [*range(on_chain), *(place - first for place in segment.detour)]
+            num_on_chain = segment.start - len(segment.detour) - first  # tokens of the main chain before the segment
+            path = [*range(num_on_chain), *(place - first for place in segment.detour)]
             for column in range(segment.count):
                 path.append(segment.place - first + column)
                 depths.append(segment.start - first + column)

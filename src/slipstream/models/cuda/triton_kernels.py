@@ -1,6 +1,6 @@
 """A decoder layer in ten kernels, instead of some forty operators.
 
-At decoding widths each operator is a kernel of a few microseconds, whatever its size, so their number is their time.
+At decoding widths each operator is a kernel of a few microseconds, whatever its size, so their number decides the time.
 The kernels round where the model's own operators do. A token's bits depend on no other token of the forward but those
 it attends to: every sum runs in an order that the layer's sizes and the token's position alone decide, whatever the
 width, the batch and the length that is read. So no kernel may be compiled anew for another number of tokens
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of(x, first, tokens, inner, inputs, inside, rows: tl.constexpr):
-    """Some inputs of a tile's tokens; zeros for tokens that there are not."""
+    """Some inputs of a tile's tokens; zeros beyond the last token."""
     row = first + tl.arange(0, rows)
     place = row[:, None].to(tl.int64) * inner + inputs[None, :]
     return tl.load(x + place, mask=(row < tokens)[:, None] & inside[None, :], other=0.0)
@@ -52,9 +52,9 @@ def product(
 
     out: [T, outputs], or [splits, T, outputs] in float32, of which the first part has the bias. A program takes 1, 2
     or 4 `tiles` of `rows` tokens, each with its own sums, so that weights are read once for all of them. rows: 16
-    or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum grows by `step` inputs after
-    `step`, in ascending order. For 64 rows Hopper GPUs would use another instruction.
-    is_even: inner can be divided by `step` and outputs by `columns`.
+    or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum takes in `step` inputs at a
+    time, in ascending order. For 64 rows Hopper GPUs would use another instruction.
+    is_even: inner is a multiple of `step` and outputs of `columns`.
     """
     first = tl.program_id(0) * (tiles * rows)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -96,7 +96,7 @@ def product(
 
 @triton.jit
 def _summed(parts, place, inside, stride, splits: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of a product out of its parts, which are `stride` apart, added in order and rounded."""
+    """Numbers of a product: the sums of its parts, which are `stride` apart, added in order and rounded."""
     total = tl.load(parts + place, mask=inside, other=0.0)
     for split in tl.static_range(1, splits):
         total += tl.load(parts + split * stride + place, mask=inside, other=0.0)
@@ -174,7 +174,7 @@ def rotate_and_cache(
     rounds_first: tl.constexpr,
     half: tl.constexpr,
 ):
-    """A head of a token out of the joint product: normalised and rotated queries, and keys and values to the cache.
+    """One head of a token of the joint product: stores its query, key or value, the first two normalised and rotated.
 
     qkv: [T, heads + 2 key heads, D], or parts of it; cosines, sines: [T, D]; slots: [R]; columns: [T]; queries: [T,
     heads, D]; keys, values: [S, key heads, P, D]; weights: [2, D], of the norms of queries and keys, float32.
@@ -256,13 +256,13 @@ def attend_chunk(
 
     queries: [T, heads, D]; keys, values: [S, key heads, P, D]; slots, starts: [R]; positions: [T], of the queries.
     `count` columns of each row from `first_column` on are computed. partial: [R, count, heads, chunks, D], leading and
-    totals: [R, count, heads, chunks]: sums of values, largest scores and sums of weights, to be combined. rows: queries
-    of a program, at most; step: positions of a block, by which `chunk` can be divided.
+    totals: [R, count, heads, chunks]: sums of values, largest scores and sums of weights, to be combined. rows: the
+    largest number of queries of a program; step: positions of a block, of which `chunk` is a multiple.
 
-    The rows' own tokens are chains, or trees, in two calls: one over the chunks that end `before_own` tokens begin, and
-    one over the others in which each token `is_branch`, a program of its own. ancestors: [R, W, W], of a tree: which of
-    its row's tokens stands at each position, counted from `starts`, of the text that ends with a token. So a token of a
-    tree reads the keys that it would read in a chain, in the same places of the same blocks.
+    Chains take one call. Trees take two: one over the chunks that end before the row's own tokens begin (`before_own`),
+    and one over the other chunks, with a program for each token (`is_branch`). ancestors: [R, W, W], of trees: entry
+    [r, t, d] is the token of row r at position starts[r] + d of the text that ends with token t. So a token of a tree
+    reads the keys that it would read in a chain, in the same places of the same blocks.
     """
     row, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
     start = tl.load(starts + row)
@@ -340,7 +340,7 @@ def combine_chunks(
     together: tl.constexpr,
     size: tl.constexpr,
 ):
-    """The attention of a head of a token out of its chunks, added in blocks of `together`. out: [T, heads, D].
+    """Combines the chunks of a head of a token to its attention, `together` at a time. out: [T, heads, D].
 
     Chunks behind a token's position add zeros, so that neither their number nor the row's other tokens matter.
     """

@@ -1,4 +1,4 @@
-"""Decoder layers on a GPU by Triton kernels, and a model's forward out of them.
+"""Decoder layers on a GPU by Triton kernels, and a model's whole forward by them.
 
 `TritonOps` computes a layer; its specification is `fused_layer.LayerOps`, operator by operator, with which every layer
 is compared before it is used. `TritonStack` computes all layers, the norm after them and the output layer; its
@@ -30,17 +30,17 @@ from slipstream.models.decoder.fused_layer import (
 )
 from slipstream.models.decoder.fused_linear import is_plain
 
-CHUNK = 128  # positions that one program attends to: always as many, so that bits do not depend on the length read
-STEP = 64  # of them, those in one product
-ROWS = 16  # queries of one program: always as many, so that bits do not depend on the width
+CHUNK = 128  # positions that one program attends to: a fixed number, so that bits do not depend on the length read
+STEP = 64  # positions of a chunk in one product
+ROWS = 16  # queries of one program: a fixed number, so that bits do not depend on the width
 TOGETHER = 16  # chunks that are combined at a time
-PARTIAL_BYTES = 1 << 27  # of the sums of chunks, at most; beyond it columns attend in turns
+PARTIAL_BYTES = 1 << 27  # largest memory of the chunks' sums; where they would take more, columns attend in turns
 LARGEST_HEAD = 256
 GATE_BLOCK = 1024
 COLUMNS = 64  # outputs of one program
-STEP_BYTES = 256  # of each output's weights, read at a time
-PROGRAMS = 256  # that keep a GPU's memory busy; products of fewer are split along their inputs
-MAX_SPLITS, LEAST_STEPS = 8, 4  # of a product, and of each split
+STEP_BYTES = 256  # bytes of each output's weights that are read at a time
+PROGRAMS = 256  # this many keep a GPU's memory busy; products with fewer are split along their inputs
+MAX_SPLITS, LEAST_STEPS = 8, 4  # most splits of a product, fewest steps of a split
 Norm = tuple[Tensor, float]  # factors, float32, and epsilon
 
 
@@ -55,7 +55,7 @@ class Tile:
     num_stages: int
 
 
-TILES = {  # by tokens, at most
+TILES = {  # by the largest number of tokens
     16: Tile(1, 16, COLUMNS, 4, 4),
     32: Tile(1, 32, COLUMNS, 4, 4),
     64: Tile(2, 32, COLUMNS, 4, 3),
@@ -69,7 +69,10 @@ def tile_for(tokens: int) -> Tile:
 
 
 def splits_for(inner: int, outputs: int, step: int) -> int:
-    """Into how many parts a product is split along its inputs: by the layer's sizes alone, as bits depend on it."""
+    """Into how many parts a product is split along its inputs.
+
+    The number depends on the layer's sizes alone, since bits depend on it.
+    """
     splits, programs, steps = 1, -(-outputs // COLUMNS), -(-inner // step)
     while splits < MAX_SPLITS and splits * programs < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
         splits *= 2
@@ -127,10 +130,10 @@ def _stride(product: Tensor) -> int:
 
 
 class TritonOps:
-    """Layers by Triton: whole ones in forwards whose places are in tensors; else by the plain operators."""
+    """A layer by Triton kernels in an `IndexedForward`; in all others by the plain operators."""
 
     def __init__(self, ops: LayerOps) -> None:
-        """ops: such that `why_no_kernels` finds nothing, on a machine that has the kernels."""
+        """ops: for which `why_no_kernels` returns None; Triton must be installed."""
         self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         activation = recognise_activation(ops.act)
@@ -175,7 +178,10 @@ class TritonOps:
         spec: AttentionSpec,
         following: Norm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What leaves the layer, [T, H], and that after the norm that follows; x: what enters it, also `normalised`."""
+        """The layer's output [T, H], and the same after the `following` norm.
+
+        x: the layer's input; normalised: the same after the layer's first norm.
+        """
         if rope[0].shape[-1] != self.size:
             raise SlipstreamError(f"rotations of {rope[0].shape[-1]} numbers in a head of {self.size}")
         queries = x.new_empty(len(x), self.heads, self.size)
@@ -188,7 +194,7 @@ class TritonOps:
     def _add_norm(
         self, x: Tensor, residual: Tensor | None = None, after: Norm | None = None, following: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], normalised `after` it was made, plus the residual, and the norm of that for what is `following`.
+        """x [T, H], put through the norm `after` if given, plus the residual; and the `following` norm of that sum.
 
         x: may be parts of a product, if there is a residual.
         """
@@ -225,17 +231,18 @@ class TritonOps:
         )
         return out
 
-    def _attend(self, qkv: Tensor, out: Tensor, rope: Rope, cache: IndexedCache, spec: AttentionSpec) -> Tensor:
-        """`out` [T, heads, D], from the joint product [T, (heads + 2 key heads) * D], whose keys and values are cached.
+    def _attend(self, qkv: Tensor, queries: Tensor, rope: Rope, cache: IndexedCache, spec: AttentionSpec) -> Tensor:
+        """Attention [T, heads, D] from the joint product qkv, whose keys and values are cached.
 
-        qkv: may be parts of the product.
+        qkv: [T, (heads + 2 key heads) * D], or parts of it. queries: [T, heads, D], first filled with the queries and
+        then overwritten with the result.
         """
-        forward, queries = cache.forward, out
+        forward = cache.forward
         assert forward is not None
         rows, width = forward.columns.shape
         cosines, sines = (part.expand(rows, width, self.size).contiguous() for part in rope)
-        keys, values = cache.of_layer(spec.index, out.new_empty(0, self.key_heads, 0, self.size))
-        norms, eps = (out, 0.0) if self._head_norms is None else self._head_norms
+        keys, values = cache.of_layer(spec.index, queries.new_empty(0, self.key_heads, 0, self.size))
+        norms, eps = (queries, 0.0) if self._head_norms is None else self._head_norms
         _kernels().rotate_and_cache[(rows * width, self.heads + 2 * self.key_heads)](
             qkv,
             cosines,
@@ -281,7 +288,7 @@ class TritonOps:
         rows, width = forward.columns.shape
         group, chunks, is_tree = self.heads // self.key_heads, sums[0].shape[2], forward.ancestors is not None
         calls = [((-(-count * group // ROWS), chunks), is_tree, False)]
-        if is_tree:
+        if is_tree:  # a second call for the trees' own tokens, each in a program of its own
             calls.append(((count * -(-group // ROWS), -(-width // CHUNK) + 1), False, True))
         for (blocks, chunks_read), before_own, is_branch in calls:
             _kernels().attend_chunk[(rows * self.key_heads, blocks, chunks_read)](
@@ -326,17 +333,18 @@ class TritonOps:
 
 
 class TritonStack:
-    """A model's forward by kernels alone, but for its embedding and rotations, which treat each token by itself."""
+    """A model's forward by kernels alone, except its embedding and rotations, which treat each token by itself."""
 
     def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
-        """layers: all of the model's, with `TritonOps`. Raises `UnknownLayerError` where it cannot be done."""
+        """layers: all of the model's, with `TritonOps`. Raises `UnknownLayerError` if the kernels do not suffice."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, TritonOps)]
         output = Product(model.get_output_embeddings())
-        inner, products = decoder_module(model, len(layers)), [product for each in ops for product in each.products]
+        products = [product for layer_ops in ops for product in layer_ops.products]
+        inner = decoder_module(model, len(layers))
         if not all(product.has_kernel for product in (*products, output)):
             raise UnknownLayerError("not all of its products are ordinary linear layers")
         norm = RootMeanSquare(inner.get_submodule("norm"))
-        if any(each.rounds_first != norm.weight[1] for each in ops):
+        if any(layer_ops.rounds_first != norm.weight[1] for layer_ops in ops):
             raise UnknownLayerError("its last norm rounds at another place than the others")
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._norm, self._output = (norm.weight[0], norm.eps), output
@@ -350,9 +358,9 @@ class TritonStack:
         forward: IndexedForward,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """[B, W, V] of tokens [B, W], or [B, C, V] of `columns` [C], of which there may be none.
+        """Logits [B, W, V] of tokens [B, W], or [B, C, V] of `columns` [C], which may be empty.
 
-        positions: [B, W], that the model is told.
+        positions: [B, W], as the model's rotations take them.
         """
         with torch.cuda.device_of(tokens):  # Triton launches on the current device
             hidden: Tensor = self._model.get_input_embeddings()(tokens)
@@ -375,7 +383,7 @@ class TritonStack:
 
 
 def stack_of(model: Any, modules: Sequence[nn.Module]) -> TritonStack:
-    """The forward of a model whose layers are all replaced. Raises `UnknownLayerError` where it cannot be done."""
+    """The forward of a model whose layers are all fused. Raises `UnknownLayerError` if the kernels do not suffice."""
     check_nothing_between(model, modules)
     return TritonStack(model, [module.__dict__["forward"] for module in modules])
 
@@ -388,12 +396,12 @@ def uses_kernels(model: Any) -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether there is Triton, which comes with PyTorch for CUDA on Linux."""
+    """Whether Triton is installed, as it is with PyTorch for CUDA on Linux."""
     return find_spec("triton") is not None
 
 
 def _kernels() -> Any:
-    """Their module, which imports Triton. Not kept by layers, which can be copied with their model."""
+    """The module of kernels, which imports Triton. Layers do not keep it, since they may be copied with their model."""
     from slipstream.models.cuda import triton_kernels
 
     return triton_kernels

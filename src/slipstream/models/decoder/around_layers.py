@@ -1,4 +1,4 @@
-"""What a model computes around its decoder layers: where that is, and whether it is what most models compute."""
+"""What surrounds a model's decoder layers: the module that calls them, its rotations, and a check that it is all."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE who
 
 
 class Rotations:
-    """The cosines and sines of a model's positions, of each kind of layer that has its own.
+    """A model's rotary cosines and sines by position, for each type of layer that has its own.
 
-    Where they depend on the position alone they are computed once for many positions.
+    If they depend on the position alone, they are computed once and then read from a table.
     """
 
     def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
-        """kinds: of layers, each once."""
-        types = getattr(module, "rope_type", None)
+        """kinds: the types of the model's layers, without repeats."""
+        rope_types = getattr(module, "rope_type", None)
         self._module = module
         self._options: list[dict[str, str]] = [{}]
         if "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
-        named = set(types.values()) if isinstance(types, dict) else {types}
-        self._is_static, self._table = named <= STATIC, list[Rope]()
+        distinct_types = set(rope_types.values()) if isinstance(rope_types, dict) else {rope_types}
+        self._is_static, self._table = distinct_types <= STATIC, list[Rope]()
 
     def __len__(self) -> int:
         return len(self._options)
@@ -51,23 +51,26 @@ class Rotations:
         ]
 
     def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
-        """`ropes` by the model's own module."""
+        """What `ropes` returns, computed by the model's own module instead of read from the table."""
         return [self._module(hidden, positions, **options) for options in self._options]
 
 
 def layer_rotations(model: Any, inner: nn.Module, count: int) -> tuple[Rotations, list[int]]:
-    """The rotations of a model's `count` layers, and which of them each layer has. inner: see `decoder_module`."""
-    of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * count
-    kinds = sorted(set(of_layers))
+    """The rotations of a model's `count` layers, and for each layer the index of its own.
+
+    inner: see `decoder_module`.
+    """
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * count
+    kinds = sorted(set(layer_types))
     rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
-    return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in of_layers]
+    return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in layer_types]
 
 
 def decoder_module(model: Any, count: int) -> nn.Module:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
     inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
     if inner is None or len(inner.get_submodule("layers")) != count:
-        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+        raise UnknownLayerError(f"none of its modules has {', '.join(sorted(AROUND))} with {count} layers")
     module: nn.Module = inner
     return module
 
@@ -76,26 +79,26 @@ def decoder_module(model: Any, count: int) -> nn.Module:
 def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
     """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
 
-    A forward of two tokens shows it: each is given the bits that the one before it returned.
+    In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned.
     """
     norm = decoder_module(model, len(layers)).get_submodule("norm")
     chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
-    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def look(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        into = inputs[0] if inputs else options.get("hidden_states")
-        passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
+    def record(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        entering = inputs[0] if inputs else options.get("hidden_states")
+        calls.append((module, entering if isinstance(entering, Tensor) else torch.empty(0), output))
 
     with ExitStack() as hooks:
         for module in chain:
-            hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
         ids = torch.tensor([[1, 0]], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits
-    if [module for module, _, _ in passed] != chain:
+    if [module for module, _, _ in calls] != chain:
         raise UnknownLayerError(
             "its embedding, layers, norm and output layer do not run one after the other, once each"
         )
-    inputs_of_next = [*(into for _, into, _ in passed[1:]), logits]
-    for (module, _, output), into in zip(passed, inputs_of_next, strict=True):
-        if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
+    inputs_of_next = [*(entering for _, entering, _ in calls[1:]), logits]
+    for (module, _, output), entering in zip(calls, inputs_of_next, strict=True):
+        if not isinstance(output, Tensor) or not torch.equal(output, entering.to(output.dtype)):
             raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -1,4 +1,4 @@
-"""Attention for few queries, and the masks of a model: query heads that share a key head are rows of one product.
+"""Grouped attention, in which the query heads that share a key head are rows of one product, and a model's masks.
 
 Transformers repeats keys and values for every query head, which at decoding widths moves more bytes than attention
 itself reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`, because CPU
@@ -24,29 +24,32 @@ from slipstream.errors import SlipstreamError
 GROUPED = "slipstream_grouped"
 ROWS = 4
 LONG = 33  # a forward of at least this many columns is a prompt
-BLOCK = 64  # columns of a prompt that attend together; each block reads as far as it has to
-_UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias")  # options of other attentions
+BLOCK = 64  # columns of a prompt that attend together; each block reads the cache only up to its last column
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")  # options that grouped attention does not implement
 STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
 
 
 def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask for the grouped rows. allowed: [B, 1, W, S] bool -> [B, 1, repeats * W or a little more, S]."""
+    """Additive mask for the grouped rows.
+
+    allowed: [B, 1, W, S] bool -> [B, 1, repeats * W rounded up to a multiple of `ROWS`, S].
+    """
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
     mask = mask.repeat(1, 1, repeats, 1)
     return pad(mask, (0, 0, 0, -mask.shape[2] % ROWS))
 
 
 class UngroupableError(SlipstreamError):
-    """Why this model's attention cannot be grouped."""
+    """The model's attention cannot be grouped; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A row's tokens in a long forward, which attend apart from other rows.
+    """Successive tokens of one row that attend by themselves, apart from other rows.
 
-    They are `count` tokens of the forward, beginning with number `token`, and are cached in row `row` from position
-    `start` on. Columns `column` to `column` + `width` - 1 of the mask are theirs; results beyond the first `count`
-    columns are dropped.
+    token, count: index of the first of them in the forward, and how many there are. row, start: the row of the keys
+    that they attend to, and the position of the first token. column, width: the columns of the mask that are theirs;
+    results beyond the first `count` columns are dropped.
     """
 
     row: int
@@ -59,9 +62,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens that attend together, beginning with number `token`; the first `count` results are used.
+    """`width` tokens from index `token` of the forward on, which attend together to row `row` of the keys.
 
-    mask: [1, 1, rows, length] over all the positions they read.
+    Only the first `count` results are used. mask: grouped, [1, 1, rows, length], over the positions that they read.
     """
 
     row: int
@@ -72,10 +75,10 @@ class Block:
 
 
 def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int]) -> list[Block]:
-    """Divide the mask [1, 1, rows, length] of all columns, the last of which are the cuts', into blocks.
+    """Divide the grouped mask [1, 1, rows, length] of all columns, the last of which belong to the cuts, into blocks.
 
-    attended_lengths: what a block may read if it is enough, ascending; else it reads the whole length. If there are
-    none, a cut is one block.
+    attended_lengths: ascending; a block reads the first of these lengths that covers it, or else the full length. If
+    there are none, each cut is one block.
     """
     columns, full_length = cuts[-1].column + cuts[-1].width, mask.shape[3]
     repeats = mask.shape[2] // columns
@@ -156,10 +159,11 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; attention_mask: as `group_mask` makes it.
 
-    Returns [B, W, heads, D]. A call with another mask, as transformers itself makes it, is left to transformers.
+    Returns [B, W, heads, D]. If the mask has another shape, such as the one transformers builds, transformers' own
+    attention computes the call.
     """
-    if unknown := [name for name in _UNKNOWN if options.get(name) is not None]:
-        raise UngroupableError(f"its attention uses {unknown[0]}")
+    if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
+        raise UngroupableError(f"its attention uses {unsupported[0]}")
     real = query.shape[1] // key.shape[1] * query.shape[2]
     if attention_mask is None or attention_mask.shape[2] != real + -real % ROWS:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
@@ -186,32 +190,32 @@ Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for 
 
 
 def unmasked_window(model: Any) -> int | None:
-    """The sliding window of a model of transformers that has one in its cache and none in its masks; else None.
+    """The sliding window of a transformers model that applies it to its cache but not to its masks; else None.
 
-    `generate` then reads a prompt without a window, and the tokens after it with one (Moshi).
+    With such a model (Moshi), `generate` reads a prompt without a window, and the tokens after it with one.
     """
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     if not window or getattr(config, "layer_types", None):
         return None
     classes = {*type(model).__mro__, *type(model.base_model).__mro__}
-    homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models.")}
-    masked = any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
-    return window if homes and not masked else None
+    modules = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models.")}
+    is_masked = any("create_sliding_window_causal_mask" in vars(sys.modules[module]) for module in modules)
+    return window if modules and not is_masked else None
 
 
 class MaskBuilder:
     """Builds the masks a model's layers expect.
 
-    repeats: query heads per key head if attention is grouped, else None. windows: of each layer's attention, the
-    positions a token sees, itself included; None for all of them.
+    repeats: query heads per key head if attention is grouped, else None. windows: for each layer, how many positions a
+    token sees, itself included; None if it sees all.
     """
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
         self._window: int | None = getattr(config, "sliding_window", None)
-        everywhere = "sliding_attention" if self._window else "full_attention"
-        kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+        default_kind = "sliding_attention" if self._window else "full_attention"
+        kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
         self.windows = [self._window if kind == "sliding_attention" else None for kind in kinds]
         self._kinds = frozenset("full_attention" if kind == "hybrid" else kind for kind in kinds) - STATEFUL
         self._dtype: torch.dtype = model.dtype
@@ -219,10 +223,10 @@ class MaskBuilder:
         self.repeats = repeats_of(config) if config._attn_implementation == GROUPED else None
 
     def build(self, queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor | dict[str, Tensor]:
-        """What queries at positions [B, W] may see of keys at positions [S], or [B, 1, 1, S] where rows differ.
+        """The mask of queries at positions [B, W] over keys at positions [S], or [B, 1, 1, S] if rows differ.
 
-        visible: [B, 1, W, S], which of the keys before a query it follows; None for all. Returns [B, 1, W, S] (grouped:
-        see `group_mask`), or one per kind of attention if the layers differ.
+        visible: [B, 1, W, S], which of the earlier keys a query may see; None: all. Returns [B, 1, W, S] (if grouped,
+        the shape of `group_mask`), or a dict of one mask per kind of attention if the layers differ.
         """
         last = queries[:, None, :, None]
         causal = keys <= last if visible is None else (keys <= last) & visible
@@ -245,7 +249,7 @@ class MaskBuilder:
         return {**dict.fromkeys(STATEFUL), **masks}
 
     def _form(self, allowed: Tensor) -> Tensor:
-        """A boolean mask in the form that the model's attention takes."""
+        """The mask that the model's attention takes, from a boolean one."""
         if self.repeats is not None:
             return group_mask(allowed, self.repeats, self._dtype)
         if not self._is_eager:

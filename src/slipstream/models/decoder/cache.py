@@ -1,10 +1,10 @@
 """Slot-addressed KV cache for Hugging Face models, written at explicit slots and positions: rows, ragged rows, trees.
 
-A rejected token is simply written over. Room is reserved for the longest texts that rows may become; memory is taken
-for what forwards have reached, and doubles as they reach further.
+A rejected token is simply overwritten. Positions are reserved for the longest text that a row may become; memory is
+allocated only as far as forwards have written, and doubles when they write further.
 
-In a ragged forward the tokens of several rows come one after the other, as many of each as there are, without padding.
-Everything in a layer but attention treats each token alone, so its products see [1, T]. For attention, rows of few
+In a ragged forward the tokens of several rows come one after the other, without padding. Everything in a layer but
+attention treats each token by itself, so the layer's products see [1, T]. For attention, rows of few
 tokens are laid out as a rectangle and longer rows attend one by one. Where a row has fewer tokens than the rectangle
 has columns, the tokens that follow it, which belong to other rows, fill them; their results are dropped.
 
@@ -37,19 +37,20 @@ from slipstream.models.decoder.recurrence import RecurrentStates
 
 NOWHERE = 1 << 62  # a position behind all others
 ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
-FIRST_POSITIONS = 512  # of every slot, at least, where as many are reserved: most texts end before
-KEYS_AND_VALUES = ("cache", "past_key_values")  # the new name before the old one, which is accepted beside it
+FIRST_POSITIONS = 512  # allocated in every slot at first, if as many are reserved: most texts are shorter
+KEYS_AND_VALUES = ("cache", "past_key_values")  # transformers' argument: its new name, and the old one it still accepts
 ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of attention for a row on its own
 
 
 @dataclass(frozen=True)
 class TreeRows:
-    """S rows, one per segment, over the slots of a KV cache.
+    """The rows of a forward over draft trees: one per segment, S in all, each reading one slot of a KV cache.
 
-    slots: [S], each row's. A key's place in its slot is its position, but for N keys of branches: that at positions[n]
-    of row rows[n] stands at places[n]. cells: row and column of each of T new tokens in the rectangle of all rows.
-    into: the slots and places that they are written to. From position forks[t] on, token t sees the keys at
-    paths[begins[t]], paths[begins[t] + 1], ... of its slot. reach: the first slot and place behind all written ones.
+    slots: [S], the slot of each row. A key's place in its slot is its position, except for N keys of branches: the key
+    at position positions[n] of row rows[n] is stored at places[n]. cells: row and column of each of the T new tokens in
+    the rectangle of all rows. into: slot and place to which each new token is written. forks, begins, paths: from
+    position forks[t] on, token t sees the keys at places paths[begins[t]], paths[begins[t] + 1], ... of its slot.
+    reach: the first slot and place behind all that are written.
     """
 
     slots: Tensor
@@ -87,17 +88,17 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
             places += detour_places
             forks[row], begins[row] = begin, len(paths)
             paths += [*segment.detour, *range(segment.place, segment.place + count)]
-    both = zip(segments, forks, begins, strict=True)
-    of_rows = torch.tensor([(segment.slot, segment.place, fork, begin) for segment, fork, begin in both])
+    row_parts = zip(segments, forks, begins, strict=True)
+    row_table = torch.tensor([(segment.slot, segment.place, fork, begin) for segment, fork, begin in row_parts])
     rows, columns = _rows_and_columns(written)
-    slots, first_places, fork, beginning = of_rows[rows].T.contiguous()
+    slots, first_places, fork, beginning = row_table[rows].T.contiguous()
     cells, into = (rows.to(device), columns.to(device)), (slots.to(device), (first_places + columns).to(device))
     moved, positions_of, places_of = torch.tensor([branched, positions, places], dtype=torch.int64).to(device)
     last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last
-    own_slots = of_rows[:, 0].to(device)
+    row_slots = row_table[:, 0].to(device)
     path = torch.tensor(paths, dtype=torch.int64)
-    return TreeRows(own_slots, moved, positions_of, places_of, cells, into, fork, beginning, path, reach)
+    return TreeRows(row_slots, moved, positions_of, places_of, cells, into, fork, beginning, path, reach)
 
 
 def _rows_and_columns(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -142,14 +143,14 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Slot-addressed KV cache of a model and its layer subsets.
 
-    `place`, `place_ragged` and `place_tree` say where the next forward writes. Its attention may be in parts: ragged
-    forwards attend row by row, long ones block by block.
+    `place`, `place_ragged` and `place_tree` decide where the next forward writes. In a ragged forward, long rows attend
+    one by one; a long prompt attends block by block.
 
     attended_unit, attended_lengths: attention reads up to the first of these lengths that suffices, else up to a
-    multiple of the unit. tree, layout: of the next forward, if it is over draft trees, or ragged. prepared: what
-    compiled layers share in that forward. shape: slots and positions reserved; held: those that have memory. moves:
-    counts the times when memory that forwards address may have moved. states: those of recurrent layers, if there are
-    any. spare_positions: positions held behind every text.
+    multiple of the unit. tree: the rows of the next forward if it is over draft trees. layout: its layout if it is
+    ragged. prepared: what all compiled layers share in that forward. shape: slots and positions reserved; held: slots
+    and positions with allocated memory. moves: grows whenever keys and values may have moved in memory. states: of the
+    recurrent layers, if there are any. spare_positions: positions allocated behind every text.
     """
 
     states: RecurrentStates | None = None
@@ -176,11 +177,11 @@ class SlotCache(Cache):
 
     @property
     def _stored(self) -> list[Any]:
-        """All that is kept of each position: keys and values, and hidden states, which stand as keys of one head."""
+        """All that is kept of each position: keys and values, and hidden states, stored as the keys of one head."""
         return [*self.layers, *self.hidden.values()]
 
     def reserve(self, rows: int, length: int) -> None:
-        """Allow `rows` slots of `length` positions at least; existing content stays."""
+        """Reserve at least `rows` slots of `length` positions; existing content stays."""
         slots, positions = self.shape
         if rows > slots or length > positions or positions % self.attended_unit:
             longest = max(length, positions * 3 // 2) if length > positions else positions
@@ -191,9 +192,9 @@ class SlotCache(Cache):
                 self.states.reserve(self.shape[0])
 
     def hold(self, rows: int, length: int) -> None:
-        """Have memory for `rows` slots of `length` positions, as far as they are reserved.
+        """Allocate memory for at least `rows` slots of `length` positions, within what is reserved.
 
-        What is held doubles, so that all copies together move less than twice what is held in the end.
+        Memory grows by doubling, so all copies together move less than twice the final size.
         """
         slots, positions = self.held
         if rows <= slots and length <= positions:
@@ -208,10 +209,10 @@ class SlotCache(Cache):
         for layer in self._stored:
             if layer.keys is not None:
                 layer.keys, layer.values = (_enlarged(part, slots, positions) for part in (layer.keys, layer.values))
-        self.held = slots, positions  # only now: growth that failed for lack of memory is tried again
+        self.held = slots, positions  # set last, so that growth that ran out of memory is tried again
 
     def release(self) -> None:
-        """Give the memory of keys and values back; nothing that was written is read again."""
+        """Free the memory of keys and values, with all that was written."""
         for layer in self._stored:
             layer.keys = layer.values = None
         self.shape = self.held = (0, 0)
@@ -223,8 +224,8 @@ class SlotCache(Cache):
         columns: [rows, width]. Returns the attended length, at most the positions reserved.
         """
         width = columns.shape[1]
-        long = width >= LONG and self.attended_lengths and len(starts) == 1
-        self._begin([Cut(0, 0, 0, width, width, starts[0])] if long else [])
+        attends_in_blocks = width >= LONG and self.attended_lengths and len(starts) == 1
+        self._begin([Cut(0, 0, 0, width, width, starts[0])] if attends_in_blocks else [])
         self._slots, self._written = slice(first_slot, first_slot + len(starts)), columns
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
@@ -241,7 +242,10 @@ class SlotCache(Cache):
         return self._attend_up_to(layout.end, *layout.reach)
 
     def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
-        """`place` for a forward over a tree. end: of the positions attended to; layout: of its rows if it is ragged."""
+        """`place` for a forward over trees.
+
+        end: the first position that no token attends to; layout: of the rows, if the forward is ragged.
+        """
         self._begin([] if layout is None else layout.cuts, layout)
         self._destinations = None if layout is None else (tree.into[0], layout.positions)
         self.tree = tree
@@ -254,10 +258,10 @@ class SlotCache(Cache):
 
     def _attend_up_to(self, end: int, slots: int, positions: int) -> int:
         """The attended length of a forward over keys below `end` that writes below these slots and positions."""
-        enough = next((length for length in self.attended_lengths if length >= end), None)
-        if enough is None:
-            enough = -(-end // self.attended_unit) * self.attended_unit
-        self._attended = min(enough, self.shape[1])
+        length = next((length for length in self.attended_lengths if length >= end), None)
+        if length is None:
+            length = -(-end // self.attended_unit) * self.attended_unit
+        self._attended = min(length, self.shape[1])
         self.hold(slots, max(self._attended, positions + self.spare_positions))
         return self._attended
 
@@ -271,7 +275,10 @@ class SlotCache(Cache):
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
     def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""
+        """A layer's keys and values [slots, heads, positions, size].
+
+        states: [_, heads, _, size], an example from which they are allocated if they are not yet.
+        """
         layer = self.layers[layer_idx]
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(states), self._allocate(states)
@@ -282,7 +289,10 @@ class SlotCache(Cache):
         self._put(self.hidden_store(layer_idx, entering), entering.unsqueeze(1))
 
     def hidden_store(self, layer_idx: int, like: Tensor) -> Tensor:
-        """[slots, 1, positions, size]: where hidden states like these, which enter a layer, are kept."""
+        """[slots, 1, positions, size]: the memory for the hidden states that enter a layer.
+
+        like: [_, _, size], an example from which it is allocated if it is not yet.
+        """
         layer = self.hidden[layer_idx]
         if layer.keys is None:
             states = like.unsqueeze(1)
@@ -325,7 +335,7 @@ class SlotCache(Cache):
         return self._destinations
 
     def blocks(self, mask: Tensor) -> list[Block]:
-        """The blocks a forward's attention is cut into, from its grouped mask; none if it is computed at once."""
+        """The blocks into which the grouped mask divides this forward's attention; none if it is computed at once."""
         if self._cuts and id(mask) not in self._blocks:
             self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
         return self._blocks.get(id(mask), [])
@@ -340,14 +350,12 @@ class SlotCache(Cache):
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
         self._put(cached, states)
-        return (
-            cached[self._slots, :, : self._attended]
-            if self.tree is None
-            else self.tree.gathered(cached, self._attended)
-        )
+        if self.tree is not None:
+            return self.tree.gathered(cached, self._attended)
+        return cached[self._slots, :, : self._attended]
 
     def _put(self, cached: Tensor, states: Tensor) -> None:
-        """Write states [rows, heads, width, size] where `place` said."""
+        """Write states [rows, heads, width, size] where `place` or one of its variants decided."""
         if self.tree is not None:
             slots, places = (part.to(cached.device) for part in self.tree.into)
             ragged = states.shape[0] == 1 and states.shape[2] == len(places)
@@ -365,7 +373,7 @@ class SlotCache(Cache):
 
 
 def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
-    """Keys or values in memory of at least so many slots and positions; zeros where nothing is copied."""
+    """Keys or values with at least so many slots and positions; the new ones hold zeros."""
     old_slots, heads, old_positions, size = cached.shape
     slots, positions = max(slots, old_slots), max(positions, old_positions)
     if (slots, positions) == (old_slots, old_positions):
@@ -378,18 +386,19 @@ def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
 
 
 def given_cache(options: Mapping[str, Any]) -> Any:
-    """The cache of keys and values among the arguments of a forward, None if there is none."""
+    """The KV cache among the arguments of a forward; None if there is none."""
     return next((options[name] for name in KEYS_AND_VALUES if name in options), None)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each of T tokens goes.
+    """Where each of the T tokens of a ragged forward is cached, and how they attend.
 
-    slots, positions: [T], where it is cached. Attention reads the slots `rows`. Its C columns are at positions queries,
-    [1, C]: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
-    into: [B * W], the token in each column of the rectangle; out_of: [T], the column of each token; both None without a
-    rectangle. end: of the positions attended to. reach: the first slot and position behind all that are written.
+    slots, positions: [T], where each token is cached. rows: the slots that attention reads. queries: [1, C], the
+    positions of attention's C columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows
+    that attend one by one. into: [B * W], the token in each cell of the rectangle; out_of: [T], the cell of each token;
+    both None without a rectangle. end: the first position that no token attends to. reach: the first slot and position
+    behind all that are written.
     """
 
     slots: Tensor
@@ -418,18 +427,18 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     last = max(segment.start + count for segment, count in zip(segments, written, strict=True))
     reach = max(segment.slot for segment in segments) + 1, last
     if widths is None:
-        cuts = _prompts(segments, first, total)
+        cuts = _prompt_cuts(segments, first, total)
         end = max(cut.start + cut.width for cut in cuts)
-        return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end, reach)
-    width = _width(counts, widths)
+        return Layout(slots, positions, slice(None), _query_positions(cuts), (0, 0), None, None, cuts, end, reach)
+    width = _rectangle_width(counts, widths)
     cells = torch.tensor(first)[:, None] + torch.arange(width)
     cuts, mask_column = [], len(segments) * width
     for i, (segment, begin) in enumerate(zip(segments, first, strict=True)):
         if segment.count > width:
-            wide = _next(segment.count, widths)
-            cuts.append(Cut(i, begin, mask_column, wide, segment.count, segment.start))
-            mask_column += wide
-    queries = torch.cat([(starts[:, None] + torch.arange(width)).flatten()[None], _queries(cuts)], 1)
+            cut_width = _padded_width(segment.count, widths)
+            cuts.append(Cut(i, begin, mask_column, cut_width, segment.count, segment.start))
+            mask_column += cut_width
+    queries = torch.cat([(starts[:, None] + torch.arange(width)).flatten()[None], _query_positions(cuts)], 1)
     end = max(int(starts.max()) + width, *(cut.start + cut.width for cut in cuts), 0)
     out_of = row * width + column.clamp(max=width - 1)
     rows, shape = slice(segments[0].slot, segments[0].slot + len(segments)), (len(segments), width)
@@ -456,7 +465,10 @@ def attend_ragged(
     layout: Layout,
     scaling: float | None,
 ) -> Tensor:
-    """Attention of the rectangle, with this mask, and of the longer rows' blocks. [1, heads, T, D] -> the same."""
+    """Attention of a ragged forward: of the rectangle, whose mask is `mask`, then of the longer rows' blocks.
+
+    query: [1, heads, T, D]; returns the same shape.
+    """
     assert layout.into is not None and layout.out_of is not None
     cells = query[0].transpose(0, 1).index_select(0, layout.into)
     table = cells.unflatten(0, layout.shape).transpose(1, 2)
@@ -470,35 +482,35 @@ def attend_ragged(
     return out.transpose(0, 1)[None]
 
 
-def _prompts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -> list[Cut]:
-    """A cut for each segment, as wide as if it were read alone, and one for the padding that is left."""
+def _prompt_cuts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -> list[Cut]:
+    """A cut for each segment, as wide as if it were read alone, and one for the padding behind it, if any."""
     cuts: list[Cut] = []
     for segment, begin, end in zip(segments, first, [*first[1:], total], strict=True):
-        wide = min(-(-segment.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
-        cuts.append(Cut(segment.slot, begin, _end(cuts), wide, min(end - begin, wide), segment.start))
-        if end - begin > wide:
-            rest = end - begin - wide
-            cuts.append(Cut(segment.slot, begin + wide, _end(cuts), rest, rest, segment.start + wide))
+        width = min(-(-segment.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
+        cuts.append(Cut(segment.slot, begin, _next_column(cuts), width, min(end - begin, width), segment.start))
+        if end - begin > width:
+            rest = end - begin - width
+            cuts.append(Cut(segment.slot, begin + width, _next_column(cuts), rest, rest, segment.start + width))
     return cuts
 
 
-def _end(cuts: Sequence[Cut]) -> int:
+def _next_column(cuts: Sequence[Cut]) -> int:
     """The first column of the mask after these cuts."""
     return cuts[-1].column + cuts[-1].width if cuts else 0
 
 
-def _queries(cuts: Sequence[Cut]) -> Tensor:
+def _query_positions(cuts: Sequence[Cut]) -> Tensor:
     return torch.cat([torch.arange(0), *(cut.start + torch.arange(cut.width) for cut in cuts)])[None]
 
 
-def _width(counts: Sequence[int], widths: Sequence[int]) -> int:
-    """The width of the rectangle: a longer row attends on its own where that is cheaper than more columns for all."""
+def _rectangle_width(counts: Sequence[int], widths: Sequence[int]) -> int:
+    """The cheapest width of the rectangle: rows that are longer than it attend on their own."""
 
     def cost(width: int) -> int:
         return len(counts) * (ROW + width) + sum(CALL + count for count in counts if count > width)
 
-    return min(sorted({_next(count, widths) for count in counts}), key=cost)
+    return min(sorted({_padded_width(count, widths) for count in counts}), key=cost)
 
 
-def _next(count: int, widths: Sequence[int]) -> int:
+def _padded_width(count: int, widths: Sequence[int]) -> int:
     return next((width for width in widths if width >= count), count)

@@ -1,4 +1,4 @@
-"""A decoder layer in half the operators: one forward for the layers that most models share, whatever their names.
+"""A decoder layer in half the operators: one forward for the structure that most models' layers have in common.
 
 At decoding widths an operator's call costs as much as its arithmetic. Layers are recognised by structure: pre-norm
 attention with rotary positions, a gated feed-forward part, and norms around them. Only the layer's forward is replaced;
@@ -23,9 +23,9 @@ from slipstream.models.decoder.cache import SlotCache, attend_ragged, given_cach
 from slipstream.models.decoder.fused_linear import FusedOutput
 
 SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
-CLOSE_ACTIVATION = 0.01  # relative difference from one of these; the module's outputs are bfloat16
-SINGLE, GRAIN = 16384, 32768  # elements: up to SINGLE one thread computes all; beyond, most operators give each GRAIN
-VECTORS = 64  # elements of the widest vectors; the rest of a thread's share is computed, and rounded, otherwise
+CLOSE_ACTIVATION = 0.01  # largest relative difference from one of these; the module's outputs are bfloat16
+SINGLE, GRAIN = 16384, 32768  # elements: up to SINGLE in one thread; beyond, most operators use a thread per GRAIN
+VECTORS = 64  # elements of the widest vectors; the rest of a thread's share is rounded differently
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ATTENTION = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -37,12 +37,12 @@ Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * 
 
 
 def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """act(x) of x [..., size], each row with the bits that it has alone, whatever the number of threads.
+    """act(x) of x [..., size]: each row gets the bits it would get alone, whatever the number of threads.
 
     If a thread's share would end within a vector, threads get whole rows instead, and one thread gets what is left.
     """
     threads, size, count = torch.get_num_threads(), x.shape[-1], x.numel()
-    shares = {threads, min(threads, -(-count // GRAIN))}  # GELU has as many as there are threads
+    shares = {threads, min(threads, -(-count // GRAIN))}  # how many there are; GELU always uses all threads
     shares_are_whole_vectors = size % VECTORS == 0 and all(-(-count // share) % VECTORS == 0 for share in shares)
     if x.device.type != "cpu" or threads == 1 or count <= SINGLE or shares_are_whole_vectors:
         return act(x)
@@ -56,7 +56,7 @@ def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def recognise_activation(act: Callable[[Tensor], Tensor]) -> Activation | str:
-    """Slope and cubic term of an activation, or why it has none."""
+    """Slope and cubic term of an activation, or the reason why it is neither SiLU nor GELU."""
     x = torch.linspace(-9, 9, 1001, dtype=torch.float32).to(torch.bfloat16)
     expected, exact = act(x.clone()).float(), x.float()
     for slope, cubic in (SILU, GELU):
@@ -84,14 +84,14 @@ class RootMeanSquare:
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         parameters = dict(norm.named_parameters())
         if list(parameters) != ["weight"] or not isinstance(eps, float):
-            raise UnknownLayerError(f"{type(norm).__name__} is no RMSNorm with a weight and an epsilon")
+            raise UnknownLayerError(f"{type(norm).__name__} is not an RMSNorm with a weight and an epsilon")
         weight = parameters["weight"].detach()
         self._size, self.eps, self._signs = len(weight), eps, weight.new_tensor([[1.0], [-1.0]])
         x = torch.linspace(-2, 3, 3 * self._size, device=weight.device).view(1, 3, -1).to(weight.dtype)
         expected = norm(x).detach().float()
 
         def error(form: tuple[Tensor | None, Tensor | None]) -> float:
-            self._within, self._after = form
+            self._within, self._after = form  # the form of the last call stays
             return float((self(x).float() - expected).abs().max().detach())
 
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -134,7 +134,10 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A layer's attention. window: positions a token sees, itself included, None for all; index: of the layer."""
+    """A layer's attention.
+
+    index: number of the layer. window: how many positions a token sees, itself included; None if it sees all.
+    """
 
     index: int
     window: int | None
@@ -208,7 +211,7 @@ class LayerOps:
 class FusedLayer:
     """Replaces a decoder layer's `forward`.
 
-    ops: what it computes with, at first `plain`, the specification; spec: of its attention.
+    ops: computes the layer; at first it is `plain`, the specification. spec: describes the layer's attention.
     """
 
     def __init__(self, layer: nn.Module, rope: RotaryEmbedding, window: int | None) -> None:
@@ -219,14 +222,14 @@ class FusedLayer:
         attention = layer.get_submodule("self_attn")
         scaling = declared(attention, "scaling", float)
         self.spec = AttentionSpec(declared(attention, "layer_idx", int), window, scaling)
-        self._own: Callable[..., Tensor] = layer.forward
+        self._original_forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
+        """hidden_states: [B, W, H]. Calls from outside `HFBackend` go to the layer's own forward."""
         cache, rope = given_cache(options), options.get("position_embeddings")
         mask = options.get("attention_mask")
         if inputs or rope is None or mask is None or not isinstance(cache, SlotCache):
-            return self._own(hidden_states, *inputs, **options)
+            return self._original_forward(hidden_states, *inputs, **options)
         output = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
         if output is not None:
             return output
@@ -236,18 +239,18 @@ class FusedLayer:
 
     def with_ops(self, ops: Ops) -> FusedLayer:
         """A copy of this layer that computes with other ops."""
-        other = copy(self)
-        other.ops = ops
-        return other
+        layer = copy(self)
+        layer.ops = ops
+        return layer
 
     def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """qk: queries and keys [B, heads, W, D]."""
         queries, keys = qk.split((self.ops.heads, self.ops.key_heads), 1)
         keys, values = cache.update(keys, values, self.spec.index)
         blocks = cache.blocks(mask)
-        if (together := cache.rectangle(mask)) is not None:
+        if (rectangle_mask := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self.spec.scaling)
+            return attend_ragged(queries, keys, values, rectangle_mask, blocks, cache.layout, self.spec.scaling)
         if blocks:
             return attend_in_blocks(queries, keys, values, blocks, self.spec.scaling)
         return attend(queries, keys, values, mask, self.spec.scaling)
@@ -256,12 +259,12 @@ class FusedLayer:
 def fused_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[nn.Module, FusedLayer]]:
     """The model's decoder layers and a forward for each.
 
-    windows: of each layer's attention, as in `AttentionSpec`. Raises `UnknownLayerError` with the reason if any layer
-    has another structure, or a forward that somebody replaced.
+    windows: one per layer, as in `AttentionSpec`. Raises `UnknownLayerError` with the reason if any layer has another
+    structure, or a forward that other code replaced.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(windows)]
     if len(lists) != 1:
-        raise UnknownLayerError(f"it has {len(lists)} lists of {len(windows)} modules")
+        raise UnknownLayerError(f"it has {len(lists)} lists of {len(windows)} modules, not one")
     rope = RotaryEmbedding()
     return [(layer, FusedLayer(layer, rope, window)) for layer, window in zip(lists[0], windows, strict=True)]
 
@@ -272,7 +275,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def declared(module: nn.Module, name: str, kind: type) -> Any:
-    """A number that a module must have as an attribute."""
+    """An attribute that a module must have. Raises `UnknownLayerError` if it is missing or of another type."""
     value = getattr(module, name, None)
     if not isinstance(value, kind):
         raise UnknownLayerError(f"{type(module).__name__} has no {name}")
@@ -284,8 +287,8 @@ def _joint_product(children: dict[str, nn.Module], names: tuple[str, ...]) -> tu
     parts = [part for name in names if isinstance(part := children[name], FusedOutput)]
     sources = {part.source for part in parts}
     if len(parts) != len(names) or len(sources) != 1:
-        raise UnknownLayerError(f"{', '.join(names)} are not one product")
+        raise UnknownLayerError(f"{', '.join(names)} are not fused into one product")
     (fused,) = sources
     if [part.index for part in parts] != list(range(len(fused.sizes))):
-        raise UnknownLayerError(f"{', '.join(names)} are not all of one product")
+        raise UnknownLayerError(f"{', '.join(names)} are not all that is fused into their product")
     return fused.joint, fused.sizes

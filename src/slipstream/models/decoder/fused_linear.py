@@ -20,13 +20,13 @@ class FusedLinear(nn.Module):
     """Several `nn.Linear`s of one input as one, computed when the first of them is called with a new input."""
 
     def __init__(self, joint: Any, sizes: list[int]) -> None:
-        """joint: the layer of all outputs; sizes: how many of them are each layer's."""
+        """joint: the one layer that computes all outputs; sizes: how many of them belong to each original layer."""
         super().__init__()
         self.joint, self.sizes = joint, sizes
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def output(self, x: Tensor, index: int) -> Tensor:
-        """Output number `index` for x [..., in_features]. The product is saved until its last part is asked for."""
+        """Output number `index` for x [..., in_features]. The product is kept until its last part is returned."""
         last = self._last  # read once: another thread may be running the same model
         if last is None or last[0] is not x:
             last = x, self.joint(x).split(self.sizes, -1)
@@ -35,7 +35,7 @@ class FusedLinear(nn.Module):
 
 
 class FusedOutput(nn.Module):
-    """Replaces one of the layers that were fused: its part of the common product."""
+    """Replaces one of the fused layers: returns that layer's part of the common product."""
 
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
@@ -62,10 +62,10 @@ def fuse(
     calls: Calls | None = None,
     join: Callable[[list[nn.Linear]], nn.Module] | None = None,
 ) -> int:
-    """Fuse layers of a model in place; their weights are freed. Returns how many groups there were.
+    """Fuse layers of a model in place, which frees their weights. Returns the number of groups.
 
-    convert: makes the module that computes a group's product, at once, so that there are never two copies of all
-    weights. calls: `linear_calls` of the model. join: makes one layer of several, by default an `nn.Linear`.
+    convert: makes the module that computes a group's product. It is called group by group, so that there are never two
+    copies of all weights. calls: `linear_calls` of the model. join: makes one layer of several, by default `joined`.
     """
     groups = _same_input(model, linear_calls(model) if calls is None else calls)
     for parent, names in groups:
@@ -80,7 +80,7 @@ def fuse(
 
 
 def joined(linears: list[nn.Linear]) -> nn.Linear:
-    """The layer of all outputs of some layers of one input."""
+    """One layer that computes the outputs of several layers with the same input."""
     outputs, biased = sum(linear.out_features for linear in linears), linears[0].bias is not None
     joint = nn.Linear(linears[0].in_features, outputs, biased, device="meta")
     joint.weight = _concatenated([linear.weight for linear in linears])
@@ -94,9 +94,9 @@ def _concatenated(parts: list[Any]) -> nn.Parameter:
 
 
 def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
-    """Linear layers that do not run as modules: their weights are used directly, so they must stay as they are.
+    """Linear layers that did not run as modules: other code uses their weights directly, so they must not be replaced.
 
-    Layers whose names differ in numbers only count as one, since of many experts two tokens choose a few.
+    Layers whose names differ only in numbers count as one, since two tokens reach only a few of many experts.
     """
     names = _names(model)
     called = {names[linear] for linear, _ in calls}
@@ -104,12 +104,15 @@ def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
 
 
 def _names(model: nn.Module) -> dict[nn.Linear, str]:
-    """The linear layers with their names but for numbers."""
+    """The linear layers with their names, in which "#" stands for every number."""
     return {module: re.sub(r"\d+", "#", name) for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
 def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
-    """Names of sibling layers that were called one after the other with one tensor, and once each."""
+    """Groups of sibling layers that were called one after the other with the same tensor, and only once each.
+
+    A group is the parent module and the names of its children.
+    """
     parents = {
         child: (parent, name)
         for parent in model.modules()
@@ -125,11 +128,11 @@ def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
             groups[-1][2].append(linear)
         else:
             groups.append((x, parent, [linear]))
-    often = [linear for linear, _ in calls]
+    called = [linear for linear, _ in calls]
     return [
         (parent, [parents[linear][1] for linear in linears])
         for _, parent, linears in groups
-        if len(linears) > 1 and all(often.count(linear) == 1 for linear in linears)
+        if len(linears) > 1 and all(called.count(linear) == 1 for linear in linears)
     ]
 
 
@@ -138,7 +141,7 @@ def _alike(first: nn.Linear, second: nn.Linear) -> bool:
 
 
 class _ObservedLinear(nn.Linear):
-    """A linear layer that notes whether others use its weight: adapters do, and layers that multiply by themselves."""
+    """A linear layer that notes whether other code reads its weight: adapters do, and modules that multiply by it."""
 
     is_used_by_others = False
 
@@ -157,7 +160,7 @@ class _ObservedLinear(nn.Linear):
 def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
     """Every call of a linear layer and its input, in a forward of two tokens.
 
-    Layers whose weights others use are left out, and all that are called the same but for numbers.
+    Layers whose weights other code reads are left out, and with them all whose names differ only in numbers.
     """
     seen: list[tuple[nn.Linear, Tensor]] = []
     names, device = _names(model), next(model.parameters()).device
@@ -170,8 +173,8 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        # the model's own: it wants other inputs
-        warn_slower(f"{type(model).__name__} keeps its layers apart: a forward of two tokens fails: {error}")
+        # raised by the model's own code, which needs other inputs
+        warn_slower(f"{type(model).__name__} keeps its linear layers separate: a forward of two tokens fails: {error}")
         return []
     finally:
         for hook in hooks:
@@ -183,6 +186,6 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether this is an `nn.Linear` that computes nothing else: hooks and forwards of others' go with the layer."""
+    """Whether this is a plain `nn.Linear`. One with hooks or a replaced `forward` computes more, so it must stay."""
     hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
     return type(module) is nn.Linear and not hooked

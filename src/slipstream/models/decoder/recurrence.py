@@ -1,4 +1,4 @@
-"""What recurrent layers compute between their projections, token by token, and their states by slot.
+"""Recurrent layers: what they compute between their projections, token by token, and their states, one per slot.
 
 The functions are the specification of `csrc/recurrence.c`. A short causal convolution over each channel, then for each
 head a state S [key size, value size] that fades and takes in every token: S <- a S + k (b (v - m)), out = S^T q, all in
@@ -6,10 +6,10 @@ float32. With m = (a S)^T k this is the gated delta rule (Yang et al. 2024, arXi
 the state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 3). Every token takes the same operations in the
 same order whatever comes with it.
 
-A state cannot be cut back to an earlier position. So of each row `RecurrentStates` keeps the state at the last final
-position, with the inputs of the tokens behind it. A forward copies that state, repeats the kept inputs up to its own
-first token (the arithmetic of a token and none of the products with weights), and continues from there. Rejected tokens
-cost nothing. Where prompts ended, further copies are kept for texts that begin alike.
+A state cannot be cut back to an earlier position. So `RecurrentStates` keeps, for each row, the state at the last final
+position and the inputs of the tokens behind it. A forward copies that state, repeats the kept inputs up to its own
+first token (which costs the recurrence's arithmetic, but no product with weights), and continues from there. Rejected
+tokens cost nothing. Further copies are kept where prompts ended, for texts that begin with the same prompt.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from slipstream.errors import SlipstreamError
 
 EPSILON = 1e-6  # under the root of normalised queries and keys
 RING = 64  # inputs kept at first
-PROMPT = 16  # where a forward has read as many final tokens, a copy is kept: other texts may begin alike
-COPIES = 1 << 30  # bytes of all copies together, at most
+PROMPT = 16  # a forward of about so many final tokens, or more, leaves a copy, since other texts may begin alike
+COPIES = 1 << 30  # largest number of bytes of all copies together
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a recurrence. queries, keys, values: their first channel of the convolution.
+    """The heads of a recurrence. queries, keys, values: the channels of the convolution at which they begin.
 
-    corrects: whether the delta rule's m is taken off; normalised: whether queries and keys have length 1. rate, shift:
-    [count], a = exp(rate * softplus(gate + shift)). skip: [count], of the values that are added to the output.
+    corrects: whether the delta rule's m is subtracted; normalised: whether queries and keys are scaled to length 1.
+    rate, shift: [count], with a = exp(rate * softplus(gate + shift)). skip: [count], factors of the values that are
+    added to the output; None if none are.
     """
 
     count: int
@@ -53,7 +54,7 @@ class Heads:
 
     @property
     def gates(self) -> int:
-        """Numbers per token that say how a state fades and takes in: with the delta rule b's, and a's."""
+        """Gates per token: with the delta rule, one per head for b, then one for a; else one per head for both."""
         return self.count * (2 if self.corrects else 1)
 
 
@@ -99,8 +100,8 @@ class Recurrence:
 class Segment:
     """A row's part of a forward: `count` tokens of `slot` from position `start` on.
 
-    known: the position whose state is kept, at most `start`; the inputs between them are kept as well. keep: the
-    position whose state is kept instead from now on.
+    known: the position of the kept state, at most `start`; the inputs from there to `start` are kept as well. keep: the
+    position whose state this forward keeps instead.
     """
 
     slot: int
@@ -122,7 +123,7 @@ class LayerMemory:
         self.inputs = torch.zeros(0, 0, recurrence.inputs, dtype=recurrence.dtype, device=device)
 
     def resize(self, slots: int, ring: int, ends: Sequence[int]) -> None:
-        """Hold this many slots and latest inputs. ends: of the inputs known of each slot there is."""
+        """Hold this many slots and latest inputs. ends: for each present slot, the position behind its last input."""
         states, inputs = self.states, self.inputs
         self.states = states.new_zeros(slots, *states.shape[1:])
         self.states[: len(states)] = states
@@ -132,20 +133,20 @@ class LayerMemory:
             self.inputs[slot, positions % ring] = inputs[slot, positions % max(1, inputs.shape[1])]
 
     def between(self, slot: int, first: int, last: int) -> Tensor:
-        """The inputs [last - first, inputs] at these positions; zeros before the beginning."""
+        """The inputs [last - first, inputs] at positions `first` to `last` - 1; zeros at negative positions."""
         positions = torch.arange(max(0, first), last)
         kept_inputs = self.inputs[slot, positions % self.inputs.shape[1]]
         return torch.cat([kept_inputs.new_zeros(last - first - len(positions), kept_inputs.shape[1]), kept_inputs])
 
     def write(self, slot: int, first: int, inputs: Tensor) -> None:
-        """Keep inputs from a position on, the latest of them."""
+        """Keep these inputs, which begin at position `first`, or the latest of them if the ring is shorter."""
         ring = self.inputs.shape[1]
         positions = torch.arange(first, first + len(inputs))[-ring:]
         self.inputs[slot, positions % ring] = inputs[-ring:]
 
 
 def advance(recurrence: Recurrence, memory: LayerMemory, segments: Sequence[Segment], x: Tensor) -> Tensor:
-    """A forward of rows x [B, W, inputs]: outputs [B, W, outputs], float32; the memory goes along."""
+    """A forward of rows x [B, W, inputs] -> outputs [B, W, outputs], float32; updates the memory."""
     rows = [_advance_row(recurrence, memory, segment, row) for segment, row in zip(segments, x, strict=True)]
     for segment, row in zip(segments, x, strict=True):
         memory.write(segment.slot, segment.start, row)
@@ -186,7 +187,7 @@ def _take_in(
 ) -> tuple[Tensor, Tensor]:
     """The state after a token of channels [C] and gates, and the token's output [outputs].
 
-    One token at a time, since PyTorch rounds functions like exp in other ways at the end of a tensor.
+    One token at a time, since PyTorch rounds functions such as exp differently at the end of a tensor.
     """
     fade, take = _gates(recurrence, heads, gates)
     mixed = silu(mixed.to(recurrence.dtype)).float()
@@ -202,7 +203,7 @@ def _take_in(
 
 
 def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of a state stays, a, and of a token is taken in, b: [heads] each, float32."""
+    """The factors a, of the state that stays, and b, of the token that is taken in: [heads] each, float32."""
     if heads.corrects:
         take, step = gates[: heads.count].sigmoid().float(), softplus(gates[heads.count :].float() + heads.shift)
         return (heads.rate * step).exp(), take
@@ -233,9 +234,10 @@ class SlotPositions:
 
 
 class RecurrentStates:
-    """The states of all recurrent layers, by number, and what computes them; `advance` if nothing faster does."""
+    """The states of all recurrent layers of a model, by slot, and the functions that advance them."""
 
     def __init__(self, layers: Mapping[int, tuple[Recurrence, Advance | None]]) -> None:
+        """layers: by number, each with its compiled form; None: `advance` of this module computes it."""
         self._layers = {i: recurrence for i, (recurrence, _) in layers.items()}
         self._advances = {i: compiled for i, (_, compiled) in layers.items() if compiled is not None}
         self._memory = {i: LayerMemory(recurrence) for i, recurrence in self._layers.items()}
@@ -248,7 +250,7 @@ class RecurrentStates:
 
     @property
     def compiled(self) -> bool:
-        """Whether kernels of ours advance them all."""
+        """Whether Slipstream's kernels advance all layers."""
         return len(self._advances) == len(self._layers)
 
     def reserve(self, slots: int) -> None:
@@ -259,7 +261,7 @@ class RecurrentStates:
             self._resize(self._ring, ends)
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Call before a forward: the text is final up to `position`. Later ones begin there or behind, or at a copy.
+        """Call before a forward: the text is final up to `position`; later ones begin there, behind it, or at a copy.
 
         Without this call a later forward may begin only a few tokens before the end of this one.
         """
@@ -269,15 +271,15 @@ class RecurrentStates:
         """The last position, at most `limit`, at which a forward of a slot can begin."""
         held = self._slots[slot]
         near = min(limit, held.end) if held.kept <= limit else 0
-        return max([near, *(position for position in self._positions(slot) if position <= limit)])
+        return max([near, *(position for position in self._copied_positions(slot) if position <= limit)])
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the state of another slot, and the inputs behind it, up to `length`."""
-        for position in self._positions(destination):
+        for position in self._copied_positions(destination):
             del self._copies[destination, position]
-        for position in self._positions(source):
+        for position in self._copied_positions(source):
             if position <= length:
-                self._keep(destination, position, self._copies[source, position])
+                self._add_copy(destination, position, self._copies[source, position])
         held = self._slots[source]
         if held.kept <= length <= held.end:
             for memory in self._memory.values():
@@ -288,13 +290,16 @@ class RecurrentStates:
             self._restore(destination, length)
 
     def begin(self, first_slot: int, starts: Sequence[int], width: int) -> None:
-        """Prepare a forward of `width` tokens of each slot from `first_slot` on, written from these positions on."""
+        """Prepare a forward of `width` tokens in each slot from `first_slot` on.
+
+        starts: the position of the first token in each of these slots.
+        """
         self._segments = []
         for slot, start in enumerate(starts, first_slot):
             held = self._slots[slot]
             if not held.kept <= start <= held.end:
                 held = self._restore(slot, start)
-            for position in self._positions(slot):
+            for position in self._copied_positions(slot):
                 if position > start:
                     del self._copies[slot, position]
             end = start + width
@@ -304,7 +309,8 @@ class RecurrentStates:
         needed = max(segment.start + width - segment.keep for segment in self._segments) + self._taps - 1
         if needed > self._ring:
             self._resize(1 << (needed - 1).bit_length(), [slot.end for slot in self._slots])
-        for segment in self._segments:  # a forward that fails leaves layers at different positions
+        # a forward that fails leaves layers at different positions, so until `end` the slots count as empty
+        for segment in self._segments:
             self._slots[segment.slot] = SlotPositions()
 
     def run(self, layer: int, x: Tensor) -> Tensor:
@@ -315,19 +321,19 @@ class RecurrentStates:
         return advance(self._layers[layer], memory, self._segments, x)
 
     def end(self) -> None:
-        """Note what the forward has left."""
+        """Record the positions that the forward has reached, and keep a copy behind a prompt."""
         for segment in self._segments:
             slot, end = segment.slot, segment.start + segment.count
             self._slots[slot] = SlotPositions(segment.keep, end)
             if segment.keep - segment.start >= PROMPT - 1:
-                self._keep(slot, segment.keep, self._copy_of(slot, segment.keep))
+                self._add_copy(slot, segment.keep, self._copy_of(slot, segment.keep))
 
     def _resize(self, ring: int, ends: Sequence[int]) -> None:
         self._ring = ring
         for memory in self._memory.values():
             memory.resize(len(self._slots), ring, ends)
 
-    def _positions(self, slot: int) -> list[int]:
+    def _copied_positions(self, slot: int) -> list[int]:
         return [position for owner, position in self._copies if owner == slot]
 
     def _copy_of(self, slot: int, position: int) -> Copy:
@@ -336,17 +342,17 @@ class RecurrentStates:
             (memory.states[slot].clone(), memory.between(slot, first, position)) for memory in self._memory.values()
         ]
 
-    def _keep(self, slot: int, position: int, copy: Copy) -> None:
+    def _add_copy(self, slot: int, position: int, copy: Copy) -> None:
         self._copies[slot, position] = copy
         self._copies.move_to_end((slot, position))
         while sum(state.nbytes + inputs.nbytes for kept in self._copies.values() for state, inputs in kept) > COPIES:
             self._copies.popitem(last=False)
 
     def _restore(self, slot: int, position: int) -> SlotPositions:
-        """Go back to the beginning or to a copy."""
+        """Reset a slot to position 0 or to a copy."""
         copy = self._copies.get((slot, position))
         if position and copy is None:
-            raise SlipstreamError(f"slot {slot}: the state at position {position} is not known")
+            raise SlipstreamError(f"slot {slot}: no state is kept for position {position}")
         if copy is not None:
             self._copies.move_to_end((slot, position))
             for memory, (state, inputs) in zip(self._memory.values(), copy, strict=True):

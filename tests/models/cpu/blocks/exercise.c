@@ -25,7 +25,7 @@ static float *numbers(int64_t count, float scale) {
 
 /* The part that rows pack into; they are freed. */
 static struct block_part packed(int64_t format, uint8_t *rows, int64_t outputs, int64_t inputs) {
-    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
+    int64_t panels = round_up(outputs, LANES) / LANES * panel_bytes(format, inputs);
     uint8_t *data = aligned_alloc(64, panels);
     memset(data, 0, panels);
     pack_panels(format, rows, outputs, inputs, data, 1);
@@ -96,7 +96,7 @@ static void exercise_rows(const struct block_part *part, int64_t inputs) {
 static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
     const struct shape *of = &SHAPES[format];
     int64_t row = inputs / of->size * of->bytes, panel = panel_bytes(format, inputs);
-    int64_t size = up(outputs, LANES) / LANES * panel, start = 37;
+    int64_t size = round_up(outputs, LANES) / LANES * panel, start = 37;
     uint8_t *rows = malloc(outputs * row), *expected = aligned_alloc(64, size), *got = aligned_alloc(64, size);
     for (int64_t i = 0; i < outputs * row; i++) rows[i] = next_byte();
     memset(expected, 0, size), memset(got, 0, size);

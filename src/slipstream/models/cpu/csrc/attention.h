@@ -1,4 +1,4 @@
-/* Attention of new tokens over the KV cache of their slots, for layer.c and blocks/float_layer.c.
+/* Attention of a forward's tokens over the KV cache of their slots, for layer.c and blocks/float_layer.c.
  *
  * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
@@ -7,8 +7,9 @@
  * of 32 and of 512 and masked ones count 0, so the bits of a query depend neither on its neighbours, nor on the length
  * of the cache, nor on the number of threads.
  *
- * To be defined before: `number`, of the cache and of heads; layer_type and cache_type; NUMBERS_ARE_FLOATS; LOWEST, the
- * exponent of the smallest weight; load_number and store_number, of 16 numbers.
+ * The file that includes this one defines before: `number`, the type of the numbers in the cache and in heads;
+ * layer_type and cache_type; NUMBERS_ARE_FLOATS; LOWEST, the exponent of the smallest weight; load_number and
+ * store_number, of 16 numbers.
  */
 #include <math.h>
 #include <string.h>
@@ -16,20 +17,20 @@
 enum {
     KEYS = 32,            /* positions at a time */
     STRETCH = 512,        /* positions that are summed on their own, a multiple of KEYS */
-    QUERIES = 48,         /* of a group, at most, unless one token has more */
+    QUERIES = 48,         /* most queries of a group, unless one token has more */
     TOGETHER = 4,         /* queries whose products are computed side by side */
-    UNITS = 8,            /* of work per thread: where there are as many without that, no text is shared out */
+    UNITS = 8,            /* units of work per thread: if groups times key heads are as many, threads share no text */
     LOADED = 2,           /* loading the keys and values of a group takes as long as this many queries */
-    MOST_SUMS = 1 << 22   /* numbers of stretches' sums that are kept, at most: 16 MB; more are joined by one thread */
+    MOST_SUMS = 1 << 22   /* most numbers kept of the stretches' sums, 16 MB; with more, threads share no text */
 };
 
-/* The positions that a group sees: from `fork` on those at the places of `path`, before it those of their own number. */
+/* The places of the positions that a group sees: from `fork` on those in `path`, before it the position itself. */
 struct branch {
     int64_t fork;
     const int64_t *path;
 };
 
-/* Copies numbers [size] of positions `start` to `last`, at most KEYS of them, from where they stand. */
+/* Copies the numbers [size] of KEYS positions, from `start` on, from their places; zeros for those behind `last`. */
 static inline void collect(const number *from, struct branch branch, int64_t start, int64_t last, int64_t size, number *to) {
     for (int64_t i = 0; i < KEYS; i++) {
         int64_t position = start + i;
@@ -47,7 +48,8 @@ static inline void collect(const number *from, struct branch branch, int64_t sta
 #include "attention_floats.h"
 #endif
 
-/* Softmax weights of the positions from `start` on for one query with these products; earlier sums are rescaled. */
+/* Computes a query's softmax weights of KEYS positions, from `start` on, from its products with their keys, and
+ * rescales its sums of earlier positions. */
 static void update_softmax(struct query *q, int64_t start, int64_t size, floats left, floats right) {
     int64_t from = q->first - start, to = q->last - start;
     if (to < 0 || from >= KEYS) {
@@ -60,7 +62,7 @@ static void update_softmax(struct query *q, int64_t start, int64_t size, floats 
     float most = largest(max_floats(left, right));
     if (!(most > q->most)) most = q->most;
     floats lowest = all_floats(LOWEST), top = all_floats(most);
-    /* of a number and NaN `max_floats` gives the second: a score that is NaN makes the result NaN, too */
+    /* if one number is NaN, `max_floats` returns the second: so a score that is NaN makes the result NaN */
     left = exponential(max_floats(lowest, subtract_floats(left, top)));
     right = exponential(max_floats(lowest, subtract_floats(right, top)));
     left = only_lanes(left, begins, ends, zero), right = only_lanes(right, begins - 16, ends - 16, zero);
@@ -80,7 +82,7 @@ static int all_see(int count, const struct query *q, int64_t start, int64_t ther
     return 1;
 }
 
-/* `gather_values` of each query by itself, from no other positions than those it sees: 0 times infinity is not 0. */
+/* `gather_values` for each query by itself, over no positions but those it sees: 0 times infinity is not 0. */
 static __attribute__((noinline)) void gather_seen(int count, struct query *q, int64_t start, int64_t there, int64_t size,
                                                   const struct tile *tile) {
     struct tile seen;
@@ -92,7 +94,8 @@ static __attribute__((noinline)) void gather_seen(int count, struct query *q, in
     }
 }
 
-/* Products of some queries with 32 keys, the weights that follow, and the weighted values of the first `there`. */
+/* Adds 32 positions, of which the first `there` exist, to the sums of some queries: products with keys, then weights,
+ * then weighted values. */
 ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t there, int64_t size,
                         const struct tile *tile, int all_finite, float scaling) {
     floats sum[TOGETHER][2], by = all_floats(scaling);
@@ -136,7 +139,7 @@ static void restore_sums(struct query *q, int64_t size, const float *from) {
     q->most = from[size], q->sum = from[size + 1];
 }
 
-/* Adds the sums of a later stretch. */
+/* Adds the sums of a later stretch to those of all before. */
 static void join_sums(float *whole, const float *later, int64_t size) {
     float most = whole[size] > later[size] ? whole[size] : later[size], first[16], second[16];
     floats lowest = all_floats(LOWEST);
@@ -155,14 +158,15 @@ static void join_sums(float *whole, const float *later, int64_t size) {
 static int sees(const struct query *q, int64_t stretch) { return q->first / STRETCH <= stretch && stretch <= q->last / STRETCH; }
 static int is_first(const struct query *q, int64_t stretch) { return q->first / STRETCH == stretch; }
 
-/* Neighbouring tokens in one slot that go through the cache together, and the stretches of the positions that any of
- * them sees. before, sums_before: how many stretches, and numbers of sums, earlier groups have. */
+/* Neighbouring tokens of one slot that go through the cache together, and the stretches of the positions that any of
+ * them sees. before, sums_before: how many stretches and numbers of sums all earlier groups have. */
 struct group {
     int64_t token, count, stretch, stretches, before, sums_before;
 };
 
-/* A forward's attention. next: the unit that nobody has taken yet. sums: of stretches that threads may share, per group
- * [key heads][stretches][queries]; NULL where there is no room. done [groups][key heads]: how many of them are there. */
+/* A forward's attention. next: the unit of work that no thread has taken yet. sums: of stretches, so that threads can
+ * share a text, for each group [key heads][stretches][queries]; NULL if they are not kept. done [groups][key heads]:
+ * how many stretches have their sums. */
 struct attention {
     const layer_type *layer;
     const cache_type *cache;
@@ -174,7 +178,7 @@ struct attention {
     _Atomic int64_t *done, next;
 };
 
-/* The queries of a group that share a key head, and where what they attend to stands. */
+/* The queries of a group that share a key head, and the keys and values that they attend to. */
 struct work {
     struct query queries[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
     int count;
@@ -190,8 +194,8 @@ static void begin_work(const struct attention *of, const struct group *group, in
     work->count = (int)(group->count * repeats);
     for (int64_t i = 0; i < work->count; i++) {
         struct query *q = work->queries + i;
-        int64_t own = token + i / repeats, position = m->positions[own];
-        set_numbers(q, of->heads + (own * all + head * repeats + i % repeats) * size, size);
+        int64_t query_token = token + i / repeats, position = m->positions[query_token];
+        set_numbers(q, of->heads + (query_token * all + head * repeats + i % repeats) * size, size);
         q->first = m->window && position >= m->window ? position - m->window + 1 : 0, q->last = position;
     }
     work->keys = m->keys + start, work->values = m->values + start, work->branch = (struct branch){0, NULL};
@@ -238,7 +242,8 @@ static void attend_group(const struct attention *of, const struct group *group, 
     end_work(of, group, head, &work);
 }
 
-/* One stretch of a group, for one key head, number `part` of all of them. Who finds all the others done joins them. */
+/* One stretch of a group for one key head; `part` counts them head by head. The thread that completes the last stretch
+ * of a head joins them all. */
 static void attend_part(const struct attention *of, const struct group *group, int64_t part) {
     struct work work;
     int64_t size = of->layer->size, head = part / group->stretches, stretch = part % group->stretches;
@@ -270,7 +275,7 @@ static void write_token(const struct attention *of, int64_t t) {
     }
 }
 
-/* Groups of at most so many tokens; returns how many. */
+/* Divides the tokens into groups of at most `most`; returns the number of groups. */
 static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_t tokens, int64_t most, struct group *groups) {
     int64_t count = 0, before = 0, sums_before = 0;
     for (int64_t t = 0; t < tokens; t++) {
@@ -290,7 +295,7 @@ static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_
     return count;
 }
 
-/* Divides the tokens into groups: smaller ones where large ones would be too few for all threads. */
+/* Divides the tokens into groups, smaller ones if large ones would be too few for all threads. */
 static void begin_attention(struct attention *of, int64_t threads) {
     const layer_type *layer = of->layer;
     int64_t shared = layer->key_heads, repeats = layer->heads / shared, most = QUERIES / repeats > 1 ? QUERIES / repeats : 1;
@@ -326,20 +331,20 @@ static void attend_in_team(const struct member *me, void *given) {
     }
 }
 
-/* Numbers of the sums of all stretches of so many tokens that may see so many positions; 0 if they are not kept. */
+/* Numbers of all stretches' sums for so many tokens that may see so many positions; 0 if the sums are not kept. */
 static int64_t sums_kept(const layer_type *layer, int64_t tokens, int64_t positions) {
     int64_t count = tokens * layer->heads * ((positions + STRETCH - 1) / STRETCH) * sums_of(layer->size);
     return positions > STRETCH && count <= MOST_SUMS ? count : 0;
 }
 
-/* Bytes of space that attention needs, a multiple of 64. length: of the cache. */
+/* Bytes of scratch space that attention needs, a multiple of 64. length: of the cache. */
 static int64_t attention_bytes(const layer_type *layer, int64_t tokens, int64_t length) {
     int64_t of_groups = tokens * (int64_t)(sizeof(struct group) + (uint64_t)layer->key_heads * sizeof(int64_t));
     return sums_kept(layer, tokens, length) * (int64_t)sizeof(float) + (of_groups + 63) / 64 * 64;
 }
 
-/* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
- * `project_qkv_rope` makes them -> out [tokens][heads][size]. space: `attention_bytes`. */
+/* Writes the tokens' keys and values to the cache and attends. heads [tokens][heads + 2 * key_heads][size], as
+ * `project_qkv_rope` returns them -> out [tokens][heads][size]. space: `attention_bytes`. */
 void attend(const layer_type *layer, const cache_type *m, const number *heads, int64_t tokens, number *out, void *space) {
     int64_t kept = sums_kept(layer, tokens, m->length);
     struct group *groups = (struct group *)((float *)space + kept);

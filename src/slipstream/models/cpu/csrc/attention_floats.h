@@ -11,7 +11,7 @@ struct query {
 #endif
 };
 
-/* Keys [size][KEYS] and values [KEYS][size], which point to the cache or to `own_values`. */
+/* Keys [size][KEYS] and values [KEYS][size]; `values` points to the cache or to `own_values`. */
 struct tile {
     const float *values;
     _Alignas(64) float keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS], own_keys[MAX_HEAD_SIZE * KEYS];
@@ -23,7 +23,7 @@ static void set_numbers(struct query *q, const float *numbers, int64_t size) {
     q->numbers = numbers;
 }
 
-/* The numbers [KEYS][size] of 32 positions: where they stand, or in `to`. */
+/* The numbers [KEYS][size] of 32 positions: in the cache if they follow each other there, else copied to `to`. */
 static const float *in_order(const float *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
     if (!branch.path || start + KEYS <= branch.fork) return from + start * size;
     collect(from, branch, start, last, size, to);
@@ -58,7 +58,7 @@ static void fill_tile(struct tile *tile, const number *keys, const number *value
         for (int64_t i = 0; i < size; i += 16) transpose(these + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
 }
 
-/* Whether the values of the first `there` positions are numbers, and not infinite. */
+/* Whether no value of the first `there` positions is infinite or NaN. */
 static int values_are_finite(const struct tile *tile, int64_t there, int64_t size) {
     uint32_t most = 0;
     for (int64_t i = 0; i < there * size; i++) {

@@ -27,8 +27,8 @@ static void transpose_keys(const uint16_t *keys, int64_t size, uint32_t *to) {
             transpose_words(keys + half * size + i, size, to + i / 2 * KEYS + half, KEYS);
 }
 
-/* Values [KEYS][size] in pairs. From number `there` on they count as 0: an earlier text may have left infinities, and 0
- * times infinity is not 0. */
+/* Values [KEYS][size] to pairs of positions. Positions from number `there` on become 0: an earlier text may have left
+ * infinities there, and 0 times infinity is not 0. */
 static void interleave(const uint16_t *values, int64_t there, int64_t size, uint16_t *to) {
     __m512i none = _mm512_setzero_si512();
     for (int64_t pair = 0; pair < KEYS / 2; pair++)
@@ -51,7 +51,7 @@ static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *v
     interleave(these_values, last + 1 - start, size, tile->values);
 }
 
-/* Whether all values are numbers, and not infinite; those behind the last position are 0. */
+/* Whether no value is infinite or NaN; those behind the last position are 0. */
 static int values_are_finite(const struct tile *tile, int64_t there, int64_t size) {
     (void)there;
     uint16_t most = 0;

@@ -1,7 +1,8 @@
-/* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
+/* bfloat16 numbers over the vectors of blocks/simd.h, by the best instructions that the compiler may use.
  *
- * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all others widen numbers to
- * float32: these two give different bits. Each gives a token the same bits, however many tokens are beside it.
+ * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all other variants widen
+ * numbers to float32. The two give different bits, but each gives a token the same bits, however many tokens are beside
+ * it.
  */
 #pragma once
 
@@ -30,7 +31,7 @@ ALWAYS void transpose_words(const uint16_t *from, int64_t stride, uint32_t *to, 
     transpose((const float *)(const void *)from, stride / 2, (float *)(void *)to, step);
 }
 
-#elif defined(__AVX512VNNI__) /* numbers are widened to float32, as by all that follow */
+#elif defined(__AVX512VNNI__) /* this variant and all that follow widen numbers to float32 */
 ALWAYS __m512 upper_half(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
 ALWAYS floats load_bf16(const uint16_t *from) {
     return upper_half(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)));
@@ -140,7 +141,7 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
     }
 }
 
-#else /* plain C: what the others that widen numbers give too */
+#else /* plain C: gives the bits of all variants that widen numbers */
 ALWAYS float bf16_to_float(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
     float x;

@@ -1,16 +1,16 @@
 /* Products with bfloat16 weights that take 12 bits each, without loss.
  *
- * The 8 exponent bits of a weight carry little: in a panel of 32 outputs nearly all are among 15 neighbouring values.
- * A weight is stored as a byte of sign and mantissa and a 4-bit code that counts down from the panel's largest
- * exponent; the few out of its reach are exceptions, stored whole and restored when a block is expanded. A forward of
- * few tokens waits for its weights, so a quarter less of them is a quarter less time; they are prefetched.
+ * The 8 exponent bits of a weight carry little: in a panel of 32 outputs nearly all exponents are among 15 successive
+ * ones. A weight is stored as a byte of sign and mantissa and a 4-bit code that counts down from the largest of these
+ * exponents. The few weights with other exponents are exceptions, stored whole and restored when a block is expanded. A
+ * forward of few tokens waits for its weights, so a quarter less of them is a quarter less time; they are prefetched.
  *
  * A sum runs over the inputs in order, whatever the number of tokens: a token gets the same bits alone and beside
- * others. compression.c says how the weights are laid out.
+ * others. compression.c describes how the weights are laid out.
  */
 #include "kernels.h"
 
-enum { AHEAD = 6144 /* bytes, where one step fetches */ };
+enum { AHEAD = 6144 /* bytes that are prefetched ahead, where that is done in one step */ };
 
 /* A block to expand, a quad at a time. */
 struct compressed_block {
@@ -41,8 +41,8 @@ typedef uint16_t input;
 typedef float input;
 #endif
 
-/* Some tokens' inputs, as `place_inputs` places them, of `stride` that have places, and their sums [rows][PANEL], from 0
- * if a panel begins. */
+/* Some tokens' inputs, laid out by `place_inputs` for `stride` tokens, and their sums [rows][PANEL]. begin: whether the
+ * sums begin, at 0, with this block. */
 struct tokens {
     const input *inputs;
     float *sums;
@@ -58,8 +58,8 @@ struct tokens {
 #else
 #include "products_of_floats.h"
 #endif
-/* A block's products with all tokens, some tokens at a time whose sums are in registers. `add`,
- * ROWS, BESIDE_MOST, BESIDE_MANY, EXPANDED, EVERY_BESIDE and EVERY_ROWS are defined before. */
+/* A block's products with all tokens, as many at a time as have sums in registers. The file included above defines
+ * `add`, ROWS, BESIDE_MOST, BESIDE_MANY, EXPANDED, EVERY_BESIDE and EVERY_ROWS. */
 #define AND_EXPAND(rows) case rows: add(rows, of, block, quads, next); break
 static void add_and_expand(int rows, const struct tokens *of, const uint16_t *block, int quads,
                            const struct compressed_block *next) {
@@ -83,7 +83,7 @@ static void add_block(const struct tokens *of, int64_t rows, const uint16_t *blo
     }
 }
 
-/* Tokens that have places in the inputs, and what a thread does around a product. */
+/* For how many tokens inputs are laid out, and what a thread does around a product. */
 static int64_t places(int64_t tokens) { return tokens; }
 static void place_inputs(const uint16_t *x, int64_t count, int64_t token, int64_t tokens, input *unit) {
     (void)tokens;
@@ -96,7 +96,7 @@ static void end_products(void) {}
 
 static int64_t blocks_of(const struct linear *w) { return (w->inputs + BLOCK - 1) / BLOCK; }
 
-/* Block number `unit` of all panels, counted panel by panel. */
+/* Block number `unit`, counted panel by panel, to be expanded to `to`. */
 static struct compressed_block compressed_block(const struct linear *w, int64_t unit, uint16_t *to) {
     int64_t panel = unit / blocks_of(w), input = unit % blocks_of(w) * BLOCK;
     const uint8_t *data = w->data + (panel * w->inputs + input) / 4 * QUAD;
@@ -118,7 +118,7 @@ struct product {
     struct shares shares;
 };
 
-/* Brings blocks of tokens' inputs to their places: a thread's share, block by block. */
+/* Lays out a thread's share of the tokens' inputs, block by block. */
 static void gather(const struct member *me, const struct product *of) {
     int64_t blocks = blocks_of(of->w), inputs = of->w->inputs, end = share_of(me, blocks * of->tokens, me->number + 1);
     for (int64_t i = share_of(me, blocks * of->tokens, me->number); i < end; i++) {
@@ -128,8 +128,8 @@ static void gather(const struct member *me, const struct product *of) {
     }
 }
 
-/* The panels that a thread takes. While a block is multiplied, the one that follows is expanded: the panel's next one, its
- * first one again for further tokens, or that of the next panel. */
+/* Multiplies the panels that a thread takes. While a block is multiplied, the one that follows is expanded: the next
+ * one of the panel, its first one again for further tokens, or the first one of the next panel. */
 static void multiply_panels(const struct product *of, struct panels *panels) {
     _Alignas(64) uint16_t block[2][BLOCK * PANEL];
     _Alignas(64) float sums[CHUNK * PANEL];
@@ -147,7 +147,7 @@ static void multiply_panels(const struct product *of, struct panels *panels) {
                 uint16_t *now = next.to;
                 int quads = next.quads;
                 int64_t following = unit + 1 < blocks ? panel * blocks + unit + 1 : again * blocks;
-                if (again == panels->count) following = least(following, (panel + 1) * blocks - 1); /* there is none */
+                if (again == panels->count) following = least(following, (panel + 1) * blocks - 1); /* none follows */
                 next = compressed_block(w, following, now == block[0] ? block[1] : block[0]);
                 struct tokens some = {of->inputs + (unit * stride + done) * BLOCK, sums, stride, unit == 0};
                 add_block(&some, rows, now, quads, &next);

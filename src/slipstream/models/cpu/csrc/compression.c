@@ -1,10 +1,11 @@
 /* How bfloat16 weights become 12 bits each, for compressed.c.
  *
- * Layout: data [panels][K / 4][192] bytes: signs and mantissas of two pairs of inputs, 64 each, and their 4-bit codes,
- * one pair's in the low and the other's in the high halves. Byte L * 16 + z * 8 + o * 2 + i of a pair is output
- * z * 16 + L * 4 + o and input i: two unpacking instructions then give operands of vdpbf16ps, 16 outputs by 2 inputs.
- * tables [panels][32]: the exponent of each code, its upper 7 bits and its lowest one. The exceptions of a block of a
- * panel follow each other: place in the expanded block << 16 | weight; offsets [panels * blocks + 1]: where they begin.
+ * data [panels][inputs / 4][192] bytes: the signs and mantissas of two pairs of inputs, 64 bytes each, and 64 bytes of
+ * their 4-bit codes, those of the first pair in the low half-bytes and of the second in the high ones. Byte
+ * L * 16 + z * 8 + o * 2 + i of a pair is output z * 16 + L * 4 + o and input i: two unpacking instructions then give
+ * operands of vdpbf16ps, 16 outputs by 2 inputs. tables [panels][32]: each code's exponent; bytes 0 to 15 are the upper
+ * 7 bits, 16 to 31 the lowest one. exceptions: place in the expanded block << 16 | weight, block by block. offsets
+ * [panels * blocks + 1]: where the exceptions of each block begin.
  */
 #include "kernels.h"
 
@@ -12,7 +13,7 @@
 
 enum {
     CODES = 15,  /* exponents that have a code; one more code stands for 0 */
-    TALLIES = 4, /* counts of every exponent, so that equal neighbours do not wait for each other */
+    TALLIES = 4, /* counters of every exponent, so that neighbours of equal exponent do not wait for each other */
     PAIRS = 16   /* pairs of inputs that are compressed together */
 };
 
@@ -26,7 +27,7 @@ static void tally(const uint16_t *weights, int64_t count, uint32_t seen[TALLIES]
     for (; i < count; i++) seen[0][exponent(weights[i])]++;
 }
 
-/* The largest of the neighbouring exponents that most weights have. */
+/* The largest of the CODES successive exponents that cover most weights. */
 static int choose_highest(const uint32_t seen[TALLIES][256]) {
     int64_t total[256], most = -1;
     int highest = CODES;
@@ -76,7 +77,7 @@ static void choose_of_panel(int64_t panel, void *given) {
     }
 }
 
-/* tables of all panels, and in counts [panels * blocks] how many exceptions each block has. */
+/* Fills the tables of all panels, and counts [panels * blocks] with the number of each block's exceptions. */
 void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint8_t *tables, int32_t *counts) {
     struct matrix matrix = {weights, outputs, inputs, (inputs + BLOCK - 1) / BLOCK, tables, .counts = counts};
     for_each((outputs + PANEL - 1) / PANEL, 1, choose_of_panel, &matrix);
@@ -88,7 +89,7 @@ union square {
     uint16_t weights[PAIRS][64];
 };
 
-/* The weights from `pair` on; 0 past the last output and input. */
+/* Collects the weights of PAIRS pairs from `pair` on; 0 past the last output and input. */
 static void gather(const struct matrix *m, int64_t first, int64_t pair, union square *to) {
     int64_t count = least(PAIRS, m->inputs / 2 - pair), rows = least(PANEL, m->outputs - first), stride = m->inputs;
     const uint16_t *from = m->weights + first * m->inputs + pair * 2;
@@ -102,16 +103,17 @@ static void gather(const struct matrix *m, int64_t first, int64_t pair, union sq
         transpose((const float *)(const void *)(from + side * 16 * stride), stride / 2, to->words[0] + side * 16, PANEL);
 }
 
-/* Signs and mantissas of 64 weights and their codes, in the order of the data; returns whether there are exceptions. */
+/* Writes the signs and mantissas of 64 weights and their codes, ordered as in the data; returns whether any weight is
+ * an exception. */
 static int encode(const uint16_t weights[64], int highest, uint8_t *data, uint8_t codes[64]) {
     uint8_t bytes_of[64], codes_of[64];
     uint16_t odd = 0;
     for (int i = 0; i < 64; i++) {
-        uint16_t own = weights[i] >> 7 & 0xff, below = (uint16_t)(highest - own);
-        uint16_t reached = (uint16_t)((below < CODES) & (own != 0));
+        uint16_t power = weights[i] >> 7 & 0xff, below = (uint16_t)(highest - power);
+        uint16_t reached = (uint16_t)((below < CODES) & (power != 0));
         codes_of[i] = (uint8_t)(reached ? below : CODES);
         bytes_of[i] = (uint8_t)((weights[i] >> 8 & 0x80) | (weights[i] & 0x7f));
-        odd |= (uint16_t)((own != 0) & !reached);
+        odd |= (uint16_t)((power != 0) & !reached);
     }
     for (int part = 0; part < 8; part++) { /* 4 outputs of one side, then of the other */
         int place = part % 4 * 16 + part / 4 * 8;
@@ -145,7 +147,7 @@ static void compress_panel(int64_t panel, void *given) {
     }
 }
 
-/* data and exceptions, as the tables and offsets of choose_codes say. */
+/* Fills data and exceptions. tables: of `choose_codes`; offsets: running sums of its counts. */
 void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
                       const int32_t *offsets, uint8_t *data, uint32_t *exceptions) {
     struct matrix matrix = {weights, outputs, inputs, (inputs + BLOCK - 1) / BLOCK, (uint8_t *)tables, NULL, offsets, data,

@@ -7,14 +7,14 @@
 #include "structs.h"
 #include "team.h"
 
-/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: SPACE times as many numbers as
- * tokens times the inputs, rounded up to a multiple of BLOCK. */
+/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: SPACE * tokens * (the inputs,
+ * rounded up to a multiple of BLOCK) numbers. */
 void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
             void *space);
 
-/* The panels of a product that a thread multiplies, some of `take_item` at a time. */
+/* The panels of a product that a thread multiplies. Each item of `take_item` is `at_a_time` successive panels. */
 struct panels {
     const struct member *me;
     struct shares *shares;
@@ -22,22 +22,23 @@ struct panels {
 };
 
 static inline struct panels panels_of(const struct member *me, struct shares *shares, const struct linear *w) {
-    int64_t count = (w->outputs + PANEL - 1) / PANEL, some = least(HANDED_OUT / (w->inputs / 4 * QUAD), count / (8 * me->count));
-    return (struct panels){me, shares, count, some < 1 ? 1 : some, 0, 0, 0};
+    int64_t count = (w->outputs + PANEL - 1) / PANEL;
+    int64_t at_a_time = least(HANDED_OUT / (w->inputs / 4 * QUAD), count / (8 * me->count));
+    return (struct panels){me, shares, count, at_a_time < 1 ? 1 : at_a_time, 0, 0, 0};
 }
 
-/* The next panel, or `count`. */
+/* The next panel, `count` if there is none. */
 static inline int64_t next_panel(struct panels *of) {
     if (of->next == of->end) {
-        int64_t all = (of->count + of->at_a_time - 1) / of->at_a_time;
-        of->next = take_item(of->me, of->shares, all, &of->tried) * of->at_a_time;
+        int64_t items = (of->count + of->at_a_time - 1) / of->at_a_time;
+        of->next = take_item(of->me, of->shares, items, &of->tried) * of->at_a_time;
         if (of->next >= of->count) return of->next = of->end = of->count;
         of->end = least(of->next + of->at_a_time, of->count);
     }
     return of->next++;
 }
 
-/* Sums [rows][PANEL] of a panel and the bias, rounded once. */
+/* Stores the sums [rows][PANEL] of a panel plus the bias, rounded once. */
 static inline void store_with_bias(const struct linear *w, const float *sums, int64_t rows, int64_t panel, uint16_t *out) {
     int64_t first = panel * PANEL, there = least(PANEL, w->outputs - first);
     uint16_t bias[PANEL] = {0}, rounded[PANEL];

@@ -36,7 +36,7 @@ static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const 
 #include "attention.h"
 #include "layer_steps.h"
 
-/* How many bfloat16 numbers of space these functions need. length: of the cache, 0 for those without. */
+/* How many bfloat16 numbers of scratch space these functions need. length: of the cache; 0 for those without one. */
 int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length) {
     return numbers_needed(layer, tokens, length) + tokens * SPACE * (widest(layer) + BLOCK);
 }

@@ -1,9 +1,9 @@
 /* A decoder layer around its attention, for layer.c and blocks/float_layer.c: pre-norm, rotary positions, a gated
- * feed-forward part. Everything here treats each token alone, so its bits do not depend on its neighbours.
+ * feed-forward part. Everything here treats each token by itself, so its bits do not depend on its neighbours.
  *
- * To be defined before: `number`, of the hidden states; layer_type, cache_type and norm_type; load_number,
- * store_number and round_number, of 16 numbers; rounds_first(norm); rotate(head, size, cosines, sines); and
- * multiply_by(layer, linear, x, tokens, out, space).
+ * The file that includes this one defines before: `number`, the type of the hidden states; layer_type, cache_type and
+ * norm_type; load_number, store_number and round_number, of 16 numbers; rounds_first(norm); rotate(head, size, cosines,
+ * sines); and multiply_by(layer, linear, x, tokens, out, space).
  */
 #include <math.h>
 
@@ -65,9 +65,9 @@ static void rotate_token(int64_t t, void *given) {
 
 static void end_attention(int64_t t, void *given) {
     const struct pass *of = given;
-    int64_t width = of->layer->hidden, at = t * width;
-    add_residual(&of->layer->after_attention, of->hidden + at, of->normed + at, width, of->out + at);
-    normalise(&of->layer->before_feed_forward, of->out + at, width, of->normed + at);
+    int64_t width = of->layer->hidden, start = t * width;
+    add_residual(&of->layer->after_attention, of->hidden + start, of->normed + start, width, of->out + start);
+    normalise(&of->layer->before_feed_forward, of->out + start, width, of->normed + start);
 }
 
 static void gate_token(int64_t t, void *given) {
@@ -77,12 +77,12 @@ static void gate_token(int64_t t, void *given) {
 
 static void end_layer(int64_t t, void *given) {
     const struct pass *of = given;
-    int64_t width = of->layer->hidden, at = t * width;
-    add_residual(&of->layer->after_feed_forward, of->out + at, of->normed + at, width, of->out + at);
+    int64_t width = of->layer->hidden, start = t * width;
+    add_residual(&of->layer->after_feed_forward, of->out + start, of->normed + start, width, of->out + start);
 }
 
 /* From hidden [tokens][hidden] to queries, keys and values [tokens][heads + 2 * key_heads][size] for attention.
- * cosines, sines: [tokens][size]. space: as much as the scratch function says. */
+ * cosines, sines: [tokens][size]. space: see `layer_scratch`. */
 void project_qkv_rope(const layer_type *layer, const number *hidden, int64_t tokens, const number *cosines,
                       const number *sines, number *out, number *space) {
     struct pass pass = {layer, hidden, cosines, sines, .normed = space, .heads = out};
@@ -127,7 +127,7 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
     residual_mlp(layer, hidden, attended, tokens, out, rest);
 }
 
-/* What `all_layers` is given. */
+/* The arguments of `all_layers`. */
 struct stack {
     const struct stacked_layer *layers;
     int64_t count;
@@ -138,7 +138,7 @@ struct stack {
     number *space;
 };
 
-/* Keep the hidden states that enter a layer, [tokens][width], where the cache has the tokens. */
+/* Copies the hidden states [tokens][width] that enter a layer to the places of their tokens in `entering`. */
 static void keep_entering(number *entering, const cache_type *memory, const number *hidden, int64_t tokens, int64_t width) {
     for (int64_t t = 0; t < tokens; t++) {
         int64_t to = memory->slots[t] * memory->length + memory->places[t];
@@ -159,9 +159,9 @@ static void compute_layers(void *given) {
     }
 }
 
-/* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,
- * length, window and scaling are each layer's own. rotations: the cosines and the sines of each kind. space: as much as
- * the layer that needs most. */
+/* All layers of a model: hidden [tokens][hidden] becomes the output of the last one. shared: the cache, but for keys,
+ * values, length, window and scaling, which each layer has of its own. rotations: cosines and sines of each kind.
+ * space: for the layer that needs the most, see `layer_scratch`. */
 void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
                 int64_t tokens, const number *const *rotations, number *space) {
     struct stack stack = {layers, count, shared, hidden, tokens, rotations, space};
@@ -180,7 +180,8 @@ static int64_t widest(const layer_type *layer) {
     return layer->hidden > most ? layer->hidden : most;
 }
 
-/* How many numbers of space these functions need, besides that of a product. length: of the cache, 0 for those without. */
+/* How many numbers of scratch space these functions need, besides that of a product. length: of the cache; 0 for
+ * functions without one. */
 static int64_t numbers_needed(const layer_type *layer, int64_t tokens, int64_t length) {
     int64_t heads = (2 * layer->heads + 2 * layer->key_heads) * layer->size;
     return attention_bytes(layer, tokens, length) / (int64_t)sizeof(number) + tokens * (heads + layer->hidden + 3 * layer->inner);

@@ -1,18 +1,18 @@
-/* Products of a block of 12-bit weights in float32, for compressed.c: each input's in turn, one fused operation. */
+/* Products of a block of 12-bit weights in float32, for compressed.c: input by input, each a fused multiply-add. */
 
 enum {
     CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
     ROWS = 6,      /* tokens whose sums are in registers */
-    BOTH = 3,      /* tokens up to which those of all 32 outputs are, not of 16 after another */
+    BOTH = 3,      /* tokens up to which registers hold the sums of all 32 outputs; beyond, those of 16 at a time */
     BESIDE_MOST = ROWS, BESIDE_MANY = ROWS
 };
-/* Tokens up to which the next block is expanded meanwhile. clang runs out of registers with more than one. */
+/* Most tokens beside which the next block is expanded. clang runs out of registers with more than one. */
 #if defined(__clang__) && defined(__AVX2__)
 #define MEANWHILE 1
 #else
 #define MEANWHILE BOTH
 #endif
-/* How many quads of the next block have been expanded beside so many tokens. */
+/* How many quads of the next block `add` expands beside so many tokens. */
 #define EXPANDED(rows, quads) ((rows) <= MEANWHILE ? (quads) : 0)
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6);
 #define EVERY_ROWS EVERY_BESIDE
@@ -41,12 +41,12 @@ ALWAYS void add_pairs_plainly(const int tokens, floats *sums, const float *x, co
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 /* The products of 1 to 6 tokens by AVX2.
  *
- * In assembly, since 12 sums, the weights and an input take 15 of 16 registers: compilers keep a sum in memory, and each
- * of its additions then waits until the one before has been stored.
+ * In assembly, since 12 sums, the weights and an input take 15 of 16 registers: compilers keep a sum in memory, and
+ * each of its additions then waits until the one before has been stored.
  */
-_Static_assert(BLOCK == 128, "INPUT_OF has the number of inputs from a token's to the next one's");
+_Static_assert(BLOCK == 128, "INPUT_OF contains the number of inputs from one token to the next");
 
-/* Adds input n of token i times 16 outputs' weights. */
+/* Adds the products of input n of token i with the weights of 16 outputs. */
 #define INPUT_OF(i, n)                                                                                               \
     "vbroadcastss 4*(" #i "*128+" #n ")(%[x]), %[one]\n\t"                                                           \
     "vfmadd231ps %[left], %[one], %[a" #i "]\n\tvfmadd231ps %[right], %[one], %[b" #i "]\n\t"
@@ -93,7 +93,7 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         #pragma GCC unroll 6
         for (int i = 0; i < rows; i++)
             sum[j][i] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
-    const int expands = next && rows <= MEANWHILE; /* in C, since compilers mix only what they know */
+    const int expands = next && rows <= MEANWHILE; /* products are in C then: compilers do not interleave assembly */
     for (int pair = 0; pair < 2 * quads; pair++) {
         if (expands && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
         if (next && !expands) {
@@ -115,8 +115,8 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         for (int i = 0; i < rows; i++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[j][i]);
 }
 
-/* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few; else what follows it is fetched,
- * so that memory is read all the time. */
+/* Adds a block's products to the sums. In between, `next` is expanded if there are few tokens; if not, the memory
+ * behind it is prefetched, so that memory is read all the time. */
 ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,
                 const struct compressed_block *next) {
     if (rows <= BOTH) {

@@ -3,16 +3,16 @@
 enum {
     CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
     ROWS = 12,     /* tokens whose sums are in registers */
-    BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is expanded: if that is all of them, and if not */
+    BESIDE_MOST = 10, BESIDE_MANY = 8, /* tokens while the next block is expanded: all of them up to 10, else 8 */
 };
-/* How many quads of the next block have been expanded beside so many tokens. */
+/* How many quads of the next block `add` expands beside so many tokens. */
 #define EXPANDED(rows, quads) (quads)
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6); of(7); of(8); of(9); of(10);
 #define EVERY_ROWS(of) EVERY_BESIDE(of) of(11); of(12);
 
 static void copy_inputs(const uint16_t *x, int64_t count, input *to) { memcpy(to, x, count * sizeof *x); }
 
-/* Adds a block's products to the sums. `next` is expanded meanwhile, so that neither waits. */
+/* Adds a block's products to the sums. `next` is expanded in between, so that neither waits for the other. */
 ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,
                 const struct compressed_block *next) {
     __m512 sum[ROWS][2];

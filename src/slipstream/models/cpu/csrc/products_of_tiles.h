@@ -1,6 +1,6 @@
 /* Products of a block of 12-bit weights by tiles of AMX, for compressed.c: 16 tokens, 16 outputs and 32 inputs by one
- * instruction. A row of a tile is a token, and takes as long alone as 16 of them. The products of 32 inputs are summed in
- * order, those of even and of odd number apart, and both sums are added to the token's. */
+ * instruction. A row of a tile is a token; a single row takes as long as 16. The products of 32 inputs are summed in
+ * order, those of even and of odd inputs apart, and both sums are added to the token's. */
 #include "tiles.h"
 
 enum {
@@ -8,13 +8,13 @@ enum {
     STEP = 8        /* quads of an instruction */
 };
 
-/* Expands the quads from `first` on. Weights of the last instruction that are missing count 0. */
+/* Expands the quads from `first` on. Weights that the last instruction lacks are 0. */
 static void expand_rest(const struct compressed_block *next, int first) {
     expand(next, first);
     if (next->quads % STEP) memset(next->to + next->quads * 128, 0, (size_t)(STEP - next->quads % STEP) * 256);
 }
 
-/* One or two tiles of tokens. `next` is expanded meanwhile, so that neither waits. */
+/* Adds the products of one or two tiles of tokens. `next` is expanded in between, so that neither has to wait. */
 ALWAYS void add(const int tiles, const struct tokens *of, const uint16_t *block, int quads,
                 const struct compressed_block *next) {
     float *sums = of->sums, *more = sums + TILE_ROWS * PANEL;
@@ -55,13 +55,13 @@ static void add_block(const struct tokens *of, int64_t rows, const uint16_t *blo
     MEMORY_SETTLED();
 }
 
-/* Tokens that have places in the inputs: whole tiles if there are several. */
+/* For how many tokens inputs are laid out: whole tiles if there are several. */
 static int64_t places(int64_t tokens) {
     return tokens <= TILE_ROWS ? tokens : (tokens + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
 }
 
-/* Tokens stand in tiles, 32 inputs of each beside those of the next token. Inputs of the last tile that are missing
- * count 0. */
+/* Lays out a token in its tile, its 32 inputs next to those of the next token. Inputs that the last instruction lacks
+ * are 0. */
 static void place_inputs(const uint16_t *x, int64_t count, int64_t token, int64_t tokens, input *unit) {
     int64_t rows = least(tokens, TILE_ROWS);
     input *to = unit + token / rows * rows * BLOCK + token % rows * 32;

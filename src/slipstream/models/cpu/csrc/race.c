@@ -1,5 +1,6 @@
-/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed; which one wins
- * for certain, so that its distribution need not be, either; and which are ahead, with noise that is nearly right. */
+/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed; which token
+ * wins for certain, so that the distribution need not be computed, either; and which two lead, with noise that is
+ * nearly exact. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -9,9 +10,9 @@ enum {
     BITS = 24,     /* bits of a random number that mostly decide */
     MOST = 1 << 18 /* tokens in a vocabulary up to which KEPT bounds the rounding of sums */
 };
-#define ROUNDING 1e-4             /* more than what rounding makes of the ratio of two speeds: see race_winner */
-#define KEPT 2e-3f                /* more than what it makes of a sum of probabilities, or of the ratio of two */
-#define IMPOSSIBLE 1e-20f         /* more than the speed of any token that is not possible */
+#define ROUNDING 1e-4             /* more than rounding can change the ratio of two speeds: see race_winner */
+#define KEPT 2e-3f                /* more than rounding can change a sum of probabilities, or the ratio of two */
+#define IMPOSSIBLE 1e-20f         /* more than the speed of any impossible token */
 
 static inline uint64_t word(int64_t token, uint64_t key) { /* SplitMix64, as core/rng.py has it */
     uint64_t z = (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u + key;
@@ -25,10 +26,10 @@ static inline double speed(const float *probs, int64_t token, uint64_t key) {
     return probs[token] / -log1p(-fminf(u, 1 - 0x1p-24f));
 }
 
-/* Writes the numbers of the tokens whose probs[v] / E_v may be the greatest but for rounding, in order, and returns how
- * many: nearly always one. The noise E_v = -log(1 - u) lies between u and u / (1 - u), and u in an interval of
- * 1 / 2^BITS: the token whose speed is the greatest for certain so far excludes those that are slower at their fastest.
- * contenders: space for all tokens. */
+/* Writes, in order, the numbers of the tokens v whose speed probs[v] / E_v may be the greatest, given what rounding may
+ * change, and returns how many there are: nearly always one. The noise E_v = -log(1 - u) lies between u and
+ * u / (1 - u), and u in an interval of 1 / 2^BITS, so each speed has bounds: a token whose upper bound is below the
+ * greatest lower bound so far cannot win. contenders: space for all tokens. */
 int64_t race_contenders(const float *probs, int64_t tokens, uint64_t key, int64_t *contenders) {
     const float step = 1.0f / (1 << BITS);
     int64_t found = 0, kept = 0;
@@ -56,22 +57,22 @@ int64_t race_contenders(const float *probs, int64_t tokens, uint64_t key, int64_
     return kept;
 }
 
-/* -log(1 - u) of u between 2^-24 and 1 - 2^-24, within 1e-6 of it. */
-static inline float exponential(float u) {
+/* -log(1 - u) for u between 2^-24 and 1 - 2^-24, with a relative error below 1e-6. */
+static inline float fast_noise(float u) {
     float rest = 1 - u, mantissa;
     int32_t bits;
     memcpy(&bits, &rest, sizeof bits);
     int32_t halvings = (bits - 0x3F3504F3) >> 23; /* rest = mantissa * 2^halvings, mantissa from 0.71 to 1.41 */
     bits -= halvings * (1 << 23);
     memcpy(&mantissa, &bits, sizeof mantissa);
-    float t = mantissa - 1 + (1 - rest - u); /* what rounding took from a small u */
+    float t = mantissa - 1 + (1 - rest - u); /* adds what rounding took from a small u */
     float s = t / (2 + t), square = s * s; /* log(1 + t) = 2 atanh(s) */
     float series = 1 + square * (1.0f / 3 + square * (0.2f + square * (1.0f / 7 + square * (1.0f / 9))));
     return -(2 * s * series + (float)halvings * 0.69314718f);
 }
 
-/* exp(x) of x from -80 to 0; the error is below 4e-6 of it. */
-static inline float power(float x) {
+/* exp(x) for x from -80 to 0, with a relative error below 4e-6. */
+static inline float fast_exp(float x) {
     float turns = (float)(int32_t)(x * 1.44269504f - 0.5f), rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
     float series = 1 + rest * (1 + rest * (0.5f + rest * (1.0f / 6 + rest * (1.0f / 24 + rest * (1.0f / 120)))));
     int32_t bits = ((int32_t)turns + 127) * (1 << 23);
@@ -91,7 +92,7 @@ static inline void read_scores(const void *scores, int64_t is_bfloat16, int64_t 
     }
 }
 
-/* The greatest of all scores but NaN. */
+/* The greatest of all scores; NaN does not count. */
 static inline float highest_score(const void *scores, int64_t is_bfloat16, int64_t tokens) {
     float highest[AT_ONCE], block[AT_ONCE], best = -INFINITY;
     for (int64_t i = 0; i < AT_ONCE; i++) highest[i] = best;
@@ -104,8 +105,8 @@ static inline float highest_score(const void *scores, int64_t is_bfloat16, int64
     return best;
 }
 
-/* Whether top_k, top_p and min_p certainly keep a token: whichever way those about as likely as it are ordered. probs:
- * in units of the greatest. */
+/* Whether top_k, top_p and min_p certainly keep a token, in whatever order tokens of about the same probability come.
+ * probs: in units of the greatest. */
 static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_t top_k, float top_p, float min_p) {
     if (tokens > MOST) return 0;
     float least = probs[token] * (1 - (float)ROUNDING), sums[AT_ONCE] = {0}, sums_above[AT_ONCE] = {0};
@@ -123,17 +124,17 @@ static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_
     int64_t place = 0;
     for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i], above += sums_above[i], place += counts[i];
     if (top_k > 0 && place > top_k) return 0;
-    if (top_k > 0) sum = above; /* top_p is a part of what top_k keeps, which is this at least */
+    if (top_k > 0) sum = above; /* top_p is a share of what top_k keeps, which is at least this */
     return (top_p >= 1 || above - probs[token] < (top_p - KEPT) * sum) && probs[token] * (1 - KEPT) >= min_p;
 }
 
 /* The token that wins the race over softmax(scores / temperature), cut by top_k, top_p and min_p (0, 1 and 0 cut
- * nothing), as core/rng.py and sampling/warpers.py compute it; -1 where rounding could decide, and where no token is
- * possible or a score is NaN. The differences and quotients below are those of warpers.py to the bit. Exponentials are
- * within 4e-6 here and 3e-6 in PyTorch (20 units in the last place), noise and quotients of two speeds within 1e-6:
- * together less than a fifth of ROUNDING. A winner is within exp(-41) of the likeliest token, because noise lies
- * between 2^-54 and 17: what becomes of less is the same. Sums of 2^18 probabilities in 8 lanes or more are within
- * 2^15 / 2^24 < KEPT. probs, contenders: space for all tokens. */
+ * nothing), as core/rng.py and sampling/warpers.py compute it; -1 if rounding could decide, if no token is possible or
+ * if a score is NaN. The differences and quotients below are those of warpers.py to the bit. Relative errors:
+ * exponentials below 4e-6 here and 3e-6 in PyTorch (20 units in the last place), noise and quotients of two speeds
+ * below 1e-6, together less than a fifth of ROUNDING; sums of 2^18 probabilities in 8 lanes or more below 2^15 / 2^24 <
+ * KEPT. A winner has at least exp(-41) times the probability of the likeliest token, because noise lies between 2^-54
+ * and 17, so scores may be cut off at -80. probs, contenders: space for all tokens. */
 int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uint64_t key, float temperature,
                     int64_t top_k, float top_p, float min_p, float *probs, int64_t *contenders) {
     float best = highest_score(scores, is_bfloat16, tokens);
@@ -147,7 +148,7 @@ int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uin
             unclear |= score != score;
             block[i] = score > -80 ? score : -80;
         }
-        for (int64_t i = 0; i < count; i++) block[i] = power(block[i]);
+        for (int64_t i = 0; i < count; i++) block[i] = fast_exp(block[i]);
     }
     if (unclear || race_contenders(probs, tokens, key, contenders) != 1) return -1;
     if (!top_k && top_p >= 1 && !(min_p > 0)) return contenders[0];
@@ -155,7 +156,7 @@ int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uin
 }
 
 /* Writes the two tokens that lead in a race over softmax(scores / temperature), and their shares of all speeds; at
- * temperature 0 there is no noise and speeds are the softmax of the scores. Right but for the last bits of a float.
+ * temperature 0 there is no noise and speeds are the softmax of the scores. Exact but for the last bits of a float.
  * ids: the token of each score; NULL for 0, 1, 2, ... */
 void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, const int64_t *ids, float temperature,
                   uint64_t key, int64_t *leaders, float *shares) {
@@ -172,10 +173,10 @@ void race_leaders(const void *scores, int64_t is_bfloat16, int64_t tokens, const
             float score = (speeds[i] - best) * rate;
             speeds[i] = score > -80 ? score : -80; /* NaN becomes -80, too */
         }
-        for (int64_t i = 0; i < count; i++) speeds[i] = power(speeds[i]);
+        for (int64_t i = 0; i < count; i++) speeds[i] = fast_exp(speeds[i]);
         for (int64_t i = 0; temperature > 0 && i < count; i++) {
             float u = ((float)(int32_t)(word(ids ? ids[start + i] : start + i, key) >> 41) + 0.5f) * 0x1p-23f;
-            speeds[i] /= exponential(u);
+            speeds[i] /= fast_noise(u);
         }
         for (int64_t i = 0; i < count; i++) any |= speeds[i] > second;
         for (int64_t i = 0; i < count; i++) sums[i] += speeds[i];

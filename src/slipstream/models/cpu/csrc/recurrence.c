@@ -10,7 +10,8 @@
 
 enum { ABREAST = 8 /* registers of a state's row that are computed together */ };
 
-struct row { /* a row's numbers in memory */
+/* Numbers of a row in memory: bfloat16, or float32 where `halves` is NULL. */
+struct row {
     const uint16_t *halves;
     const float *numbers;
 };
@@ -38,7 +39,7 @@ static inline float rounded_number(const struct recurrence *r, float x) {
     return all[0];
 }
 
-/* The inputs at a position: of the forward, of the ring before it, none before the text. */
+/* Finds the inputs at a position: in the forward or, before it, in the ring. Returns 0 before the text's beginning. */
 static int inputs_at(const struct recurrence *r, const struct segment *s, const void *x, const void *ring, int64_t position,
                      struct row *row) {
     if (position < 0) return 0;
@@ -73,7 +74,7 @@ static void normalise(float *x, int64_t size, float scale) {
 
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
-/* How much of a head's state stays, and how much of the token is taken in. */
+/* Computes how much of a head's state stays, and how much of the token it takes in. */
 static void gate(const struct recurrence *r, struct row now, int64_t head, float *stays, float *takes) {
     if (r->corrects) {
         *takes = rounded_number(r, 1 / (1 + expf(-number(now, r->channels + head))));
@@ -85,7 +86,7 @@ static void gate(const struct recurrence *r, struct row now, int64_t head, float
     }
 }
 
-/* A token's update of `wide` registers of each of the state's rows [keys][values], from `state` on. */
+/* Takes a token into `wide` registers of each row of the state [keys][values], from `state` on; writes its output. */
 ALWAYS void update(const struct recurrence *r, const int wide, float *state,
         const float *key, const float *query, const float *value, float stays, float takes, float *out) {
     floats fade = all_floats(stays), sum[ABREAST], taken[ABREAST];
@@ -170,7 +171,7 @@ static void channels_of_row(const struct recurrence *r, const struct segment *s,
     }
 }
 
-/* A forward's rows. next: the head of a row that nobody has taken yet. */
+/* A forward's rows. next: the task, a head of a row, that no thread has taken yet. */
 struct forward {
     const struct recurrence *r;
     const struct segment *segments;

@@ -1,9 +1,10 @@
 /* Teams by OpenMP's functions, found in the process, or by a pool of threads.
  *
- * A thread that waits looks for a moment whether it may go on, which costs least where all threads run, and then sleeps:
- * where other programs want the cores, or threads are more than cores, those who wait would keep away those who work.
- * While one caller uses the pool, others compute alone. OpenMP's threads are called some hundred times a forward: they
- * stand ready meanwhile, since it takes OpenMP half a microsecond to start a team of two, and more for each further thread.
+ * A thread that waits first spins for a moment, which costs least while all threads run, and then sleeps: if other
+ * programs want the cores, or there are more threads than cores, spinning threads would keep working ones off the
+ * cores. While one caller uses the pool, others compute alone. A forward calls OpenMP's threads some hundred times.
+ * Between these calls they stand ready (`keep_team`), since OpenMP takes half a microsecond to start a team of two, and
+ * more for each further thread.
  */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* RTLD_DEFAULT */
@@ -112,7 +113,7 @@ static inline int create_thread(struct start *start) {
 }
 #endif
 
-/* Whether a thread was started that calls the function with this number. */
+/* Starts a thread that calls the function with this number; returns whether it has started. */
 static inline int start_thread(thread_function *function, int64_t number) {
     struct start *start = malloc(sizeof *start);
     if (!start) return 0;
@@ -122,32 +123,33 @@ static inline int start_thread(thread_function *function, int64_t number) {
     return 0;
 }
 
-enum { MOST = 64 /* threads */, LOOKS = 4000 /* before a thread sleeps; none where threads are more than cores */ };
+enum { MAX_THREADS = 64, SPINS = 4000 /* before a thread sleeps; none if there are more threads than cores */ };
 
 struct call {
     team_function *function;
     void *of;
 };
 
-/* The functions of OpenMP, NULL where the process has none. Names and types are those of GCC's library, which LLVM's
- * and Intel's have too. */
+/* The functions of OpenMP, NULL if the process has none. Names and types are those of GCC's library, which LLVM's and
+ * Intel's have, too. */
 static struct {
     void (*parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
     void (*barrier)(void);
     int (*number)(void), (*count)(void), (*next_count)(void), (*processors)(void);
 } openmp;
 
-/* A number that threads wait for to change, in a line of its own, and how many of them sleep meanwhile. */
+/* A number whose change threads wait for, in a cache line of its own, and how many of them sleep until then. */
 struct watched {
     _Alignas(64) _Atomic int64_t number, sleeping;
     system_condition changed;
 };
 
-/* Threads that one of them calls. calls: so far; running: of them, those at work; arrived, passed: threads at the barrier,
- * and barriers passed; size: the caller included; looks: before one of them sleeps. */
+/* Threads that compute together whenever one of them, the caller, begins a call. size: how many they are, with the
+ * caller; spins: before one of them sleeps; calls: how many have begun so far; running: threads other than the caller
+ * that still compute; arrived: threads at the barrier; passed: barriers passed so far. */
 struct crew {
     struct call call;
-    int64_t size, looks;
+    int64_t size, spins;
     system_lock lock;
     struct watched calls, running, passed;
     _Alignas(64) _Atomic int64_t arrived;
@@ -162,8 +164,8 @@ static struct {
     int64_t wanted;
 } pool = {.crew = NEW_CREW};
 
-/* The crew that a thread is of at the moment, and the one that it may call. */
-static _Thread_local struct crew *own_crew, *standing;
+/* The crew to which this thread belongs at the moment, and the crew that stands ready for its calls. */
+static _Thread_local struct crew *own_crew, *ready_crew;
 
 static system_once once = SYSTEM_ONCE;
 
@@ -173,11 +175,11 @@ static void in_openmp(void *given) {
     call->function(&me, call->of);
 }
 
-static int64_t looks_of(int64_t threads, int64_t processors) { return threads > processors ? 0 : LOOKS; }
+static int64_t spins_of(int64_t threads, int64_t processors) { return threads > processors ? 0 : SPINS; }
 
 /* Returns when a number is no longer the value or, if `becomes`, when it is. */
 static void wait_for_change(struct crew *crew, struct watched *of, int64_t value, int becomes) {
-    for (int64_t look = 0; look < crew->looks; look++) {
+    for (int64_t spin = 0; spin < crew->spins; spin++) {
         if ((atomic_load(&of->number) == value) == becomes) return;
         relax();
     }
@@ -188,8 +190,9 @@ static void wait_for_change(struct crew *crew, struct watched *of, int64_t value
     give_lock(&crew->lock);
 }
 
-/* Wakes those who sleep until a number changes, which it has. Who is about to sleep sees that, or is counted before. */
-static void tell(struct crew *crew, struct watched *of) {
+/* Wakes the threads that sleep until a number changes; to be called after the change. A thread that is about to sleep
+ * either sees the change or is counted already. */
+static void wake(struct crew *crew, struct watched *of) {
     if (!atomic_load(&of->sleeping)) return;
     take_lock(&crew->lock);
     wake_all(&of->changed);
@@ -205,7 +208,7 @@ static void wait_in_crew(void) {
     }
     atomic_store(&crew->arrived, 0);
     atomic_fetch_add(&crew->passed.number, 1);
-    tell(crew, &crew->passed);
+    wake(crew, &crew->passed);
 }
 
 static void take_part(struct crew *crew, int64_t number) {
@@ -218,28 +221,28 @@ static void begin_call(struct crew *crew, const struct call *call) {
     crew->call = *call;
     atomic_store(&crew->running.number, crew->size - 1);
     atomic_fetch_add(&crew->calls.number, 1);
-    tell(crew, &crew->calls);
+    wake(crew, &crew->calls);
 }
 
-/* Takes part, and returns when all others are done. */
+/* Computes this thread's part, and returns when all others are done. */
 static void end_call(struct crew *crew) {
     take_part(crew, 0);
     wait_for_change(crew, &crew->running, 0, 1);
 }
 
-/* Takes part in all calls but the first `seen`, until one has no function. */
+/* Takes part in one call after another, until one has no function. */
 static void answer_calls(struct crew *crew, int64_t number) {
     for (int64_t seen = 0;; seen++) {
         wait_for_change(crew, &crew->calls, seen, 0);
         if (!crew->call.function) return;
         take_part(crew, number);
-        if (atomic_fetch_sub(&crew->running.number, 1) == 1) tell(crew, &crew->running);
+        if (atomic_fetch_sub(&crew->running.number, 1) == 1) wake(crew, &crew->running);
     }
 }
 
-static void work(int64_t number) { answer_calls(&pool.crew, number); }
+static void work_in_pool(int64_t number) { answer_calls(&pool.crew, number); }
 
-/* A child of a fork has none of the threads. */
+/* For the child of a fork, which has none of the threads. */
 static void forget_threads(void) {
     static const struct crew crew = NEW_CREW;
     memcpy(&pool.crew, &crew, sizeof crew);
@@ -258,7 +261,7 @@ static void prepare(void) {
     after_fork(forget_threads);
 }
 
-/* How many threads the pool will have, if called before the first team. OpenMP has a number of its own. */
+/* Sets the number of the pool's threads; to be called before the first team. OpenMP has a number of its own. */
 void set_pool_threads(int64_t threads) { pool.wanted = threads < 1 ? 1 : threads; }
 
 /* Whether teams are OpenMP's. */
@@ -270,9 +273,9 @@ int uses_openmp(void) {
 static void in_pool(const struct call *call) {
     struct crew *crew = &pool.crew;
     if (!atomic_load(&crew->calls.number)) {
-        int64_t threads = least(pool.wanted, MOST);
-        crew->looks = looks_of(threads, count_processors());
-        while (crew->size < threads && start_thread(work, crew->size)) crew->size++;
+        int64_t threads = least(pool.wanted, MAX_THREADS);
+        crew->spins = spins_of(threads, count_processors());
+        while (crew->size < threads && start_thread(work_in_pool, crew->size)) crew->size++;
     }
     begin_call(crew, call);
     end_call(crew);
@@ -280,9 +283,9 @@ static void in_pool(const struct call *call) {
 
 void in_team(team_function *function, void *of) {
     struct call call = {function, of};
-    if (standing) {
-        begin_call(standing, &call);
-        end_call(standing);
+    if (ready_crew) {
+        begin_call(ready_crew, &call);
+        end_call(ready_crew);
         return;
     }
     if (uses_openmp()) {
@@ -299,34 +302,35 @@ void in_team(team_function *function, void *of) {
     }
 }
 
-struct stand {
+/* What `keep_team` calls, and the crew that stands ready meanwhile. */
+struct kept_team {
     struct crew crew;
     void (*function)(void *of);
     void *of;
 };
 
-static void stand_ready(const struct member *me, void *given) {
-    struct stand *stand = given;
-    struct crew *crew = &stand->crew;
+static void call_or_stand_ready(const struct member *me, void *given) {
+    struct kept_team *team = given;
+    struct crew *crew = &team->crew;
     if (me->number > 0) {
         answer_calls(crew, me->number);
         return;
     }
     crew->size = me->count;
-    standing = crew;
-    stand->function(stand->of);
-    standing = NULL;
-    begin_call(crew, &(struct call){NULL, NULL}); /* the last one */
+    ready_crew = crew;
+    team->function(team->of);
+    ready_crew = NULL;
+    begin_call(crew, &(struct call){NULL, NULL}); /* the last one, after which the threads leave */
 }
 
 void keep_team(void (*function)(void *of), void *of) {
-    if (!uses_openmp() || standing) {
+    if (!uses_openmp() || ready_crew) {
         function(of);
         return;
     }
-    struct stand stand = {.crew = NEW_CREW, .function = function, .of = of};
-    stand.crew.looks = looks_of(openmp.next_count(), openmp.processors());
-    in_team(stand_ready, &stand);
+    struct kept_team team = {.crew = NEW_CREW, .function = function, .of = of};
+    team.crew.spins = spins_of(openmp.next_count(), openmp.processors());
+    in_team(call_or_stand_ready, &team);
 }
 
 struct items {

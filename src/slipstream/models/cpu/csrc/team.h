@@ -16,10 +16,10 @@ struct member {
 typedef void team_function(const struct member *me, void *of);
 typedef void item_function(int64_t item, void *of);
 
-/* Calls the function in every thread of a team; returns when all have. */
+/* Calls the function in every thread of a team; returns when all calls have returned. */
 void in_team(team_function *function, void *of);
 
-/* Calls the function in this thread only, whose teams start faster meanwhile. */
+/* Calls the function in this thread only. Other threads stand ready until it returns, so its teams start faster. */
 void keep_team(void (*function)(void *of), void *of);
 
 /* Calls the function for items 0 to count - 1, in every thread of a team or, unless `shared`, in this one only. */
@@ -35,22 +35,24 @@ static inline int64_t share_of(const struct member *me, int64_t count, int64_t n
     return count * number / me->count;
 }
 
-/* The next of the items that threads take one after the other. */
+/* Takes the next of the items that all threads take from one counter; returns its number. */
 static inline int64_t take(_Atomic int64_t *next) { return atomic_fetch_add_explicit(next, 1, memory_order_relaxed); }
 
-/* Items that threads take from their own share first and then from those of others: a slow core, or a thread that is
- * kept from its core, does not set the pace, and the others read the memory that they always read. Zero at first. */
-enum { SHARES = 64, HANDED_OUT = 65536 /* bytes of panels that are an item, unless panels are few */ };
+/* How many items have been taken of each thread's share; zeros at first. Threads take items from their own share first
+ * and then from those of others. So a slow core, or a thread that waits for its core, does not set the pace, and the
+ * other threads mostly read the same memory in every forward. */
+enum { SHARES = 64, HANDED_OUT = 65536 /* bytes of panels in an item, unless there are few panels */ };
 struct shares {
     _Alignas(64) _Atomic int64_t taken[SHARES];
 };
 
-/* One of `count` items that nobody has taken yet, or `count`. tried: shares that are empty, the thread's own first. */
+/* Takes one of `count` items; returns its number, or `count` if all are taken. tried: how many shares are empty,
+ * counted from the thread's own. */
 static inline int64_t take_item(const struct member *me, struct shares *of, int64_t count, int64_t *tried) {
     int64_t shares = least(me->count, SHARES);
     for (; *tried < shares; ++*tried) {
         int64_t share = (me->number + *tried) % shares, first = count * share / shares, size = count * (share + 1) / shares - first;
-        _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* few threads: each in a line of its own */
+        _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* far apart: in cache lines of their own */
         if (*tried && atomic_load_explicit(taken, memory_order_relaxed) >= size) continue;
         int64_t item = take(taken);
         if (item < size) return first + item;

@@ -1,26 +1,26 @@
 /* Activations as integers: 32 of a token share a scale, its largest magnitude over 127 (int8) or 16319 (int15).
  *
- * An integer of two planes is 128 times the first plus the second, which lies in -64 to 63. A tile of n places stands at
- * the tokens before it times the bytes of a token; within it, 32 inputs after another, see `group_bytes` and, of a tile in
- * rows, `tile_group_bytes`. The sums that products begin with are minus the sum of the integers times 8, 16 and 128, and
- * of both halves times 32: codes are shifted by as much.
+ * An integer of two planes is 128 times the first plus the second, which lies in -64 to 63. A tile begins behind the
+ * bytes of all tokens before it, see `bytes_before`. Within it the groups of 32 inputs follow each other, see
+ * `group_bytes` and, for a tile in rows, `tile_group_bytes`. The sums that products begin with are minus the sum of the
+ * integers times 8, 16 and 128, and minus the sum of each half times 32: codes are shifted by as much.
  */
 #include "../bfloat16.h"
 #include "blocks.h"
 
-static const float SMALLEST = 1e-30f; /* of a magnitude that is not taken for 0, whose inverse would be infinite */
+static const float SMALLEST = 1e-30f; /* magnitudes up to this count as 0: the inverse would be infinite */
 
 #ifdef __AMX_INT8__
 enum { HAS_ROWS = 1 };
 #else
 enum { HAS_ROWS = 0 };
 #endif
-enum { MOST = 16 /* tokens of a tile in rows */, SOME = 8 /* tokens up to which those in words are as fast */ };
+enum { MOST = 16 /* tokens of a tile in rows */, SOME = 8 /* tokens; up to this many, tiles in words are as fast */ };
 
 struct tiling tiling_of(int64_t tokens, int64_t planes) {
     if (!HAS_ROWS || planes > 1 || tokens <= SOME) return (struct tiling){TILE, planes, 0};
-    int64_t tiles = up(tokens, MOST) / MOST; /* of equal size: little is computed for nothing */
-    return (struct tiling){up(up(tokens, tiles) / tiles, 4), planes, 1};
+    int64_t tiles = round_up(tokens, MOST) / MOST; /* of equal size, so that little is computed in vain */
+    return (struct tiling){round_up(round_up(tokens, tiles) / tiles, 4), planes, 1};
 }
 
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token) {
@@ -29,7 +29,7 @@ int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token) {
 
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes) {
     struct tiling tiling = tiling_of(tokens, planes);
-    if (tiling.in_rows) return bytes_before(&tiling, inputs, up(tokens, tiling.tokens));
+    if (tiling.in_rows) return bytes_before(&tiling, inputs, round_up(tokens, tiling.tokens));
     int64_t whole = tokens / TILE * TILE, rest = tokens - whole;
     return bytes_before(&tiling, inputs, whole) + bytes_before(&tiling, inputs, rest ? places(rest) : 0);
 }
@@ -38,12 +38,12 @@ static inline floats numbers_at(struct numbers x, int64_t i) {
     return x.floats ? load_floats(x.floats + i) : load_bf16(x.halves + i);
 }
 
-/* 32 inputs of a token, from number `first` on, at its place in a tile of `count`. */
+/* Rounds 32 inputs of a token, from number `first` of x on, to its place in a tile of `count` places. */
 static void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
     int64_t planes = of->planes;
     floats parts[2] = {numbers_at(x, first), numbers_at(x, first + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
-    if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* every sum with it becomes NaN */
+    if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* as a scale, it makes every sum NaN */
     floats times = all_floats(most > SMALLEST ? top / most : 0);
     int32_t sums[2];
     for (int half = 0; half < 2; half++) {

@@ -8,8 +8,8 @@
 #include "../team.h"
 #include "simd.h"
 
-/* A format. size, bytes: values and bytes of a block of the file; codes, scales: bytes of 32 inputs and of a block of a
- * panel. */
+/* A format. size, bytes: values and bytes of a block in the file; codes: bytes of 32 inputs' codes in a panel; scales:
+ * bytes of a block's scales there. */
 struct shape {
     int64_t size, bytes, codes, scales;
 };
@@ -22,13 +22,13 @@ static const struct shape SHAPES[FORMATS] = {
 /* Bytes of a panel's block. */
 static inline int64_t block_bytes(const struct shape *of) { return of->scales + of->size / GROUP * of->codes; }
 
-static inline int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+static inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 /* Bytes of a panel: a multiple of 64. */
 int64_t panel_bytes(int64_t format, int64_t inputs);
 
-/* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
- * counts 0. to: the panels of these rows, zeroed. shared: by a team, else by this thread alone. */
+/* Packs rows of the file's blocks as panels. count: a multiple of 16 except at the end of a part, where missing rows
+ * are 0. to: zeroed memory for the panels of these rows. shared: whether a team does it, or this thread alone. */
 struct packing {
     int64_t format, count, inputs;
     const uint8_t *rows;
@@ -36,25 +36,26 @@ struct packing {
 };
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 
-/* How the activations of a product are divided: tiles of so many tokens, which stand in rows for the tiles of AMX or in
- * words for the other products; see activations.c. */
+/* How the activations of a product are divided: into tiles of so many tokens. in_rows: whether a tile has a row for
+ * each token, as AMX needs; else it has words of four inputs, token by token. See activations.c. */
 struct tiling {
     int64_t tokens, planes;
     int in_rows;
 };
 struct tiling tiling_of(int64_t tokens, int64_t planes);
 
-/* Bytes that `quantise` fills for so many tokens, and where the tile that begins with a token stands. */
+/* How many bytes `quantise` fills for so many tokens, and how many of them are before the tile that begins with a
+ * token. */
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
 
-/* Tokens' numbers [tokens][inputs]: float32, or bfloat16 where those are NULL. */
+/* Tokens' numbers [tokens][inputs]: float32, or bfloat16 if `floats` is NULL. */
 struct numbers {
     const float *floats;
     const uint16_t *halves;
 };
 
-/* Numbers as integers in tiles. To be called by all threads of a team, which wait for each other. */
+/* Rounds numbers to integers, in tiles. All threads of a team must call it: they wait for each other. */
 void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
@@ -72,7 +73,7 @@ void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t row
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
 
-/* The same for the kinds of grouped.c. plain: activations that are not rounded. */
+/* The same for the kinds of grouped.c. plain: the activations before rounding, for weights in floating point. */
 static inline int is_grouped(int64_t format) { return format >= FORMATS; }
 static inline int has_numbers(int64_t format) { return is_grouped(format) && format % KINDS >= BFLOAT16; }
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
@@ -82,8 +83,8 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
 void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                   const float *plain, float *sums);
 
-/* Fetches the panels' bytes that are read some KB after these. */
-enum { AHEAD = 8192 /* bytes, where one step fetches */ };
+/* Prefetches the bytes of panels that are read some KB after these. */
+enum { AHEAD = 8192 /* bytes that are prefetched ahead, where that is done in one step */ };
 ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
     for (int line = 0; line < bytes; line += 64) {
         if (IN_TWO_STEPS) fetch_in_two_steps(from + line);
@@ -94,7 +95,7 @@ ALWAYS void fetch(const uint8_t *from, const int64_t bytes) {
 void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
             float *out, void *space);
 
-/* How many tokens' places a tile of this many tokens has: those that the products are compiled for. */
+/* How many places a tile of this many tokens has: one of the numbers that the products are compiled for. */
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }
 
 /* A tile's bytes of 32 inputs: codes [8 vectors][planes][places][4], then per place the scale, the scaled sum, and the

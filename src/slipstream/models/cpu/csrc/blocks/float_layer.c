@@ -33,7 +33,7 @@ static void rotate(float *head, int64_t size, const float *cosines, const float 
 #include "../attention.h"
 #include "../layer_steps.h"
 
-/* How many numbers of space these functions need. length: of the cache, 0 for those without. */
+/* How many numbers of scratch space these functions need. length: of the cache; 0 for functions without one. */
 int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length) {
     return numbers_needed(layer, tokens, length) + activation_bytes(widest(layer), tokens, layer->planes) / 4 + LANES;
 }

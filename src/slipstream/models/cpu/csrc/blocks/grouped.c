@@ -1,10 +1,11 @@
-/* Panels of quantised checkpoints, beside those of GGUF's blocks: 4-bit codes whose groups have any multiple of 32
+/* Panels of quantised checkpoints whose weights fit none of GGUF's blocks: 4-bit codes in groups of any multiple of 32
  * inputs, and matrices that were left in floating point.
  *
- * Rows come with a group's scales before its codes, one byte a code. INT4: a float16 scale, a signed byte of offset and
- * a byte of nothing; a weight is scale * (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32 minimum; it is
- * scale * (code - 8) + minimum. Weights in floating point are multiplied by activations that are not rounded, and added
- * in one order, even and odd inputs apart: here, too, a token's result does not depend on the tokens beside it.
+ * In the rows to be packed, a group's scales precede its codes, one byte a code. INT4: a float16 scale, a signed byte
+ * of offset and an unused byte; a weight is scale * (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32
+ * minimum; a weight is scale * (code - 8) + minimum. Weights in floating point are multiplied by activations that are
+ * not rounded, and the products are added in a fixed order, those of even and of odd inputs apart: here, too, a token's
+ * result does not depend on the tokens beside it.
  */
 #include "blocks.h"
 #include "integer_sums.h"
@@ -21,7 +22,7 @@ static int64_t grouped_block_bytes(int64_t kind, int64_t group) { return grouped
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs) {
     int64_t kind = format % KINDS, group = format / KINDS;
     if (is_float(kind)) return inputs * LANES * number_bytes(kind);
-    return up(inputs / group * grouped_block_bytes(kind, group), 64);
+    return round_up(inputs / group * grouped_block_bytes(kind, group), 64);
 }
 
 static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
@@ -144,7 +145,7 @@ ALWAYS floats load_weights(const int kind, const uint8_t *from) {
     return kind == FLOAT32 ? load_floats((const float *)from) : kind == FLOAT16 ? load_halves(from) : load_brain_floats(from);
 }
 
-/* A panel of numbers times tokens [there][inputs]: sums [rows][LANES], those beyond `there` of no meaning. */
+/* A panel of numbers times tokens [there][inputs]: sums [rows][LANES], of which only the first `there` count. */
 ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, int64_t inputs, const float *x,
                         int64_t there, float *sums) {
     const int each = LANES * (kind == FLOAT32 ? 4 : 2);

@@ -1,6 +1,6 @@
-/* The codes and scales of a panel, and the integer sums of a tile's tokens with 32 inputs of it. The sums are exact, in
- * whatever order and width they are added: all variants give the same. `format` is known when this is compiled; structs.h
- * says how a panel is laid out, blocks.h how a tile is.
+/* The codes and scales of a panel, and the integer sums of its products with a tile's tokens, 32 inputs at a time. The
+ * sums are exact, in whatever order and width they are added: all variants give the same. `format` is known at compile
+ * time. structs.h describes the layout of a panel, blocks.h that of a tile.
  */
 #pragma once
 
@@ -43,8 +43,8 @@ ALWAYS int bits_of(const int format) {
 ALWAYS int is_super(const int format) { return format == Q4_K || format == Q5_K; }
 ALWAYS int has_minimum(const int format) { return format == Q4_1 || format == Q5_1 || is_super(format); }
 
-/* 16 outputs' scales of 32 inputs, of Q6_K of one half of them. scales: of the block that they belong to; g: which 32
- * inputs of the block. */
+/* 16 outputs' scales of 32 inputs; for Q6_K, of one half of them. scales: of their block; g: which 32 inputs of the
+ * block. */
 ALWAYS floats scale_of(const int format, const uint8_t *scales, int64_t g, const int half) {
     floats d = load_halves(scales);
     if (format == Q6_K) return multiply_floats(d, load_signed(scales + 32 + (2 * g + half) * LANES));
@@ -60,12 +60,12 @@ ALWAYS floats add_minimum(const int format, floats whole, floats total, floats m
     return is_super(format) ? take_product(whole, total, minimum) : add_product(whole, total, minimum);
 }
 
-/* Inputs that share a scale: of Q6_K each half of 32. */
+/* How many scales 32 inputs have: for Q6_K one for each half. */
 ALWAYS int halves_of(const int format) { return format == Q6_K ? 2 : 1; }
 
 ALWAYS const uint8_t *marks_of(const uint8_t *x, const int rows, const int planes) { return x + 32 * planes * rows; }
 
-/* What a token's sum of a half begins with, since codes are shifted. */
+/* The number with which a token's sum of a half begins, which makes up for the shift of the codes. */
 ALWAYS ints shift_of(const int format, const int half, const int rows, const int i, const uint8_t *marks) {
     const int shifted = format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : BEGIN_128;
     const int mark = format == Q6_K ? (half ? BEGIN_HIGH : BEGIN_LOW) : shifted;
@@ -73,8 +73,8 @@ ALWAYS ints shift_of(const int format, const int half, const int rows, const int
     return all_ints(int_at(marks + (mark * rows + i) * 4));
 }
 
-/* Vectors of a half of Q6_K, else v, v + 4, v + 1 and v + 5 where v is twice the part. words: where the activations of
- * the first token stand. */
+/* Four vectors of codes: those of a half for Q6_K, else v, v + 4, v + 1 and v + 5, where v is twice the part. words:
+ * where the first token's activations for each of them are. */
 ALWAYS void load_four_vectors(const int format, const int part, const uint8_t *codes, const uint8_t *x, const int rows,
                               const int planes, bytes four[4], const uint8_t *words[4]) {
     #pragma GCC unroll 4
@@ -86,7 +86,7 @@ ALWAYS void load_four_vectors(const int format, const int part, const uint8_t *c
     }
 }
 
-/* The sums of a half, [planes][rows]. Of two planes the first is 128 times as much. */
+/* The sums of a half, [planes][rows]. If there are two planes, the first counts 128 times as much. */
 ALWAYS void integer_sums(const int format, const int half, const int rows, const int planes, const uint8_t *codes,
                          const uint8_t *x, ints sums[2 * TILE]) {
     const int count = planes * rows, parts = format == Q6_K ? 1 : 2;

@@ -1,13 +1,14 @@
 /* A panel of GGUF's blocks times a tile of quantised activations.
  *
  * The products of 32 inputs are summed as integers, without rounding, and scaled once; scaled sums are added in the
- * order of the inputs. A token's result therefore does not depend on the tokens beside it, nor on the instructions used.
- * A panel is unpacked once for all tokens of a tile, so a few tokens take as long as one while memory is the limit.
+ * order of the inputs. A token's result therefore does not depend on the tokens beside it, nor on the instructions
+ * used. A panel is unpacked once for all tokens of a tile, so a few tokens take as long as one while memory is the
+ * limit.
  */
 #include "blocks.h"
 #include "integer_sums.h"
 
-/* 32 inputs. scales: the scales of the block that they belong to; g: which 32 of the block. */
+/* Adds the products of 32 inputs. scales: of their block; g: which 32 inputs of the block. */
 ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
                       int64_t g, const uint8_t *x, floats whole[TILE]) {
     const uint8_t *marks = marks_of(x, rows, planes);

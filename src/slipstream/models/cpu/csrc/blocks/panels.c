@@ -1,4 +1,4 @@
-/* The file's blocks as panels and back; no number changes. The blocks' layout is that of ggml-common.h. */
+/* Packs a file's blocks as panels, and unpacks them; no number changes. ggml-common.h has the layout of the blocks. */
 #include "blocks.h"
 
 #ifndef _WIN32
@@ -10,7 +10,7 @@
 int64_t panel_bytes(int64_t format, int64_t inputs) {
     if (is_grouped(format)) return grouped_panel_bytes(format, inputs);
     const struct shape *of = &SHAPES[format];
-    return up(inputs / of->size * block_bytes(of), 64);
+    return round_up(inputs / of->size * block_bytes(of), 64);
 }
 
 /* The 6-bit scale and minimum of 32 values of Q4_K and Q5_K. */
@@ -82,7 +82,8 @@ static void place_codes(int64_t format, const uint8_t *codes, int lane, uint8_t 
     }
 }
 
-static int take_codes(int64_t format, const uint8_t *from, int lane, int j) {
+/* The code of input j of output `lane`. */
+static int code_at(int64_t format, const uint8_t *from, int lane, int j) {
     int v = j / 4, at = lane * 4 + j % 4;
     if (format == Q8_0) return from[v * 64 + at];
     int code = from[v % 4 * 64 + at] >> (v < 4 ? 0 : 4) & 15;
@@ -118,7 +119,7 @@ static void pack_panel(int64_t panel, void *given) {
 
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared) {
     struct packing packing = {format, count, inputs, rows, to};
-    for_each(up(count, LANES) / LANES, shared, is_grouped(format) ? pack_grouped_panel : pack_panel, &packing);
+    for_each(round_up(count, LANES) / LANES, shared, is_grouped(format) ? pack_grouped_panel : pack_panel, &packing);
 }
 
 static float half_at(const uint8_t *from) {
@@ -127,7 +128,7 @@ static float half_at(const uint8_t *from) {
     return half_to_float(bits);
 }
 
-/* The weight of input j of a block: what the format defines, rounded at most once. */
+/* The weight of input j of a block by the format's definition, rounded at most once. */
 static float weight(int64_t format, int code, const uint8_t *scales, int lane, int j) {
     float d = half_at(scales + lane * 2);
     switch (format) {
@@ -157,13 +158,13 @@ void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *o
         for (int64_t i = 0; i < inputs; i++) {
             const uint8_t *scales = own + i / of->size * each;
             const uint8_t *codes = scales + of->scales + i % of->size / GROUP * of->codes;
-            int code = take_codes(part->format, codes, lane, (int)(i % GROUP));
+            int code = code_at(part->format, codes, lane, (int)(i % GROUP));
             to[row * inputs + i] = weight(part->format, code, scales, lane, (int)(i % of->size));
         }
     }
 }
 
-#ifndef _WIN32 /* rows of a file to panels, in memory of a few rows that stays in the cache, by functions of POSIX */
+#ifndef _WIN32 /* packs rows of a file with POSIX functions, a few at a time so that they stay in the cache */
 static int read_whole(int file, uint8_t *to, int64_t size, int64_t at) {
     while (size > 0) {
         ssize_t read = pread(file, to, (size_t)size, (off_t)at);
@@ -188,9 +189,9 @@ static int pack_piece(int file, const struct file_piece *piece) {
     return packed;
 }
 
-/* Packs the pieces that no thread has taken yet, `*next` being the first: call it in as many threads as shall work.
- * Nothing but the file and the pieces' own panels is touched. Returns -1, or the number of a piece that the file does
- * not hold whole or for which there was no memory. */
+/* Packs the pieces that no thread has taken yet; `*next` is the first. To be called in every thread that shall help.
+ * Touches nothing but the file and the pieces' own panels. Returns -1, or the number of a piece that the file does not
+ * hold as a whole or for which there was no memory. */
 int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next) {
     for (int64_t number; (number = take(next)) < count;)
         if (!pack_piece(file, pieces + number)) return number;

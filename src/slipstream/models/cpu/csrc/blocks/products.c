@@ -2,10 +2,10 @@
 #include "../bfloat16.h"
 #include "blocks.h"
 
-enum { FEW = 4 /* panels that use a tile read from memory, where there are several tiles */ };
+enum { FEW = 4 /* panels of a chunk, at least, if there are several tiles: a tile is read from memory for all of them */ };
 
-/* A product that a team computes. rounded, bias: the results and the bias in bfloat16, NULL where `out` and the layer's
- * own are used. */
+/* A product that a team computes. rounded, bias: results and bias in bfloat16; NULL if `out` and the bias of the layer
+ * are used instead. */
 struct product {
     const struct block_linear *w;
     struct numbers x;
@@ -18,20 +18,20 @@ struct product {
     struct shares shares;
 };
 
-/* A part of a product. before, chunks: how many chunks come before it and how many it has, of so many panels of so many
- * bytes; first: the layer's output that it begins with. */
+/* A part of a layer, in chunks. before: chunks of earlier parts; chunks: its own, each of `panels` panels of `bytes`
+ * bytes; first: the output of the layer with which the part begins. */
 struct chunked_part {
     const struct block_part *part;
     int64_t before, chunks, panels, bytes, first;
 };
 
-/* Panels of a part that a thread takes at a time; none where `of.part` is NULL. */
+/* Successive panels of a part that a thread takes together; none if `of.part` is NULL. */
 struct chunk {
     struct chunked_part of;
     int64_t panel, end;
 };
 
-/* The chunks that a thread takes, see `take_item`: `count` of all parts. at: the part of the last one. */
+/* The chunks that a thread takes, see `take_item`. count: of all parts together; at: the part of the last one taken. */
 struct chunks {
     const struct member *me;
     struct product *of;
@@ -43,12 +43,12 @@ struct chunks {
  * serves several of them; never more than an eighth of a thread's share of the part. */
 static struct chunked_part in_chunks(const struct chunks *in, const struct block_part *part, int64_t before, int64_t first) {
     const struct product *of = in->of;
-    int64_t bytes = panel_bytes(part->format, of->w->inputs), count = up(part->outputs, LANES) / LANES;
+    int64_t bytes = panel_bytes(part->format, of->w->inputs), count = round_up(part->outputs, LANES) / LANES;
     int64_t panels = HANDED_OUT / bytes, fair = count / (8 * in->me->count);
     if (of->tokens > of->tiling.tokens && panels < FEW) panels = FEW;
     if (panels > fair) panels = fair;
     if (panels < 1) panels = 1;
-    return (struct chunked_part){part, before, up(count, panels) / panels, panels, bytes, first};
+    return (struct chunked_part){part, before, round_up(count, panels) / panels, panels, bytes, first};
 }
 
 static struct chunked_part part_behind(const struct chunks *in) {
@@ -70,10 +70,10 @@ static struct chunk take_chunk(struct chunks *in) {
     if (number < in->at.before) in->at = in_chunks(in, of->w->parts, 0, 0);
     while (number >= in->at.before + in->at.chunks) in->at = part_behind(in);
     int64_t panel = (number - in->at.before) * in->at.panels;
-    return (struct chunk){in->at, panel, least(up(in->at.part->outputs, LANES) / LANES, panel + in->at.panels)};
+    return (struct chunk){in->at, panel, least(round_up(in->at.part->outputs, LANES) / LANES, panel + in->at.panels)};
 }
 
-/* A token's sums of a panel's outputs, from `first` on, `there` of which there are. */
+/* Stores a token's sums of a panel: `there` outputs of the layer from `first` on. */
 static void store(const struct product *of, int64_t token, int64_t first, int64_t there, const float *sums) {
     const struct block_linear *w = of->w;
     if (of->out) {
@@ -125,7 +125,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
     in_team(multiply_in_team, &product);
 }
 
-/* Activations are of one plane, results are rounded once. */
+/* Activations have one plane; results are rounded once. */
 void multiply_blocks_bf16(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint8_t *space) {
     struct block_part part = {w->format, w->outputs, w->data};
     struct block_linear layer = {w->inputs, w->outputs, 1, &part, NULL};

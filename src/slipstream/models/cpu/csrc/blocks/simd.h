@@ -1,7 +1,7 @@
-/* Vectors of 16 numbers, of 16 integers and of 64 bytes, by the instructions that the compiler was told of.
+/* Vectors of 16 numbers, of 16 integers and of 64 bytes, by the best instructions that the compiler may use.
  *
- * simd_plain.h is the specification: every variant gives the same bits. A vector's numbers are summed in halves: its
- * second half is added to the first until one number is left.
+ * simd_plain.h is the specification: every variant gives the same bits. The numbers of a vector are summed by adding
+ * its second half to the first, again and again, until one number is left.
  */
 #pragma once
 
@@ -12,7 +12,7 @@
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define ALWAYS static inline __attribute__((always_inline))
 #else
-#define ALWAYS static __attribute__((noinline, unused)) /* plain C inlined as often takes minutes to compile */
+#define ALWAYS static __attribute__((noinline, unused)) /* plain C would take minutes to compile if it were inlined */
 #endif
 
 /* A float16 number. */
@@ -46,15 +46,15 @@ ALWAYS float half_to_float(uint16_t half) {
 #define SETTLED(x) ((void)0) /* where registers suffice */
 #endif
 
-/* Whether weights are fetched in two steps. Intel's processors wait less for memory then; those with AMX are Intel's, and
- * so are those with AVX-VNNI but without AVX-512. */
+/* Whether weights are prefetched in two steps. Intel's processors wait less for memory then: these are all that have
+ * AMX, or AVX-VNNI without AVX-512. */
 #if defined(__AMX_TILE__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 enum { IN_TWO_STEPS = 1 };
 #else
 enum { IN_TWO_STEPS = 0 };
 #endif
 
-/* Fetches the line 4 KB further on into the second level of the caches, and the line 1 KB further on into the first. */
+/* Prefetches the line 4 KB further on into the second level of the caches, and that 1 KB further on into the first. */
 ALWAYS void fetch_in_two_steps(const uint8_t *line) { prefetch_later(line + 4096), prefetch(line + 1024); }
 
 /* e to the x, for x from -87 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. At -88 it is
@@ -73,9 +73,9 @@ ALWAYS floats exponential(floats x) {
     return multiply_floats(y, power_of_two(n));
 }
 
-/* Four vectors of codes, of so many bits, times what stands at words[k] + i * step, for the sums of every i below
- * `count`. first, last: of the vectors whose products one sum holds. A sum has to begin with something, and each further
- * call adds to it; where sums are kept in 16 bits, it begins anew with the first vectors and is complete after the last. */
+/* Adds the products of four vectors of codes, of so many bits, with the activations at words[k] + i * step to sums[i],
+ * for every i below `count`. first, last: whether these are the first and the last vectors of a sum. SUMS_IN_16_BITS:
+ * the first vectors replace what is in the sum, and the last leave it in 32 bits; without it, all add to the sum. */
 ALWAYS void add_four_vectors(const int bits, const int count, const bytes four[4], const uint8_t *const words[4],
                              int64_t step, const int first, const int last, ints *sums) {
 #ifdef SUMS_IN_16_BITS
@@ -96,7 +96,7 @@ ALWAYS void add_four_vectors(const int bits, const int count, const bytes four[4
 #endif
 }
 
-/* What a sum is to begin with, and what is added to it when it is complete. */
+/* The number with which a sum begins, x or 0, and the complete sum, to which x is added unless it began with it. */
 #ifdef SUMS_IN_16_BITS
 ALWAYS ints to_begin_with(ints x) { return (void)x, all_ints(0); }
 ALWAYS ints completed(ints sum, ints x) { return add_ints(sum, x); }

@@ -1,8 +1,8 @@
-/* AVX2 with FMA and F16C, and VNNI of 256 bits where there is: each vector is two registers. */
+/* AVX2 with FMA and F16C, and 256-bit VNNI if the processor has it: each vector is two registers. */
 #pragma once
 
 #ifdef __AVXVNNI__
-enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` subtracts 128 from codes of 8 bits */
 #else
 enum { SUBTRACTS_128 = 1 };
 #endif
@@ -13,7 +13,7 @@ typedef struct { __m256 a, b; } floats;
 typedef struct { __m256i a, b; } ints;
 typedef struct { __m256i a, b; } bytes;
 
-/* Keeps the compiler from computing x later: many such vectors at once take more registers than there are. */
+/* Makes the compiler compute x now: if it put off many such vectors, they would take more registers than there are. */
 #define SETTLED(x) __asm__ volatile("" : "+x"((x).a), "+x"((x).b))
 
 #define FLOATS(one, other) ((floats){one, other})
@@ -29,7 +29,7 @@ ALWAYS floats multiply_floats(floats x, floats y) { return FLOATS(_mm256_mul_ps(
 ALWAYS floats divide_floats(floats x, floats y) { return FLOATS(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
 ALWAYS floats max_floats(floats x, floats y) { return FLOATS(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
 ALWAYS floats min_floats(floats x, floats y) { return FLOATS(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
-/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if one is NaN. Without the sign, bits have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     __m256i sign = _mm256_set1_epi32(0x7fffffff), most = _mm256_setzero_si256();
     __m256 all[4] = {x.a, x.b, y.a, y.b};
@@ -144,14 +144,15 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return INTS(_mm256_dpbusd_avx_epi32(sum.a, codes.a, four), _mm256_dpbusd_avx_epi32(sum.b, codes.b, four));
 }
 #else
-/* Sums of two products in 16 bits. Codes of 8 bits, less 128, are too large unless their signs go to the other side. */
+/* Sums of two products in 16 bits. Codes of 8 bits, less 128, would be too large if their signs did not move to the
+ * other factor. */
 ALWAYS __m256i two_products(__m256i codes, __m256i four, const int bits) {
     if (bits < 8) return _mm256_maddubs_epi16(codes, four);
     codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
     return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(four, codes));
 }
 
-/* In 16 bits there is room for sixteen products of codes of 4 bits, for eight of 5, four of 6 and two of 8. */
+/* 16 bits have room for sums of sixteen products of codes of 4 bits, of eight of 5 bits, four of 6 and two of 8. */
 #define SUMS_IN_16_BITS
 ALWAYS ints add_in_16_bits(ints x, ints y) { return INTS(_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)); }
 ALWAYS ints in_32_bits(ints x) { /* sums of two neighbours */
@@ -163,7 +164,7 @@ ALWAYS ints products_in_16_bits(bytes codes, const uint8_t *x, const int bits) {
     __m256i four = four_at(x);
     return INTS(two_products(codes.a, four, bits), two_products(codes.b, four, bits));
 }
-/* Sums of four vectors of codes of 4 or 5 bits times what stands `at` bytes after each x. */
+/* Sums of the products of four vectors of codes of 4 or 5 bits with the activations `at` bytes behind each x. */
 ALWAYS ints four_in_16_bits(const bytes codes[4], const uint8_t *const x[4], int at) {
     ints sums[2];
     #pragma GCC unroll 2
@@ -188,7 +189,7 @@ ALWAYS ints four_dots(const bytes codes[4], const uint8_t *const x[4], int at, c
 }
 #endif
 
-/* To the first level of the caches, and to the second. */
+/* Into the first level of the caches, and into the second. */
 ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
 ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }
 

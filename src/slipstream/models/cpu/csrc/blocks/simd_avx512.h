@@ -1,7 +1,7 @@
 /* AVX-512 with VNNI. */
 #pragma once
 
-enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` subtracts 128 from codes of 8 bits */
 
 #include <immintrin.h>
 
@@ -17,7 +17,7 @@ ALWAYS floats multiply_floats(floats a, floats b) { return _mm512_mul_ps(a, b); 
 ALWAYS floats divide_floats(floats a, floats b) { return _mm512_div_ps(a, b); }
 ALWAYS floats max_floats(floats a, floats b) { return _mm512_max_ps(a, b); }
 ALWAYS floats min_floats(floats a, floats b) { return _mm512_min_ps(a, b); }
-/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if one is NaN. Without the sign, bits have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     __m512i a = _mm512_castps_si512(_mm512_abs_ps(x)), b = _mm512_castps_si512(_mm512_abs_ps(y));
     int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
@@ -83,7 +83,7 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
 }
 
-/* To the first level of the caches, and to the second. */
+/* Into the first level of the caches, and into the second. */
 ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
 ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }
 

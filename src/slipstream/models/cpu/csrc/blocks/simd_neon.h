@@ -3,7 +3,7 @@
 
 #include <arm_neon.h>
 
-enum { SUBTRACTS_128 = 1 }; /* whether `add_dot` does from codes of 8 bits: its products are of signed bytes */
+enum { SUBTRACTS_128 = 1 }; /* whether `add_dot` subtracts 128 from codes of 8 bits: it multiplies signed bytes */
 
 typedef float32x4x4_t floats;
 typedef int32x4x4_t ints;
@@ -18,7 +18,7 @@ ALWAYS floats add_floats(floats a, floats b) { EACH a.val[i] = vaddq_f32(a.val[i
 ALWAYS floats subtract_floats(floats a, floats b) { EACH a.val[i] = vsubq_f32(a.val[i], b.val[i]); return a; }
 ALWAYS floats multiply_floats(floats a, floats b) { EACH a.val[i] = vmulq_f32(a.val[i], b.val[i]); return a; }
 ALWAYS floats divide_floats(floats a, floats b) { EACH a.val[i] = vdivq_f32(a.val[i], b.val[i]); return a; }
-/* The second where one is NaN, as by x86's instructions; vmaxq_f32 gives NaN. */
+/* If one number is NaN, the second, as by x86's instructions; vmaxq_f32 would return NaN. */
 ALWAYS floats max_floats(floats a, floats b) {
     EACH a.val[i] = vbslq_f32(vcgtq_f32(a.val[i], b.val[i]), a.val[i], b.val[i]);
     return a;
@@ -27,7 +27,7 @@ ALWAYS floats min_floats(floats a, floats b) {
     EACH a.val[i] = vbslq_f32(vcltq_f32(a.val[i], b.val[i]), a.val[i], b.val[i]);
     return a;
 }
-/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if one is NaN. Without the sign, bits have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     uint32x4_t most = vdupq_n_u32(0);
     EACH {
@@ -83,7 +83,7 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { ints y; EACH y.val[i] = vdupq_n_s32(x); return y; }
-/* NaN and what is too large becomes INT32_MIN, as by x86's instructions. */
+/* NaN and numbers that are too large become INT32_MIN, as by x86's instructions. */
 ALWAYS ints to_ints(floats x) {
     ints y;
     EACH {
@@ -151,7 +151,7 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return sum;
 }
 
-/* To the first level of the caches, and to the second. */
+/* Into the first level of the caches, and into the second. */
 ALWAYS void prefetch(const uint8_t *from) { __builtin_prefetch(from); }
 ALWAYS void prefetch_later(const uint8_t *from) { __builtin_prefetch(from, 0, 2); }
 

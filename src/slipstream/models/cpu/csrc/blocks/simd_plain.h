@@ -1,7 +1,7 @@
-/* Plain C: what every other variant gives too. */
+/* Plain C: the specification of all other variants, which give the same bits. */
 #pragma once
 
-enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` subtracts 128 from codes of 8 bits */
 
 typedef struct { float v[16]; } floats;
 typedef struct { int32_t v[16]; } ints;
@@ -18,7 +18,7 @@ ALWAYS floats multiply_floats(floats a, floats b) { EACH a.v[i] *= b.v[i]; retur
 ALWAYS floats divide_floats(floats a, floats b) { EACH a.v[i] /= b.v[i]; return a; }
 ALWAYS floats max_floats(floats a, floats b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 ALWAYS floats min_floats(floats a, floats b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-/* Of all numbers of both; NaN if there is one: bits without the sign have the order of the numbers. */
+/* Of all numbers of both; NaN if one is NaN. Without the sign, bits have the order of the numbers. */
 ALWAYS float largest_magnitude(floats x, floats y) {
     uint32_t most = 0, bits[2];
     EACH {
@@ -59,7 +59,7 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { ints y; EACH y.v[i] = x; return y; }
-/* NaN and what is too large becomes INT32_MIN, as by the instructions. */
+/* NaN and numbers that are too large become INT32_MIN, as by the instructions. */
 ALWAYS ints to_ints(floats x) {
     ints y;
     EACH y.v[i] = x.v[i] >= -0x1p31f && x.v[i] < 0x1p31f ? (int32_t)lrintf(x.v[i]) : INT32_MIN;
@@ -98,7 +98,7 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return sum;
 }
 
-/* To the first level of the caches, and to the second. */
+/* Into the first level of the caches, and into the second. */
 ALWAYS void prefetch(const uint8_t *from) { (void)from; }
 ALWAYS void prefetch_later(const uint8_t *from) { (void)from; }
 

@@ -1,9 +1,9 @@
-/* A panel of codes times a tile of up to 16 quantised tokens, by the tiles of AMX: 16 tokens, 16 outputs and 32 inputs by
- * one instruction. The integers are those of panel_sums.c and grouped.c, and so are the steps in floating point: a token
- * gets the same bits.
+/* A panel of codes times a tile of up to 16 quantised tokens, by the tiles of AMX: 16 tokens, 16 outputs and 32 inputs
+ * by one instruction. The integers are those of panel_sums.c and grouped.c, and so are the steps in floating point: a
+ * token gets the same bits.
  *
- * While a group of 32 inputs is scaled, the next one is multiplied, and the codes of the one after that are unpacked, as
- * signed bytes; all meet in the first level of the caches.
+ * While a group of 32 inputs is scaled, the next one is multiplied, and the codes of the one after that are unpacked,
+ * as signed bytes; all meet in the first level of the caches.
  */
 #include "blocks.h"
 
@@ -13,18 +13,18 @@
 
 enum {
     LAG = 2,    /* groups between unpacking, multiplying and scaling */
-    RING = 8,   /* groups under way, at most; a power of 2 */
+    RING = 8,   /* most groups under way; a power of 2 */
     HALF = 256  /* bytes of 16 inputs' codes */
 };
 
-/* codes: those of 32 inputs, a row of 64 bytes for 4 of them; where halves have scales of their own, those of the first,
- * zeros and those of the second. sums [tokens][LANES]: of both halves. */
+/* Groups between unpacking and scaling. codes: of 32 inputs, a row of 64 bytes for each 4; if halves have scales of
+ * their own, the codes of the first half, zeros, and the codes of the second. sums [tokens][LANES]: of each half. */
 struct under_way {
     _Alignas(64) int8_t codes[RING][3 * HALF];
     _Alignas(64) int32_t sums[RING][2][TILE_ROWS * LANES];
 };
 
-/* What to take from the codes, so that they are signed. */
+/* The number to subtract from codes to make them signed. */
 ALWAYS int code_of_zero(const int format) {
     if (format == Q8_0) return 128;
     if (format == Q6_K) return SMALLEST_CODE;
@@ -43,7 +43,7 @@ ALWAYS void unpack(const int format, const uint8_t *codes, int8_t *to) {
     }
 }
 
-/* Integer sums of a group, of Q6_K of both halves. x: a tile's 32 inputs. */
+/* Integer sums of a group; for Q6_K, of each half. x: a tile's 32 inputs. */
 ALWAYS void multiply_group(const int format, const uint8_t *x, const int8_t *codes, int32_t (*sums)[TILE_ROWS * LANES]) {
     _tile_loadd(4, x, GROUP);
     _tile_loadd(6, codes, TILE_BYTES);
@@ -57,24 +57,24 @@ ALWAYS void multiply_group(const int format, const uint8_t *x, const int8_t *cod
     _tile_stored(1, sums[1], 4 * LANES);
 }
 
-/* What the outputs of a panel are scaled by, and their minima where there are some. */
+/* The scales of a panel's outputs, `second` for the second half of Q6_K, and the minima of formats that have them. */
 struct scales {
     floats first, second, minimum;
 };
 
-/* of: where the block's scales stand; g: which group of the block. */
-ALWAYS struct scales scales_at(const int format, const uint8_t *of, int64_t g) {
-    struct scales found = {all_floats(0), all_floats(0), all_floats(0)};
+/* from: the block's scales; g: which group of the block. */
+ALWAYS struct scales scales_at(const int format, const uint8_t *from, int64_t g) {
+    struct scales by = {all_floats(0), all_floats(0), all_floats(0)};
     if (format == INT4_MINIMA) {
-        found.first = load_floats((const float *)of), found.minimum = load_floats((const float *)of + LANES);
+        by.first = load_floats((const float *)from), by.minimum = load_floats((const float *)from + LANES);
     } else if (format == INT4) {
-        found.first = load_halves(of), found.minimum = multiply_floats(found.first, load_signed(of + 2 * LANES));
+        by.first = load_halves(from), by.minimum = multiply_floats(by.first, load_signed(from + 2 * LANES));
     } else {
-        found.first = scale_of(format, of, g, 0);
-        if (format == Q6_K) found.second = scale_of(format, of, g, 1);
-        if (has_minimum(format)) found.minimum = minimum_of(format, of, g);
+        by.first = scale_of(format, from, g, 0);
+        if (format == Q6_K) by.second = scale_of(format, from, g, 1);
+        if (has_minimum(format)) by.minimum = minimum_of(format, from, g);
     }
-    return found;
+    return by;
 }
 
 ALWAYS void scale_sums(const int rows, const int32_t *sums, const uint8_t *marks, floats by, floats whole[TILE_ROWS]) {
@@ -85,7 +85,7 @@ ALWAYS void scale_sums(const int rows, const int32_t *sums, const uint8_t *marks
     }
 }
 
-/* Adds a group's sums to the whole ones. */
+/* Scales a group's sums and adds them to those of the groups before. */
 ALWAYS void finish_group(const int format, const int rows, int32_t (*sums)[TILE_ROWS * LANES], const uint8_t *marks,
                          struct scales by, floats whole[TILE_ROWS]) {
     scale_sums(rows, sums[0], marks, by.first, whole);
@@ -96,7 +96,7 @@ ALWAYS void finish_group(const int format, const int rows, int32_t (*sums)[TILE_
         whole[i] = add_minimum(format, whole[i], all_floats(float_at(marks + (TOTAL * rows + i) * 4)), by.minimum);
 }
 
-/* block, step: a block's inputs, and the bytes of its scales. */
+/* A panel times a tile: sums [rows][LANES]. block: inputs of a block; step: bytes of its scales. */
 ALWAYS void add_panel(const int format, const int rows, const uint8_t *panel, int64_t inputs, int64_t block,
                       int64_t step, const uint8_t *x, float *sums) {
     const int64_t groups = inputs / GROUP, bytes_of = format < FORMATS ? SHAPES[format].codes : HALF;

@@ -1,12 +1,12 @@
-/* What an x86 processor says of itself, for systems that do not tell: the instructions that it has and whose registers
- * the operating system saves. Names are those of Linux's /proc/cpuinfo. Compiled for any x86-64 processor. */
+/* Asks an x86 processor for its name and instructions, on systems that do not list them: those that it has and whose
+ * registers the operating system saves, by the names of Linux's /proc/cpuinfo. Compiled for any x86-64 processor. */
 #include <cpuid.h>
 #include <stdint.h>
 #include <string.h>
 
 struct bit {
     const char *name;
-    unsigned leaf, subleaf, which, place, saved; /* which: EAX to EDX; saved: states that the system must save */
+    unsigned leaf, subleaf, which, place, saved; /* which: register, EAX to EDX; saved: states the system must save */
 };
 
 enum { EAX, EBX, ECX, EDX };
