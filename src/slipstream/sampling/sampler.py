@@ -35,7 +35,8 @@ class Sampler:
         self.race, self.vocab_size, self.device = race, vocab_size, device
         self.all_greedy = all(row.params.temperature == 0 for row in rows)
         self._groups = list(_groups(self.rows, device))
-        self._temperatures = torch.tensor([params_of(row).temperature for row in rows], device=device)
+        temperatures = [params_of(row).temperature for row in rows]
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._seeds: dict[Stream, Words] = {}
         self._token_seeds = [key(row.seed, Stream.TOKEN) for row in self.rows]
         processors = [kind(self.rows, vocab_size, device) for kind in KINDS]

@@ -124,6 +124,18 @@ def test_tokens_that_are_given_alone_race_as_they_do_among_impossible_ones(tempe
         assert (temperature == 0) == torch.equal(before + 1, tokens)  # noise is the token's, not the place's
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_shares_are_the_same_whatever_type_new_tensors_have_by_default(default: torch.dtype) -> None:
+    scores, temperatures = distributions(3.0).log(), torch.full((ROWS,), 0.7)
+    expected = compiled().leaders(scores, temperatures, None, 2)
+    torch.set_default_dtype(default)
+    try:
+        leaders = compiled().leaders(scores, temperatures, None, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(leaders[0], expected[0]) and torch.equal(leaders[1], expected[1])
+
+
 def test_leaders_of_a_race_that_nobody_can_win_have_no_share() -> None:
     for race_of_nobody in (compiled(), Race(VOCAB, CPU)):
         for nothing in (float("-inf"), float("nan")):

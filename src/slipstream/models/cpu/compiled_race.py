@@ -49,7 +49,7 @@ class CompiledRace(Race):
         if count > 2 or scores.dtype not in DTYPES:
             return super().leaders(scores, temperatures, bits, count, token_ids)
         rows, is_bfloat16 = scores.contiguous(), scores.dtype == torch.bfloat16
-        tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2)
+        tokens, shares = torch.empty(len(rows), 2, dtype=torch.int64), torch.empty(len(rows), 2, dtype=torch.float32)
         keys = [0] * len(rows) if bits is None else bits.tolist()
         ids = None if token_ids is None else address(token_ids)
         for i, (temperature, key) in enumerate(zip(temperatures.tolist(), keys, strict=True)):

@@ -198,7 +198,7 @@ def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str
         return str(settings["speculators_model_type"])
     architectures = settings.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    named = next((KINDS[name] for name in names if name in KINDS), None)
+    named = next((KINDS[name] for name in names if isinstance(name, str) and name in KINDS), None)
     named = named or next((kind for key, kind in UNNAMED.items() if key in settings), None)
     if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _tensor_names(folder, options):
         return PEAGLE
