@@ -1,4 +1,4 @@
-"""What a round's settings may be, known without PyTorch, so that a wrong one is refused at once."""
+"""Allowed values of a round's settings. Needs no PyTorch, so that a wrong value is refused before that is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WITH_COUNT = frozenset({"topk"})
 
 
 def check_rule(text: str) -> None:
-    """Refuse an unknown rule, or a count that is missing, wrong or too much; the message lists the rules."""
+    """Raise UsageError, which lists the rules, for an unknown one or a count that is missing, wrong or superfluous."""
     name, _, argument = text.partition(":")
     if name not in RULE_NAMES or (":" in text) != (name in WITH_COUNT):
         allowed = ", ".join(["auto", *(f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))])
