@@ -23,7 +23,7 @@ LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
 
 @dataclass
 class DraftText:
-    """A row's text in draft tokens: `settled` of them are final; those of the text `tail` may still change.
+    """A row's text in draft tokens: the first `settled` are final; those that encode `tail` may still change.
 
     read: how many of the target's tokens were read. beginning: whether the tail begins the text.
     """
@@ -41,7 +41,7 @@ class DraftText:
         tokens: all of the row's. A character that is not complete yet is read byte by byte.
         """
         ids = list[int]()
-        num_settled = 0  # ids that nothing will change any more
+        num_settled = 0  # how many of the ids are final
         for token in tokens[self.read :]:
             written = self.bridge.target.texts[token]
             if written is not None:
@@ -64,7 +64,7 @@ class DraftText:
         return ids
 
     def _without_added_space(self, text: bytes) -> bytes:
-        """The first token of a text may begin with a space that the target's tokenizer has added."""
+        """A token's text, without the space that the target's tokenizer may add at the beginning of a text."""
         added = self.beginning and not self.tail and self.bridge.target.tokens.adds_space
         return text.removeprefix(b" ") if added else text
 
@@ -82,7 +82,8 @@ class DraftText:
 def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
     """The first token that further text may change: it begins the last word but one.
 
-    Every common pre-tokenizer begins a new piece at a space after something else, and no common token reaches over one.
+    Every common pre-tokenizer begins a new piece at a space that follows another character, and no common token
+    stretches over such a space.
     """
     starts, words = encoding.starts, 0
     for token in range(len(starts) - 1, 0, -1):
@@ -93,6 +94,7 @@ def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
             return token
     if len(text) <= longest:
         return 0
+    # a long text without words: its first half is taken to be final
     return next((token for token in range(1, len(starts)) if starts[token] > max(starts[token - 1], len(text) // 2)), 0)
 
 
@@ -171,7 +173,7 @@ class BridgedSession:
         return counterpart
 
     def _make_counterpart(self, row: Row) -> _Counterpart:
-        """Chat messages are rendered by the draft model's own template; other texts begin as its tokenizer begins."""
+        """Render chat messages by the draft model's own template; begin other texts with its tokenizer's opening."""
         target, draft = self.bridge.target, self.bridge.draft
         tail = min(LONGEST_TAIL, max(1, self.backend.max_length // 4))
         rendered = self._rendered(row)

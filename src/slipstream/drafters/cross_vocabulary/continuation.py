@@ -12,7 +12,7 @@ from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinish
 class Continuation:
     """One row's draft of one round: draft tokens go in, target tokens come out.
 
-    over: whether the draft model has ended the text or written a special token that is no text.
+    over: whether the draft model has ended the text or written a special token that stands for no text.
     """
 
     def __init__(self, bridge: VocabularyBridge, committed: Sequence[int]) -> None:
@@ -25,7 +25,7 @@ class Continuation:
         self._encoded: tuple[int, list[int]] = (-1, [])  # number of draft tokens, target tokens
 
     def add(self, token: int) -> None:
-        """The draft model's next token."""
+        """Append the draft model's next token."""
         if self.over:
             return
         text = self._bridge.draft.texts[token]

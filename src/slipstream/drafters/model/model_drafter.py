@@ -29,7 +29,7 @@ from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
 from slipstream.models.heads.network import all_scores
 
-MIN_DRAFT_PROB = 0.4  # of a draft so far, where drafts must depend on the row alone
+MIN_DRAFT_PROB = 0.4  # a less likely draft ends, where drafts must depend on the row alone
 TRAITS = Traits(
     has_own_cache=True,
     default_length=6,
@@ -41,7 +41,7 @@ TRAITS = Traits(
 
 
 class Stop(Protocol):
-    """Says which rows' drafts end with the token drafted last."""
+    """Decides which rows' drafts end with the token drafted last."""
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
@@ -67,7 +67,10 @@ class PathBelow:
 
 @dataclass(frozen=True)
 class TokenBelow:
-    """Ends a draft at the first less likely token; if greedy, as Hugging Face's `assistant_confidence_threshold`."""
+    """Ends a draft with its first token less likely than `threshold`.
+
+    Greedy drafts end as with Hugging Face's `assistant_confidence_threshold`.
+    """
 
     threshold: float
 
@@ -81,8 +84,8 @@ class TokenBelow:
 class WhilePays:
     """Ends all drafts when another step of the draft model would cost more than it is expected to bring.
 
-    Rows whose request sets a draft length get that many. Where the text depends on the draft, its probability decides
-    instead of costs, so that a seed gives the same text again.
+    Rows whose request sets a draft length get that many tokens. Where the text depends on the draft, the draft's
+    probability decides instead of costs, so that a seed gives the same text again.
     """
 
     planner: Planner
@@ -105,7 +108,7 @@ class WhilePays:
 class DraftChain:
     """One row's draft on the host: its tokens, the draft model's probability of each, and the runners-up.
 
-    A head that estimates acceptance itself (DSpark) gives its estimates in place of probabilities.
+    With a head that estimates acceptance itself (DSpark), its estimates take the place of probabilities.
     runners_up: for each token, the next best ones and their probabilities, best first.
     """
 
@@ -275,7 +278,7 @@ class ModelDrafter:
 
 
 def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], index: int) -> list[int]:
-    """Where drafts end if a draft also ends before a token for which its constraint leaves the draft model no choice.
+    """`ends`, moved to `index` for drafts whose constraint leaves the draft model no token to choose there.
 
     scores: [B, V] of the draft tokens at `index`.
     """
@@ -353,7 +356,7 @@ def build(setup: Setup, argument: str) -> Drafter:
     if argument and match is None:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
     if argument and setup.fixed_tree:
-        raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', whose drafts are then all of it")
+        raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', which then drafts the whole tree")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:
