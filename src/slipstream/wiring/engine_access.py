@@ -81,7 +81,7 @@ class EngineAccess:
         self._parts_if_open = _OpenParts(models, use, drafter, chosen, reader)
 
     def renew(self) -> None:
-        """Follow what the models' owners have changed since; every call that reads prompts begins so."""
+        """Adopt what the models' owners have changed; every call that reads prompts begins with this."""
         with self._use:
             models = self._models.current(self.config)
             if models is not self._models:
@@ -109,7 +109,7 @@ class EngineAccess:
     def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
 
-        Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.
+        Raises `UsageError` if weights are changed before the rows have ended: no single model would have written them.
         """
         models = self._models
         num_writes = models.num_writes()
@@ -137,7 +137,7 @@ class EngineAccess:
             return self._models.next_logits(row)
 
     def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
-        """Score about `budget` more tokens of a row's text; `scores` is what the call before returned, at first None.
+        """Score about `budget` more tokens of a row's text. scores: what the call before returned; None at first.
 
         count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
         """
@@ -214,7 +214,7 @@ class EngineAccess:
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
+        """Prompt tokens the target has read so far, all requests together, without those reused from the cache."""
         return self._target_session.prefill_tokens
 
     def tokens_in_memory(self) -> tuple[int, int]:
@@ -222,7 +222,7 @@ class EngineAccess:
         return self._models.tokens_in_memory()
 
     def num_cached_tokens(self, row: Row) -> int:
-        """How many tokens of a row that begins now the target's KV cache has already."""
+        """How many tokens of a row are in the target's KV cache already, if it begins now."""
         with self._use:
             table = self._target_session.table
             return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)

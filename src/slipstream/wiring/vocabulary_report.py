@@ -29,7 +29,7 @@ CHAT_PROBE = [{"role": "user", "content": "Hello!"}]
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: of what, whether both are the same (None: not comparable), what was found, what follows."""
+    """One comparison: its subject, whether both are the same (None: unknown), what was found and what follows."""
 
     subject: str
     same: bool | None
@@ -58,7 +58,7 @@ class BridgeEstimate:
     own_chat: bool
 
     def findings(self) -> list[Finding]:
-        """What it says for the report."""
+        """The estimate as findings of the report."""
         names = ", ".join(self.special[:NAMED]) + (", ..." if len(self.special) > NAMED else "")
         chat = "by the draft model's own template" if self.own_chat else "by the target's template, its markers as text"
         return [
@@ -114,7 +114,7 @@ class VocabularyReport:
         return f"Works: {self.draft!r} and {self.target!r} have the same tokens. No extra rejections."
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as values that JSON knows."""
+        """The report as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
