@@ -19,7 +19,7 @@ MAX_EDIT = 8  # tokens on either side of an edit that is expected again
 
 
 class Guess(IntEnum):
-    """How a place was guessed that no match has shown yet."""
+    """How a place was guessed that no match has confirmed yet."""
 
     OPENING = 0  # the text begins as the prediction does
     NEXT_LINE = 1  # a new line of the text continues at the beginning of a line of the prediction
@@ -49,7 +49,7 @@ class Alignment:
         self._max_length = 2 * len(self.prediction) + MAX_EDIT
         self._places_after = _places_after(self.prediction)
         self._tail: deque[int] = deque(maxlen=LIMIT)  # of the text
-        self._anchor = self._run = 0  # the place up to which they agreed last, and for how many tokens
+        self._anchor = self._run = 0  # the place up to which text and prediction agreed last, and for how many tokens
         self._num_lost = 0  # tokens of the text since then
         self._has_agreed = False
         self._matches: dict[int, int] = {}  # place -> how many of the text's last tokens stand before it
@@ -84,7 +84,7 @@ class Alignment:
         self.place = self._search(token)
 
     def _learn_edit(self, place: Place) -> None:
-        """Rewrite what follows a place with the edit before it, where the edit is likely to be made again."""
+        """Make the edit before a place in the rest of the prediction, too, if the text is likely to repeat it."""
         agreeing = {None: place.agreeing, Guess.LEFT_OUT: 1}.get(place.guess, 0)
         end, shared = place.start - agreeing, min(agreeing, len(self._instead))
         old, new = tuple(self.prediction[self._anchor : end]), tuple(self._instead[: len(self._instead) - shared])
@@ -95,7 +95,7 @@ class Alignment:
             return
         ahead = place.start + 1
         rewritten = _replaced(self.prediction[ahead:], list(old), list(new))
-        if ahead + len(rewritten) <= self._max_length:  # edits whose new tokens hold old ones would multiply them
+        if ahead + len(rewritten) <= self._max_length:  # an edit whose new tokens contain the old ones multiplies them
             self.prediction[ahead:] = rewritten
             self._places_after = _places_after(self.prediction)
 

@@ -1,4 +1,4 @@
-"""Drafts of rows that have predictions: what each proposes next, and whether that or the drafter's draft is taken."""
+"""Drafts of rows with predictions: what a prediction proposes next, and whether it or the drafter drafts for a row."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ NOTHING = Proposal([], [])
 class _Followed:
     """A row's prediction, followed as far as its output has come.
 
-    read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them, with the tokens' kinds;
-    guess: of the first one's place. credit: how many more tokens may be rejected. earned: by all proposals so far.
+    read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them; kinds: of these tokens.
+    guess: how the place of the first one was guessed, if it was. credit: how many more tokens may be rejected. earned:
+    credit earned by all proposals so far.
     """
 
     alignment: Alignment
@@ -99,7 +100,7 @@ class RowPredictions:
         self._guessed = AcceptanceModel(BY_GUESS, shared=False, row_step=ROW_STEP)
 
     def proposal(self, row: Row) -> Proposal:
-        """The tokens to try of a row's prediction; none without a prediction or where it is unlikely to be right."""
+        """The next tokens of a row's prediction; none without a prediction, or where it is unlikely to be right."""
         if not row.prediction:
             return NOTHING
         followed = self._followed.get(row)
@@ -167,19 +168,21 @@ class PredictedDrafts:
     free_drafts: bool = False
     costs_decide: Callable[[Row], bool] = lambda row: False
 
-    def __call__(self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], drafts: AskDrafter) -> Draft:
-        """One draft per row, of its prediction or of the drafter.
+    def __call__(
+        self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], ask_drafter: AskDrafter
+    ) -> Draft:
+        """One draft per row, from its prediction or from the drafter.
 
         lengths: the most tokens of the drafter's draft; room: of the prediction's.
         """
         proposals = [self._proposal(row, n) for row, n in zip(rows, room, strict=True)]
         if not any(proposal.tokens for proposal in proposals):
-            return drafts(lengths)
+            return ask_drafter(lengths)
         goes_first = [
             bool(proposal.tokens) and (n <= len(proposal.tokens) or not self.predictions.only_guesses(row))
             for row, proposal, n in zip(rows, proposals, lengths, strict=True)
         ]
-        drafted = drafts(
+        drafted = ask_drafter(
             [0 if is_first and not self.free_drafts else n for is_first, n in zip(goes_first, lengths, strict=True)]
         )
         expected = [sum(probs or ()) for probs in drafted.acceptance_probs]
@@ -197,7 +200,7 @@ class PredictedDrafts:
         return Draft.where(is_predicted, predicted, drafted)
 
     def _proposal(self, row: Row, room: int) -> Proposal:
-        proposal, length = self.predictions.proposal(row) if room else Proposal([], []), min(room, self.longest)
+        proposal, length = self.predictions.proposal(row) if room else NOTHING, min(room, self.longest)
         if not self.costs_decide(row) or row.params.num_draft_tokens is not None:
             length = min(length, sum(prob >= FLOOR for prob in proposal.acceptance_probs))
         return Proposal(proposal.tokens[:length], proposal.acceptance_probs[:length])
