@@ -36,7 +36,7 @@ T = TypeVar("T")
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
-# of the time, about: where every shape is tried, and where it is guaranteed that they agree
+# rough shares of the time: if every shape is tried, and if the backend guarantees that they agree
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
 SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
@@ -66,14 +66,13 @@ class Stages:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples of this.
+    """Which shapes agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples.
 
-    together: those that do so with several rows, though not with one; kernels for a single token often are others.
+    together: widths that agree for several rows, though not for one; kernels for a single token are often different.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
-    attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
-    ragged forwards may have, and the milliseconds of one of as many rows as there may be; every_total: those between
-    them agree as well.
+    attended_lengths: further lengths that attention may read with the same bits. totals: how many tokens a ragged
+    forward may have, and how many milliseconds it takes with the most rows; every_total: all numbers between agree.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
@@ -88,7 +87,7 @@ class Calibration:
 
     @property
     def agrees(self) -> bool:
-        """Whether there is a set to keep to: the reference width at least, alone and in a batch."""
+        """Whether any shapes agree: at least the reference width, alone and in a batch."""
         return REFERENCE in self.widths
 
     @property
