@@ -66,7 +66,7 @@ class TokenTexts:
         if isinstance(self._tokenizer, ReadableAsBytes):
             try:
                 data = self._tokenizer.bytes_of(token)
-            except UsageError:  # not every tokenizer tells
+            except UsageError:  # this tokenizer's tokens cannot be read as bytes
                 return self._tokenizer.decode([token])
             return "" if data is None else data.decode(errors="replace")
         return self._tokenizer.decode([token])
@@ -121,7 +121,7 @@ class VisibleText:
         return self._stops.push(self._text.flush(), final=True)
 
     def completes_stop(self, token: int) -> bool:
-        """Whether a stop string is complete with this token."""
+        """Whether this token completes a stop string."""
         self.push(token)
         return self._stops.found
 

@@ -1,4 +1,4 @@
-"""Turns what a user passes in into rows: prompts of every kind become token ids, a mistake an error of one line.
+"""Turns a user's prompts and options into rows: all kinds of prompts become token ids, a mistake an error of one line.
 
 Prompts are texts, lists of token ids or lists of chat messages. Ids also come as PyTorch tensors, numpy arrays and what
 Hugging Face tokenizers return (a mapping with `input_ids` and `attention_mask`); transformers is not imported for that.
@@ -44,8 +44,8 @@ def read_prompts(prompt: Any) -> Prompts:
     """The prompts a caller gave: one of any form, or a list of them. UsageError for arrays of other shapes.
 
     Arrays [n] and [1, n] are one prompt. Arrays [B, n] are B prompts, from which `attention_mask` (of a tokenizer's
-    mapping) drops the padding. An empty list is no prompts. What is none of these forms is left as it is, for its
-    reader to refuse.
+    mapping) drops the padding. An empty list is no prompts. Anything else is returned as one prompt, for its reader to
+    refuse.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         for name in prompt:
@@ -94,7 +94,7 @@ def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def read_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """One sequence of token ids, given in any form. UsageError for what is none, and for ids that do not exist."""
+    """One sequence of token ids, given in any form. UsageError for anything else, and for ids that do not exist."""
     if isinstance(token_ids, list | tuple) and not token_ids:
         return []
     prompts = None if isinstance(token_ids, str) else read_prompts(token_ids)
@@ -121,7 +121,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what is no chat message, and images, videos or sounds, which no model is given here."""
+    """Refuse what is no chat message, and images, videos or sounds, as models read text only here."""
     for number, message in enumerate(messages):
         what = f"message {number}"
         if not isinstance(message, Mapping):
@@ -306,7 +306,7 @@ class RequestReader:
         return None if is_ids(prompt) else prompt
 
     def with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Texts as token ids: the prediction's, and bad words' at the beginning of a text and after a space."""
+        """The options with token ids in place of texts; of bad words, with and without a space before them."""
         words: list[Sequence[int]] = []
         tokenizer = self.target.tokenizer
         for word in params.bad_words:
@@ -321,7 +321,7 @@ class RequestReader:
         return replace(params, prediction=self._prediction(params)) if isinstance(params.prediction, str) else params
 
     def _prediction(self, params: SamplingParams) -> Sequence[int]:
-        """A request's prediction as token ids without special ones; nothing without one."""
+        """A request's prediction as token ids without special ones; empty if it has none."""
         prediction, tokenizer = params.prediction, self.target.tokenizer
         if prediction is None:
             return ()

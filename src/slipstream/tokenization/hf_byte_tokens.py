@@ -24,7 +24,7 @@ EXACT_DECODERS = {"Fuse", "Strip", "Replace", "ByteFallback", "Metaspace", "Byte
 
 
 class TokenNames:
-    """Reads tokens' bytes off their names. Raises `UsageError` for tokenizers whose names do not tell them."""
+    """Reads tokens' bytes from their names. Raises `UsageError` for tokenizers whose names do not determine them."""
 
     def __init__(self, backend: Tokenizer) -> None:
         parts = _parts(backend.decoder)
@@ -69,7 +69,7 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
 
 
 def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
-    """The signs for a space in the tokens' names; refuses tokenizers whose names do not tell their texts."""
+    """The signs for a space in tokens' names; UsageError for tokenizers whose names do not determine the texts."""
     if not isinstance(model, models.BPE | models.Unigram | models.WordLevel):
         raise UsageError(f"its tokens cannot be read as bytes: they are of the kind {type(model).__name__}")
     if isinstance(model, models.BPE) and (sign := model.continuing_subword_prefix or model.end_of_word_suffix):
@@ -120,7 +120,7 @@ def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _adds_space(backend: Tokenizer) -> bool:
-    """Whether it may put a space in front of a text."""
+    """Whether the tokenizer may put a space in front of a text."""
     parts = _parts(backend.normalizer) + _parts(backend.pre_tokenizer)
     return any(
         part["type"] == "Prepend" or part.get("add_prefix_space") or part.get("prepend_scheme", "never") != "never"
@@ -129,7 +129,7 @@ def _adds_space(backend: Tokenizer) -> bool:
 
 
 def _text_encoder(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
-    """An encoding that adds and recognises no special tokens. inside: and adds no space in front of a text."""
+    """An encoding that adds and recognises no special tokens. inside: it adds no space in front of a text, either."""
     plain = Tokenizer(backend.model)
     normaliser, cut = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if inside:

@@ -19,7 +19,7 @@ ARGUMENTS: Mapping[str, Any] = {"probe": 7}
 WRITTEN = tuple(json.dumps(ARGUMENTS, separators=signs) for signs in ((", ", ": "), (",", ":")))  # as templates do
 HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # what JSON is written with besides texts
+OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # characters of JSON outside its strings
 JSON_BEGINS = re.compile(r"[{\[]")
 TAGGED: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -38,15 +38,16 @@ TAGGED: dict[str, Any] = {
 
 
 def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None:
-    """What stands around the names and arguments of two calls; None if they are not alike, or not JSON.
+    """How a chat template writes calls: what two rendered calls have around names and arguments.
 
-    opening, closing: of a call, by the response template.
+    None if the two differ in that, or their arguments are not JSON. opening, closing: of a call, by the response
+    template.
     """
     calls = [{"type": "function", "function": {"name": name, "arguments": dict(ARGUMENTS)}} for name in NAMES]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise whatever it likes, and then it writes no calls
+    except Exception:  # a template may raise anything, and then it writes no calls
         return None
     parts = [_around(text, name, opening, closing) for name in NAMES]
     first, second = parts
@@ -85,14 +86,14 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def call_opening(template: Mapping[str, Any] | None) -> str | None:
-    """The text that every call begins with: of a pattern, the constant part."""
+    """The text that every call begins with; if a pattern is given, its constant beginning."""
     calls = _calls_of(template)
     opening = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
     return opening if isinstance(opening, str) and opening else None
 
 
 def call_form(tokenizer: Any) -> CallForm | None:
-    """How calls are written; None if that is unknown or not read back the same, or if arguments are not JSON.
+    """How calls are written; None if that is unknown, if they are not read back the same, or arguments are not JSON.
 
     Also None for calls with special tokens: those are no text, so no grammar of a text can force them.
     """
@@ -144,7 +145,7 @@ def parse(
     text = tokenizer.decode(list(answer[:-1] if is_over else answer))
     text = _with_hidden_marks(text, template, is_cut=not is_over)
     complete = _whole_calls(text, template)
-    # a call that is JSON shows by itself whether it is whole; of others only the mark behind it tells
+    # JSON shows by itself whether a call is complete; other calls are complete only if a closing mark follows
     texts = [text] if is_over else [text, complete] if _calls_of(template).get("content") == "json" else [complete]
     for candidate in dict.fromkeys(texts):
         try:
@@ -191,7 +192,7 @@ def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) 
 
 def _escaped(text: str, marks: set[str]) -> str:
     for mark in marks:
-        # a letter that JSON has in its texts alone, so that the mark can only be in one of them
+        # a letter that JSON has in its strings alone, so that the mark can only be inside one
         if letter := next((character for character in mark if character not in OUTSIDE_TEXTS), ""):
             text = text.replace(mark, mark.replace(letter, f"\\u{ord(letter):04x}", 1))
     return text
