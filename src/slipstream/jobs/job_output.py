@@ -141,7 +141,7 @@ def no_output(path: Path, number: int) -> UsageError:
 
 
 class ErrorFile:
-    """What went wrong in this run, line by line. It begins without a file: the next run tries failed lines again."""
+    """What went wrong in this run, line by line. Every run deletes the last one's file: it tries failed lines again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
