@@ -270,9 +270,10 @@ class SpeculativeDecoder(EngineAccess):
             return self.result(row)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
-        """Answer a file of requests, or a list of dictionaries, into a file; called again, it goes on (docs/batch.md).
+        """Answer a file of requests, or a list of dictionaries, into a file; called again, it continues.
 
-        params: defaults for options that lines do not set; options: `errors`, and the fields of `JobOptions`.
+        params: defaults for options that lines do not set; options: `errors`, and the fields of `JobOptions`. See
+        docs/batch.md.
         """
         from slipstream.jobs.batch_job import run_batch
 
@@ -304,7 +305,7 @@ class SpeculativeDecoder(EngineAccess):
             )
             if reproducible is not None:
                 models = models.with_shapes(config)
-            rule = acceptance if isinstance(acceptance, Rule) else None if acceptance is not None else self.rule
+            rule = self.rule if acceptance is None else acceptance if isinstance(acceptance, Rule) else None
             return self._over(models, config, drafter, rule)
 
     def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:

@@ -265,9 +265,9 @@ class GrammarState:
         return np.full((count, 4 * self._words), value, dtype=np.uint8)
 
     def _reach(self, tokens: Sequence[int]) -> int:
-        """Move the matcher behind these tokens, but not beyond an end or a token that is not allowed.
+        """Make the matcher consume exactly these tokens, as far as they are allowed; an end is never consumed.
 
-        Returns how many tokens are allowed, an end included, which the matcher itself never consumes.
+        Returns how many of them are allowed, an end included.
         """
         same = common_beginning(self._consumed, tokens, min(len(self._consumed), len(tokens)))
         if same < len(self._consumed):
@@ -360,7 +360,7 @@ def _executor() -> Any:
 class RowConstraint(Protocol):
     """Which tokens may follow. Every answer is a function of the tokens in the question and of nothing else.
 
-    output: tokens behind the prompt; draft: tokens behind these. V: the target's vocabulary.
+    output: tokens after the prompt; draft: tokens after these. V: the target's vocabulary.
     """
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:

@@ -131,7 +131,7 @@ def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
 
 
 def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
-    """Each row's tree, behind a chain of its forced tokens."""
+    """Each row's tree, after a chain of its forced tokens."""
     assert draft.parents is not None
     if not any(runs):
         return draft

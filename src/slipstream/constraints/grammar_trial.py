@@ -207,6 +207,6 @@ def _limits() -> Callable[[], None]:
 def _megabytes() -> int:
     """The memory that this process has now; 0 if the system does not report it."""
     status = Path("/proc/self/statm")
-    return (
-        int(status.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if status.exists() else 0
-    )
+    if not status.exists():
+        return 0
+    return int(status.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -220,7 +220,7 @@ class AttendedLengths(Protocol):
 class Checkpoints(Protocol):
     """Optional capability of a backend with recurrent layers, whose state exists at some positions only.
 
-    A forward begins at such a position, and keeps the state at each of its tokens that is not yet final.
+    A forward begins at such a position, and makes the state available at each of its tokens that is not yet final.
     """
 
     def checkpoint(self, slot: int, limit: int) -> int:

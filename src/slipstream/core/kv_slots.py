@@ -1,6 +1,6 @@
 """Keeps track of what each slot of a KV cache holds: assigns slots, reads prompts, reuses prefixes, moves branches.
 
-Committed tokens are the only truth; a slot caches a prefix of them, and behind it leftovers of rejected drafts, which
+Committed tokens are the only truth. A slot caches a prefix of them, and after it leftovers of rejected drafts, which
 the next forward overwrites. SLIPSTREAM_DEBUG=1 checks the ids at each write.
 """
 
@@ -20,7 +20,7 @@ from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError
 
 PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
-IDLE_CANDIDATES = 8  # how many of the least recently used idle slots may be overwritten to keep an ended row's cache
+IDLE_CANDIDATES = 8  # least recently used idle slots, of which one may be overwritten to keep an ended row's cache
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -79,7 +79,7 @@ class SlotState:
     """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
     round: the number of the row's round that drafted them; once it is committed, it tells which of them were accepted.
-    branches: how many nodes of a draft tree are stored behind them, at places that are not their positions.
+    branches: how many nodes of a draft tree are stored after them, at places that are not their positions.
     shapes: those of the forwards that filled the slot. is_long: whether these read the text as a long one (see
     `LongTexts`); begins_short: whether they read its beginning as a short one, before it became long.
     """
@@ -204,7 +204,10 @@ class SlotTable:
         return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
     def read(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
-        """Read a row's tokens up to `end`, chunk by chunk; `prompt_logits` gets the logits after the last of all."""
+        """Read a row's tokens up to `end`, chunk by chunk.
+
+        prompt_logits: gets the logits after the row, if its last token is among them.
+        """
         while self.states[slot].base < end:
             self.read_chunk(slot, row, end, prompt_logits)
 
@@ -352,7 +355,8 @@ class SlotTable:
         if self.shapes.reuse > 1:
             # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
             count = min(count, owner.prompt_length - 1)
-            if not count == row.prompt_length - 1 == owner.prompt_length - 1:
+            is_same_prompt = count == row.prompt_length - 1 == owner.prompt_length - 1
+            if not is_same_prompt:
                 count -= count % self.shapes.reuse
         return count
 

@@ -6,7 +6,7 @@ from slipstream.errors import UsageError, did_you_mean
 
 MAX_DRAFT_TOKENS = 64  # of one row in one round
 RULE_NAMES = ("match", "rejection", "block", "topk", "typical")  # of acceptance rules
-WITH_COUNT = frozenset({"topk"})
+WITH_COUNT = frozenset({"topk"})  # rules that need a number, as in "topk:10"
 
 
 def check_rule(text: str) -> None:

@@ -193,7 +193,7 @@ class Engine:
 
 @dataclass
 class Batch:
-    """The rows under way and their sampling options. Row i uses slot i of every session.
+    """The rows that are being decoded and their sampling options. Row i uses slot i of every session.
 
     logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities. longest_short: see
     `LongTexts`; None if texts of any length are read alike.
@@ -212,7 +212,8 @@ class Batch:
     def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
         parts = verdict.accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.path
-        # the one transfer of a round, unless it verified a tree
+        # per row: how many tokens are accepted, the next token, the draft, the accepted path of a tree;
+        # this is the one transfer of a round, unless it verified a tree
         table: list[list[int]] = torch.cat([part for part in parts if part is not None], dim=1).tolist()
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]

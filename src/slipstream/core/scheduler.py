@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a row is waiting or under way."""
+        """Whether a row is waiting or being decoded."""
         with self._turn():
             places = (self._running, self._reading, self._waiting)
             return any(row.finish_reason is None for rows in places for row in rows)
@@ -92,7 +92,7 @@ class Scheduler:
         self._fill_places_of_ended()
         self._begin_waiting()
         if not any(row.rounds for row in self._running):
-            # no row under way is delayed, so all that have a place begin together
+            # no running row would be delayed, so all rows that have a place begin together
             self._running, self._reading = self._running + self._reading, []
 
     def _fill_places_of_ended(self) -> None:
@@ -113,7 +113,7 @@ class Scheduler:
             self._running.append(self._reading.pop(0))
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
-            # behind a prompt that is read in pieces, even a short one waits its turn
+            # after a prompt that is read in pieces, even a short one waits its turn
             delays = bool(self._reading) or not self._is_short(row)
             (self._reading if delays else self._running).append(row)
             self._room -= 0 if delays else row.prompt_length

@@ -106,7 +106,7 @@ class Session:
                 room -= table.prefill_tokens - before
 
     def has_read(self, row: Row, slot: int | None = None) -> bool:
-        """Whether a row's prompt is cached but for its last token. slot: where; None for anywhere."""
+        """Whether a row's prompt is cached except for its last token. slot: where; None for any slot."""
         states = self.slot_states if slot is None else [self.slot_states[slot]]
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
 

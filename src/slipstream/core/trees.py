@@ -1,8 +1,8 @@
-"""Draft trees: nodes that share a beginning are verified in one forward, each behind its own path.
+"""Draft trees: nodes that share a beginning are verified in one forward, each after its own path.
 
 The nodes of a row are numbered chain by chain, the first children of the first children first, and cached in that
-order behind the committed tokens: the main chain stands at its own positions, what branches off behind it. Accepted
-nodes that do not stand where they belong are moved there.
+order after the committed tokens: the main chain at its own positions, the branches after it. Accepted nodes that are
+not stored at their positions are moved there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slipstream.errors import UsageError
 class TreeSegment:
     """Tokens of a row that follow each other: `count` of them, in `slot` at positions from `start` on.
 
-    place: where the first one's keys and values are written, the others behind it: at `start`, or behind the row's
-    other tokens. detour: the places of those positions just before `start` that are not stored where they belong.
+    place: where the first one's keys and values are written, the others after it: at `start`, or after the row's other
+    tokens. detour: the places of those positions just before `start` that are not stored where they belong.
     """
 
     slot: int
@@ -131,7 +131,7 @@ def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     lines = []
     for line, parents in zip(table, draft.parents, strict=True):
         node, path = -1, list[int]()
-        for child, parent in enumerate(parents):  # children stand behind their parents
+        for child, parent in enumerate(parents):  # children come after their parents
             if parent == node and line[draft.width + 1 + child] == line[node + 1]:
                 node = child
                 path.append(child)

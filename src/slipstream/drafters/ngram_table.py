@@ -232,7 +232,7 @@ def build(setup: Setup, argument: str) -> NgramTableDrafter:
     if match is None:
         raise UsageError(
             f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or "
-            "ngram_table:SHORTEST-LONGEST, each with +fill behind the sizes, or ngram_table:fill"
+            "ngram_table:SHORTEST-LONGEST, each with +fill after the sizes, or ngram_table:fill"
         )
     first, last, with_sizes, alone = match.groups()
     longest = int(last or LONGEST)

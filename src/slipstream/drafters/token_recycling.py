@@ -2,7 +2,7 @@
 
 Luo et al. 2024, "Turning Trash into Treasure" (arXiv:2408.08696). Where trees are verified, a draft is a tree of
 alternatives, grown along the likeliest paths; else it is the chain of the best ones. The drafter learns from every
-verified position, even behind a rejected draft token, as the target's ranking there is right for the drafted text.
+verified position, even after a rejected draft token, as the target's ranking there is right for the drafted text.
 Unlike in the paper, contexts have up to three tokens, and the drafter learns from a row's own text, too.
 """
 
@@ -52,7 +52,7 @@ class FollowerTable:
         return len(self._young) + len(self._old)
 
     def enter(self, contexts: Sequence[int], ranking: Sequence[int]) -> None:
-        """Note what the target ranked highest behind a position, which is the end of all these contexts."""
+        """Note what the target ranked highest after a position, which is the end of all these contexts."""
         for context in contexts:
             weights = self._find(context)
             ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))

@@ -227,7 +227,7 @@ def _too_deep(text: str) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,6 @@ def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:
             raise UsageError(f"{str(path)!r} is {name} and {other_name}; allowed: two files")
     why = why_no_file(path) or why_no_folder(path.parent)  # where it gets a lock file
     if path.exists() and not path.is_file() and not path.is_dir():
-        why = "it is no ordinary file"  # a pipe or a device cannot be read back, which continuing a job takes
+        why = "it is not an ordinary file"  # a pipe or a device cannot be read back, so no job could continue from it
     if why is not None:
         raise UsageError(f"{name} {str(path)!r} cannot be written: {why}")

@@ -31,7 +31,7 @@ class Answered:
 class JobOutput:
     """An output file that this process alone may write. answered: what it holds, by id.
 
-    UsageError if it is no output of a job, SlipstreamError if another process writes it.
+    UsageError if it is not the output of a job, SlipstreamError if another process writes it.
     """
 
     def __init__(self, path: Path) -> None:

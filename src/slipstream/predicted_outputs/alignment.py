@@ -28,7 +28,7 @@ class Guess(IntEnum):
 
 
 class Place(NamedTuple):
-    """The index at which the prediction goes on, and how many tokens before it agree with the text.
+    """The index at which the prediction continues, and how many tokens before it agree with the text.
 
     guess: how the place was guessed; None for a match.
     """
@@ -77,8 +77,8 @@ class Alignment:
         if not self._num_lost:
             self._matches, self._instead = {}, []
             for earlier in self._tail:
-                self._matches = self._longer(earlier)
-        self._matches = self._longer(token)
+                self._matches = self._matches_after(earlier)
+        self._matches = self._matches_after(token)
         self._instead.append(token)
         self._num_lost += 1
         self.place = self._search(token)
@@ -99,12 +99,12 @@ class Alignment:
             self.prediction[ahead:] = rewritten
             self._places_after = _places_after(self.prediction)
 
-    def _longer(self, token: int) -> dict[int, int]:
+    def _matches_after(self, token: int) -> dict[int, int]:
         """The matches that `token` continues or begins."""
         return {place: min(LIMIT, self._matches.get(place - 1, 0) + 1) for place in self._places_after.get(token, ())}
 
     def _search(self, token: int) -> Place | None:
-        """Where the prediction goes on after the text's last token, which is not the expected one."""
+        """Where the prediction continues after the text's last token, which is not the expected one."""
         match = self._longest_match()
         # a match of four tokens counts anywhere, a shorter one only near the lost place and within a line
         if match is not None and (match.agreeing >= 4 or (self._is_near(match.start) and not self._ends_line(token))):
@@ -135,7 +135,7 @@ class Alignment:
         return -32 <= place - self._anchor <= 256
 
     def _guess(self, token: int) -> Place | None:
-        """Where the prediction goes on if the text was edited in one of the commonest ways."""
+        """Where the prediction continues if the text was edited in one of the commonest ways."""
         anchor = self._anchor
         if self._ends_line(token):
             may_be_inserted = self._num_lost <= 96 or not self._has_agreed

@@ -26,7 +26,7 @@ MIN_FIRST_PROB = 0.35  # a prediction whose next token is less likely leaves the
 FIRST_CREDIT = 6.0  # how many tokens of a row's prediction may be rejected before it has earned anything
 MAX_LOST = 8.0  # of the credit, in one round: one edit ends a draft of any length
 GUESSED = 2  # tokens drafted at a guessed place, until proposals have earned anything
-AGAIN = 4  # tokens of a trial of a prediction without credit
+TRIAL = 4  # tokens of a trial of a prediction that has no credit
 FLOOR = 0.2  # where costs do not decide, a prediction is cut below this acceptance probability
 
 
@@ -72,7 +72,7 @@ class _Followed:
             return 0
         if self.only_guesses:
             return min(GUESSED, int(self.credit))
-        return max(int(self.credit), AGAIN if place.agreeing >= 12 else 0)  # the text follows the prediction again
+        return max(int(self.credit), TRIAL if place.agreeing >= 12 else 0)  # the text follows the prediction again
 
     def settle(self, row: Row, new: list[int]) -> None:
         """Earn or lose credit by what became of the last proposal; one that was not verified earns half."""
@@ -136,7 +136,7 @@ class RowPredictions:
         if place is None:
             return
         tokens, probs, kinds, path = list[int](), list[float](), list[int](), 1.0
-        length = min(MAX_DRAFT_TOKENS, max(int(followed.credit), AGAIN))
+        length = min(MAX_DRAFT_TOKENS, max(int(followed.credit), TRIAL))
         expected = followed.alignment.prediction[place.start : place.start + length]
         for offset, token in enumerate(expected):
             kind = bisect_right(AGREED, place.agreeing + offset)

@@ -99,7 +99,13 @@ class Calibration:
         if self.every_total and totals:
             totals = tuple(range(1, totals[-1] + 1))
         return Shapes(
-            several, PREFILL, self.attended_unit, 1 if self.prompts else PREFILL, alone, self.attended_lengths, totals
+            several,
+            chunk=PREFILL,
+            attended_unit=self.attended_unit,
+            reuse=1 if self.prompts else PREFILL,
+            alone=alone,
+            attended_lengths=self.attended_lengths,
+            totals=totals,
         )
 
     @property
@@ -110,6 +116,7 @@ class Calibration:
 
 
 def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths without those for which a wider forward takes about as long, or less."""
     slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
     return tuple(width for width in widths if width not in slow)
 
@@ -160,7 +167,15 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     milliseconds = trials.times.ragged(totals, trials.widths, times)
     if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
         milliseconds = {max(times): times[max(times)]}  # chains are padded; trees may have as many tokens as were timed
-    return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
+    return Calibration(
+        tuple(trials.widths),
+        unit,
+        times,
+        prompts=True,
+        attended_lengths=lengths,
+        totals=milliseconds,
+        every_total=True,
+    )
 
 
 def _agreeing_shapes(
@@ -182,7 +197,15 @@ def _agreeing_shapes(
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
     milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths, times)
-    return Calibration(tuple(agreeing), unit, times, prompts, tuple(others), lengths, milliseconds)
+    return Calibration(
+        tuple(agreeing),
+        unit,
+        times,
+        prompts=prompts,
+        together=tuple(others),
+        attended_lengths=lengths,
+        totals=milliseconds,
+    )
 
 
 def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:

@@ -205,19 +205,19 @@ def _calibration(values: dict[str, Any]) -> Calibration:
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:
     if not is_number(token := values["token"]):  # a difference of two times, which noise may make negative
-        raise ValueError(f"{token!r:.40} is no time")
+        raise ValueError(f"{token!r:.40} is not a time")
     return DraftTimes(_times(values["steps"]), float(token))
 
 
 def _sizes_of(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(is_whole(size, 1, LARGEST) for size in values):
-        raise ValueError(f"{values!r:.40} are no sizes")
+        raise ValueError(f"{values!r:.40} is not a list of sizes")
     return tuple(values)
 
 
 def _times(values: dict[str, Any]) -> dict[int, float]:
     if not all(is_number(ms) and ms > 0 for ms in values.values()):
-        raise ValueError(f"{values!r:.40} are no times")
+        raise ValueError(f"{values!r:.40} are not times")
     return {int(count): float(ms) for count, ms in values.items()}
 
 

@@ -92,7 +92,7 @@ def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: 
 class Trials:
     """Runs the same tokens through forwards of different shapes, of a few layers; `times` times the whole model.
 
-    All slots hold the same tokens. A trial writes to a slot only behind the end of the slot's context, and no trial
+    All slots hold the same tokens. A trial writes to a slot only after the end of the slot's context, and no trial
     reads what another one has written there.
     """
 

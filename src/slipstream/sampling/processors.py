@@ -62,7 +62,7 @@ class BatchProcessor:
 
 
 class FallibleProcessor(BatchProcessor):
-    """A processor that may fail in a row; the batch goes on, and the row ends where the failure was."""
+    """A processor that may fail in a row; the batch continues, and the row ends where the failure was."""
 
     def __init__(self) -> None:
         self._failures: dict[int, tuple[int, Exception]] = {}

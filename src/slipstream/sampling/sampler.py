@@ -22,7 +22,7 @@ from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Warp
 
-NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
+NONE = -1  # sampled where no token is left; harmless after a rejection, an error if committed
 # scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
 

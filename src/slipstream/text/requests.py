@@ -78,7 +78,7 @@ def read_conversation(messages: Any) -> Prompts:
 
 
 def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
-    """The tools of a call of `chat`. UsageError for the first that is no JSON schema of a function."""
+    """The tools of a call of `chat`. UsageError for the first that is not a JSON schema of a function."""
     allowed = "allowed: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
     if not isinstance(tools, list | tuple):
         if tools is None:
@@ -121,7 +121,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what is no chat message, and images, videos or sounds, as models read text only here."""
+    """Refuse what is not a chat message, and images, videos or sounds, as models read only text here."""
     for number, message in enumerate(messages):
         what = f"message {number}"
         if not isinstance(message, Mapping):

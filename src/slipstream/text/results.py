@@ -181,9 +181,9 @@ class Result:
         `token` and `top_tokens` of a record are the texts of its tokens; None and () if there is no tokenizer.
         """
         by_round = [round.logprobs for round in self.rounds if round.logprobs is not None]
-        return (
-            with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer) if by_round else None
-        )
+        if not by_round:
+            return None
+        return with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer as JSON values; `stats` with its ratios, each of `rounds` as a dictionary."""
@@ -269,7 +269,7 @@ class Chunk:
 class Stream(Iterator[Chunk]):
     """The chunks of one answer as they come; when they have ended, `result` is the whole answer.
 
-    Several threads may use it: each chunk goes to one of them, and `close` waits for the round under way.
+    Several threads may use it: each chunk goes to one of them, and `close` waits for the current round.
     """
 
     def __init__(self, chunks: Generator[Chunk, None, Result]) -> None:

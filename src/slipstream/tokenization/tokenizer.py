@@ -62,7 +62,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: before the name, between name and arguments (JSON), behind them, and between calls."""
+    """How calls are written: before the name, between name and arguments (JSON), after them, and between calls."""
 
     before: str
     between: str

@@ -57,7 +57,7 @@ def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None
 
 
 def _around(text: str, name: str, opening: str, closing: str) -> tuple[str, str, str, int, int] | None:
-    """What stands before a name, behind it and behind the arguments, and where the call begins and ends."""
+    """What is written before a name, after it and after the arguments, and where the call begins and ends."""
     name_start = text.find(name)
     begin = text.rfind(opening, 0, name_start)
     places = [(text.find(written, name_start), written) for written in WRITTEN if text.find(written, name_start) >= 0]
@@ -106,10 +106,9 @@ def call_form(tokenizer: Any) -> CallForm | None:
         return None
     ids = tokenizer(spelled(form), add_special_tokens=False)["input_ids"]
     read = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
-    same = read is not None and [(c.name, json.loads(c.arguments)) for c in read.calls] == [
-        (n, ARGUMENTS) for n in NAMES
-    ]
-    return form if same or template is TAGGED else None
+    written = [(name, ARGUMENTS) for name in NAMES]
+    is_same = read is not None and [(call.name, json.loads(call.arguments)) for call in read.calls] == written
+    return form if is_same or template is TAGGED else None
 
 
 def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -146,8 +145,9 @@ def parse(
     text = _with_hidden_marks(text, template, is_cut=not is_over)
     complete = _whole_calls(text, template)
     # JSON shows by itself whether a call is complete; other calls are complete only if a closing mark follows
-    texts = [text] if is_over else [text, complete] if _calls_of(template).get("content") == "json" else [complete]
-    for candidate in dict.fromkeys(texts):
+    is_json = _calls_of(template).get("content") == "json"
+    candidates = [text] if is_over else [text, complete] if is_json else [complete]
+    for candidate in dict.fromkeys(candidates):
         try:
             response = tokenizer.parse_response(
                 candidate, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools)
@@ -164,9 +164,8 @@ def _marks(template: Mapping[str, Any]) -> set[str]:
     """The texts that parts of an answer begin and end with."""
     fields = [field for field in template.get("fields", {}).values() if isinstance(field, Mapping)]
     values = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
-    return {
-        mark for value in values for mark in (value if isinstance(value, list) else [value]) if isinstance(mark, str)
-    } - {""}
+    marks = [mark for value in values for mark in (value if isinstance(value, list) else [value])]
+    return {mark for mark in marks if isinstance(mark, str) and mark}
 
 
 def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) -> str:

@@ -121,7 +121,7 @@ class EngineAccess:
     def decode_rows(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""
         with self._use, awaited_together(rows):
-            waits = len(rows) > self.config.max_batch_size
+            waits = len(rows) > self.config.max_batch_size  # else all rows begin at once, and the order does not matter
             for _ in self.scheduler().run(ordered(rows, lambda row: row, self.shapes.reuse) if waits else rows):
                 pass
             return [self.result(row) for row in rows]
@@ -139,7 +139,7 @@ class EngineAccess:
     def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
         """Score about `budget` more tokens of a row's text. scores: what the call before returned; None at first.
 
-        count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
+        count: how many of the likeliest tokens to report besides each. Uses the slot after those of a full batch.
         """
         with self._turn():
             scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)

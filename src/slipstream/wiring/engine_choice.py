@@ -146,13 +146,13 @@ class EngineParts:
         target, calibration = models.target_session, models.calibration
         times = models.draft_times if traits.needs_draft_model else NOT_TIMED
         costs = CostModel(
-            target.shapes.width_for,
-            target.num_tokens,
-            {} if calibration is None else calibration.milliseconds,
-            {} if calibration is None else calibration.totals,
-            self.config.max_batch_size,
-            times.steps,
-            times.token,
+            pad=target.shapes.width_for,
+            ragged=target.num_tokens,
+            measured={} if calibration is None else calibration.milliseconds,
+            together={} if calibration is None else calibration.totals,
+            max_batch_size=self.config.max_batch_size,
+            steps=times.steps,
+            token=times.token,
             timed=target.backend.device.type == "cpu",
         )
         planner = Planner(
@@ -175,7 +175,7 @@ class EngineParts:
     def _drafter(self, planner: Planner | None) -> Drafter:
         """The drafter of this name; an object is used as it is."""
         models, lengths, target = self.models, self.lengths, self.models.target_session
-        refused = lengths.siblings and self._why_no_tree()
+        refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
             raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
         if not isinstance(self.picked, str):
@@ -185,12 +185,12 @@ class EngineParts:
                 )
             return self.picked
         setup = drafters.Setup(
-            target.backend.device,
-            target.backend.vocab_size,
-            models.draft_scorer(),
-            self.coupled,
-            planner,
-            lengths.confidence,
+            device=target.backend.device,
+            vocab_size=target.backend.vocab_size,
+            session=models.draft_scorer(),
+            coupled=self.coupled,
+            planner=planner,
+            confidence=lengths.confidence,
             acceptance_probs=planner is not None,
             target=target,
             bridged=models.bridged,

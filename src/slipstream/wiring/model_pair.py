@@ -286,7 +286,7 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
-    """The session that reads a part of long prompts, "auto": what fits the model's context; None if all are read."""
+    """The session that skips a part of long prompts: with "auto" what exceeds the context; None if none is skipped."""
     length = config.draft_context
     if length not in ("auto", "full") and (session is None or bridged is not None):
         what = "but there is no draft model" if session is None else "but the draft model has another vocabulary"
@@ -410,6 +410,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
             return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
+        # a model that is loaded already can still be quantised; None: there is nothing to give another type
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
         if allowed is None or dtype not in allowed:
             loaded = "the toy model has no weights" if is_toy(draft) else "the draft model is loaded already"

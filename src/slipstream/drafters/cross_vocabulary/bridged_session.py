@@ -204,8 +204,8 @@ class BridgedSession:
         tail = counterpart.text.follow(row.tokens)
         cached = draft_row.tokens[start:] + counterpart.drafted
         pairs = enumerate(zip(cached, tail, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
-        self.session.keep(draft_row, start + same)
+        num_same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
+        self.session.keep(draft_row, start + num_same)
         draft_row.tokens[start:] = tail if start or tail else self._end_of_text()
         counterpart.drafted = []
         self._shorten(counterpart, steps)

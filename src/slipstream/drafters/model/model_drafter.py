@@ -233,7 +233,8 @@ class ModelDrafter:
     def _chain_length(self, width: int, row: Row, length: int) -> int:
         """The depth of a tree of `length` tokens that has `width` of them at each place."""
         is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
-        return min(self.steps, min(self.depth, length) if self.depth and is_cut_short else -(-length // width))
+        depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // width)
+        return min(self.steps, depth)
 
     def _leaders(
         self, scores: Tensor, place: int, sampler: Sampler, count: int, token_ids: Tensor | None

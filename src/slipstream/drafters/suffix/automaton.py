@@ -89,7 +89,7 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def followed(self, match: Match) -> Match:
-        """The match itself, or the longest of its suffixes that goes on somewhere."""
+        """The match itself, or the longest of its suffixes that something has followed."""
         state, length = match.state, match.length
         while state and self._token[state] < 0:
             state = self._link[state]
@@ -120,7 +120,7 @@ class SuffixAutomaton:
             occurrences = count[state]
 
     def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
-        """Up to `length` tokens behind the match, as `walk` goes.
+        """Up to `length` tokens after the match, as `walk` goes.
 
         It ends where the path's estimated probability falls below `threshold`: the product, over its tokens, of how
         often the token followed its context divided by how often that context occurs.

@@ -148,7 +148,7 @@ class RowText:
             self._matches[automaton] = automaton.num_tokens, match
 
     def source(self) -> Source:
-        """The longest match that goes on somewhere; of equally long ones the row's own, then that in newer outputs."""
+        """The longest match that something has followed; on a tie the row's own, then the one in newer outputs."""
         match = self.own.followed(self.own.end)
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
@@ -313,14 +313,14 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments other than p=PERCENT")
     path = Path(file).expanduser() if file else None
     kinds = [*prior(), *(RUNNER_UP for _ in prior())]
-    judges = percent is None and (setup.acceptance_probs or setup.fixed_tree)
+    uses_model = percent is None and (setup.acceptance_probs or setup.fixed_tree)
     drafter = SuffixDrafter(
         setup.vocab_size,
         SHORTEST if shortest is None else int(shortest),
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel(kinds, shared=False) if judges else None,
+        acceptance_model=AcceptanceModel(kinds, shared=False) if uses_model else None,
         branches=setup.siblings if setup.fixed_tree else 0,  # alternatives to a match save less than finding them costs
     )
     if path is not None:
