@@ -115,8 +115,8 @@ def check_schema(schema: str) -> None:
         num_required = len(set(map(str, names))) if isinstance(names, list) else 0
         if isinstance(least, int) and least > num_required + 1:
             raise UsageError(
-                f"constraint: json_schema: minProperties {least} beside {num_required} required names, where a key "
-                f"that is written twice counts once; allowed: at most {num_required + 1}, or more names in required"
+                f"constraint: json_schema: minProperties {least} with {num_required} required names cannot be ensured, "
+                f"as a key may be written twice; allowed: at most {num_required + 1}, or more names in required"
             )
 
 

@@ -1,4 +1,4 @@
-"""The target's first layers, or a choice of them, with its final norm and its head: a draft model without own weights.
+"""Drafts with the target's first layers, or a choice of layers, and its final norm and head: without further weights.
 
 Skipping layers of the target to draft: Zhang et al. 2023, "Draft & Verify" (arXiv:2309.08168); leaving after the first
 ones: Elhoushi et al. 2024, "LayerSkip" (arXiv:2404.16710).

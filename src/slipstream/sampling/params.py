@@ -107,7 +107,7 @@ class SamplingParams:
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise UsageError(f"constraint={self.constraint!r:.80}; allowed: None or a Constraint")
         if self.constraint is not None and self.ignore_eos:
-            raise UsageError("ignore_eos=True with a constraint, whose end is that of the text; allowed: False")
+            raise UsageError("ignore_eos=True with a constraint, which decides where the text ends; allowed: False")
         self._check_collections()
 
     def _check_prediction(self) -> None:

@@ -129,7 +129,7 @@ def _check_messages(messages: Sequence[Any]) -> None:
         if not isinstance(message.get("role"), str):
             raise UsageError(f"{what} has the role {message.get('role')!r:.40}; allowed: a name, such as 'user'")
         if message.keys() == {"role"}:  # a message that calls tools has no content
-            raise UsageError(f"{what} has a role alone; allowed: with content, or with tool_calls")
+            raise UsageError(f"{what} has nothing but a role; allowed: with content, or with tool_calls")
         content = message.get("content")
         if not (content is None or isinstance(content, str | list | tuple)):
             raise UsageError(f"{what} has the content {content!r:.40}; allowed: a text, or a list of text parts")

@@ -291,7 +291,7 @@ class Stream(Iterator[Chunk]):
     def result(self) -> Result:
         """What `generate` would have returned; UsageError before the last chunk was read."""
         if self._result is None:
-            raise UsageError("stream.result is there when all chunks were read; allowed: after the loop over them")
+            raise UsageError("stream.result before all chunks were read; allowed: after the loop over them")
         return self._result
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class GuardedEngine(Engine):
         try:
             self._decode_probe()
         except Exception as again:
-            log.warning("the engine begins anew with empty caches: %s", first_line(again))
+            log.warning("the engine starts again with empty caches: %s", first_line(again))
             for session in self.sessions:
                 session.forget()
             try:

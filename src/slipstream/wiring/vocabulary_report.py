@@ -66,7 +66,7 @@ class BridgeEstimate:
                 "shared tokens",
                 False,
                 f"{self.shared}: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's",
-                "acceptance block and rejection draft these alone"
+                "with acceptance block and rejection only these are drafted"
                 if self.shared
                 else "acceptance block and rejection are refused",
             ),
@@ -240,15 +240,17 @@ def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Findin
     extra = draft.head_size - target.head_size
     summary = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
     if not usable:
-        follows = "of no effect, as drafts are translated through their text"
+        follows = "irrelevant, as drafts are translated through their text"
     elif extra == 0:
         follows = "usable as is"
     elif extra > 0:
-        follows = f"usable, padded head cut: the draft's last {extra} ids are never drafted"
+        follows = f"usable: the draft's larger head is cut, and its last {extra} ids are never drafted"
     else:
         vocabulary = {} if draft.tokenizer is None else draft.tokenizer.vocabulary()
         real = sum(number >= draft.head_size for number in vocabulary.values())
-        follows = f"usable, smaller head filled: the target's last {-extra} ids ({real} real tokens) are never drafted"
+        follows = (
+            f"usable: the draft's head is smaller; the target's last {-extra} ids ({real} tokens) are never drafted"
+        )
     return Finding("head", extra == 0, summary, follows)
 
 
@@ -281,7 +283,7 @@ def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
     summary = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
     follows = "the draft model sees text cut as in its training"
     if other:
-        follows = "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse"
+        follows = "only the target's tokenizer splits text; the draft model, trained on other splits, may guess worse"
     findings = [Finding("encoding", not other, summary, follows)]
     having = [who for who, tokenizer in (("target", target), ("draft", draft)) if tokenizer.has_chat_template]
     if having:
