@@ -101,10 +101,10 @@ class CostModel:
     def _learn_forward(self, shape: tuple[int, int], calibrated: float, seconds: float) -> None:
         if seconds <= 0:
             return
-        taken = log(seconds / calibrated) - self._corrections.get(shape, 0.0)
+        log_ratio = log(seconds / calibrated) - self._corrections.get(shape, 0.0)
         if self._speed is None:
-            self._speed = taken
-        surprise = max(-0.4, min(0.4, taken - self._speed))  # one slow round says little
+            self._speed = log_ratio
+        surprise = max(-0.4, min(0.4, log_ratio - self._speed))  # one slow round says little
         self._speed += SPEED * surprise
         self._corrections[shape] = self._corrections.get(shape, 0.0) + SHAPE * surprise
         self._verify_seconds.clear()

@@ -44,13 +44,13 @@ NOTHING = Proposal([], [])
 class _Followed:
     """A row's prediction, followed as far as its output has come.
 
-    read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them; kinds: of these tokens.
-    guess: how the place of the first one was guessed, if it was. credit: how many more tokens may be rejected. earned:
-    credit earned by all proposals so far.
+    num_read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them; kinds: those of its
+    tokens. guess: how the place of the first one was guessed, if it was. credit: how many more tokens may be rejected.
+    earned: credit earned by all proposals so far.
     """
 
     alignment: Alignment
-    read: int = 0
+    num_read: int = 0
     proposed: Proposal = NOTHING
     kinds: tuple[int, ...] = ()
     guess: int | None = None
@@ -107,7 +107,7 @@ class RowPredictions:
         if followed is None:
             followed = self._followed[row] = _Followed(Alignment(row.prediction, self._ends_line))
             self._propose(row, followed)
-        if followed.read < row.num_output_tokens:
+        if followed.num_read < row.num_output_tokens:
             self._read(row, followed)
             self._propose(row, followed)
         length, proposed = followed.length, followed.proposed
@@ -119,7 +119,7 @@ class RowPredictions:
 
     def _read(self, row: Row, followed: _Followed) -> None:
         """Read the new tokens, and learn from them how good the last proposal was."""
-        new = row.tokens[row.prompt_length + followed.read :]
+        new = row.tokens[row.prompt_length + followed.num_read :]
         tokens, kinds = followed.proposed.tokens, followed.kinds
         followed.settle(row, new)
         if followed.guess is not None:
@@ -128,7 +128,7 @@ class RowPredictions:
             skip = followed.guess is not None
             self._matched.learn(row, kinds[skip:], tokens[skip:], new[skip:])
         followed.alignment.read(new)
-        followed.read += len(new)
+        followed.num_read += len(new)
 
     def _propose(self, row: Row, followed: _Followed) -> None:
         place = followed.alignment.place

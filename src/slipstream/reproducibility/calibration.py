@@ -53,15 +53,15 @@ class Stages:
     """Reports progress of work that has stages, each of a known share."""
 
     def __init__(self, report: Report) -> None:
-        self._report, self._done = report, 0.0
+        self._report, self._share_done = report, 0.0
 
     def over(self, share: float, items: Sequence[T]) -> Iterator[T]:
         """The items of a stage that takes this share of all the work, reporting after each; it may be left early."""
-        begun = self._done
-        self._done = begun + share
+        start = self._share_done
+        self._share_done = start + share
         for number, item in enumerate(items, 1):
             yield item
-            self._report(min(1.0, begun + share * number / len(items)))
+            self._report(min(1.0, start + share * number / len(items)))
 
 
 @dataclass(frozen=True)

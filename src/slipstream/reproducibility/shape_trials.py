@@ -79,14 +79,14 @@ def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: 
 
     A copy is made as soon as it is complete, because a recurrent state exists at the last position only.
     """
-    reader, read = ends.index(max(ends)), 0
+    longest_slot, num_read = ends.index(max(ends)), 0
     for end in sorted(set(ends)):
-        for start in range(read, end, chunk):
-            read_context(backend, tokens, start, min(start + chunk, end), reader)
+        for start in range(num_read, end, chunk):
+            read_context(backend, tokens, start, min(start + chunk, end), longest_slot)
         for slot, slot_end in enumerate(ends):
-            if slot_end == end and slot != reader:
-                backend.copy(reader, slot, end)
-        read = end
+            if slot_end == end and slot != longest_slot:
+                backend.copy(longest_slot, slot, end)
+        num_read = end
 
 
 class Trials:
@@ -180,9 +180,9 @@ class Trials:
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
         return tuple(
-            read
-            for read in ATTENDED_LENGTHS
-            if backend.attended_length_agrees(self.widths, read, -(-read // unit) * unit)
+            length
+            for length in ATTENDED_LENGTHS
+            if backend.attended_length_agrees(self.widths, length, -(-length // unit) * unit)
         )
 
     @property

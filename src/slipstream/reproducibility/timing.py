@@ -57,13 +57,13 @@ def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[lis
     The second of two has padding. Forwards that could reach beyond position `limit` are left out.
     """
     for rows in {min(count, len(starts), total - 1) for count in (len(starts), FEW_ROWS)}:
-        read = [0] * rows
+        num_read = [0] * rows
         for turn in range(2):
             counts = shared_out(total - turn, rows, turn)
-            if max(starts[:rows]) + max(read) + max(counts) > limit:
+            if max(starts[:rows]) + max(num_read) + max(counts) > limit:
                 break
-            yield [RowSegment(i, starts[i] + read[i], counts[i]) for i in range(rows)]
-            read = [before + count for before, count in zip(read, counts, strict=True)]
+            yield [RowSegment(i, starts[i] + num_read[i], counts[i]) for i in range(rows)]
+            num_read = [before + count for before, count in zip(num_read, counts, strict=True)]
 
 
 def shared_out(total: int, rows: int, turn: int) -> list[int]:
@@ -115,7 +115,7 @@ class ForwardTimes:
         all times count in proportion to it: the machine may have become slower or faster since.
         """
         reference, started = max(width for width in alone if width <= FEW), perf_counter()
-        times, again = Fastest[int](), Fastest[int]()
+        times, reference_times = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
             if turn != last:
@@ -124,14 +124,14 @@ class ForwardTimes:
                     break
                 if not times.milliseconds:
                     self._ragged_seconds(total, widths)  # not counted: the first includes work that is done once
-                again.add(reference, self._seconds(reference))
+                reference_times.add(reference, self._seconds(reference))
                 last = turn
             if not (late and turn >= FEWEST_RAGGED_TURNS and total > FEW_RAGGED):
                 times.add(total, self._ragged_seconds(total, widths))
         if not times.milliseconds:
             return {}
-        again.add(reference, self._seconds(reference))
-        speed = alone[reference] / again.milliseconds[reference]
+        reference_times.add(reference, self._seconds(reference))
+        speed = alone[reference] / reference_times.milliseconds[reference]
         return {total: ms * speed for total, ms in times.milliseconds.items()}
 
     def _ragged_seconds(self, total: int, widths: Sequence[int]) -> float:

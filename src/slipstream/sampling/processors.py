@@ -288,13 +288,13 @@ class Penalties(BatchProcessor):
         """Send what was noted since the last call to the device, all rows at once."""
         if not self._new:
             return
-        rows, places, tokens, more = torch.tensor(self._new).T.to(self._device, non_blocking=True)
+        rows, places, tokens, counts = torch.tensor(self._new).T.to(self._device, non_blocking=True)
         missing = max(map(len, self._places)) - self._ids.shape[1]
         if missing > 0:
             self._ids = pad(self._ids, (0, missing + self._ids.shape[1] // 4))
         self._ids[rows, places] = tokens
         self._seen[rows, tokens] = True
-        self._counts.index_put_((rows, tokens), more.float(), accumulate=True)
+        self._counts.index_put_((rows, tokens), counts.float(), accumulate=True)
         self._new.clear()
 
 
@@ -317,8 +317,8 @@ class BadWords(BatchProcessor):
         padded = torch.tensor([[_ANY] * (self._reach - len(tail)) + tail for tail in tails])
         context = torch.cat([padded.to(draft.device, non_blocking=True), draft[:, : first + scores.shape[1] - 1]], 1)
         windows = context[:, first:].unfold(1, self._reach, 1)  # [B, J, reach]: what precedes each position
-        begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
-        bias = torch.zeros_like(begun, dtype=scores.dtype).masked_fill_(begun, NEVER)
+        has_begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
+        bias = torch.zeros_like(has_begun, dtype=scores.dtype).masked_fill_(has_begun, NEVER)
         positions = torch.arange(scores.shape[1], device=scores.device)
         index = self._row[:, None], positions, self._last[:, None].expand_as(bias)
         scores.index_put_(index, bias, accumulate=True)

@@ -183,15 +183,15 @@ class Sampler:
         for number in range(max(map(len, leaves))):
             ends = [parents[min(number, len(parents) - 1)] for parents in leaves]
             paths = [path_to(parents, end) for parents, end in zip(draft.parents, ends, strict=True)]
-            along = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
-            tokens = draft.tokens.new_zeros(along.shape[:2])
+            path_scores = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
+            tokens = draft.tokens.new_zeros(path_scores.shape[:2])
             for row, path in enumerate(paths):
-                along[row, : 1 + len(path)] = logits[row, [0, *(1 + node for node in path)]]
+                path_scores[row, : 1 + len(path)] = logits[row, [0, *(1 + node for node in path)]]
                 tokens[row, : len(path)] = draft.tokens[row, path]
             for processor in self._processors:
-                processor.apply(along, tokens, 0)
+                processor.apply(path_scores, tokens, 0)
             for row, path in enumerate(paths):
-                scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
+                scores[row, [0, *(1 + node for node in path)]] = path_scores[row, : 1 + len(path)]
         return scores
 
     def _token_key(self, row: int, offset: int) -> int:

@@ -24,23 +24,24 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._done = self._read = 0  # ids before `_done` give context only, ids before `_read` have been emitted
+        self._num_emitted = 0  # ids whose text has been returned
+        self._context_start = 0  # the first id to decode: those up to `_num_emitted` only give context to the next
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._done : self._read])
-        now = self._tokenizer.decode(self._ids[self._done :])
+        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
+        now = self._tokenizer.decode(self._ids[self._context_start :])
         if len(now) <= len(before) or now.endswith(BROKEN):
             return ""
-        self._done, self._read = self._read, len(self._ids)
+        self._context_start, self._num_emitted = self._num_emitted, len(self._ids)
         return now[len(before) :]
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        before = self._tokenizer.decode(self._ids[self._done : self._read])
-        self._read = len(self._ids)
-        return self._tokenizer.decode(self._ids[self._done :])[len(before) :]
+        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
+        self._num_emitted = len(self._ids)
+        return self._tokenizer.decode(self._ids[self._context_start :])[len(before) :]
 
 
 class TokenTexts:

@@ -54,8 +54,8 @@ class TokenNames:
 def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens:
     """The tokens of a tokenizer; UsageError says why they cannot be read. opening: see `ByteTokens`."""
     names, vocabulary = TokenNames(backend), backend.get_vocab(with_added_tokens=True)
-    read = {number: names.text(name, number) for name, number in vocabulary.items()}
-    texts = {number: text for number, text in read.items() if text is not None}
+    all_texts = {number: names.text(name, number) for name, number in vocabulary.items()}
+    texts = {number: text for number, text in all_texts.items() if text is not None}
     fallback = {number for name, number in vocabulary.items() if number in texts and names.is_fallback(name, number)}
     inside = _text_encoder(backend, inside=True)
     beginning = _text_encoder(backend, inside=False) if _adds_space(backend) else inside
@@ -131,14 +131,14 @@ def _adds_space(backend: Tokenizer) -> bool:
 def _text_encoder(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
     """An encoding that adds and recognises no special tokens. inside: it adds no space in front of a text, either."""
     plain = Tokenizer(backend.model)
-    normaliser, cut = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+    normaliser, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if inside:
         normaliser = [part for part in normaliser if part["type"] != "Prepend"]
-        cut = [_without_space(part) for part in cut]
+        splitters = [_without_space(part) for part in splitters]
     if normaliser:
         plain.normalizer = _sequence_of(normalizers.Sequence([]), "normalizers", normaliser)
-    if cut:
-        plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", cut)
+    if splitters:
+        plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", splitters)
     # special tokens are left out, so that their names in a text stay text
     added = {number: token for number, token in sorted(backend.get_added_tokens_decoder().items()) if not token.special}
     plain.add_tokens(list(added.values()))

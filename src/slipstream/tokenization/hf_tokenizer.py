@@ -108,19 +108,21 @@ class HFTokenizer:
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among them those that control transformers itself."""
-        read = self.template_variables() - OWN
+        readable = self.template_variables() - OWN
         for name in form.variables:
-            if name not in read:
-                allowed = ", ".join(sorted(read)) or "none, this template reads no others"
-                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *read)}")
+            if name not in readable:
+                allowed = ", ".join(sorted(readable)) or "none, this template reads no others"
+                raise UsageError(
+                    f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *readable)}"
+                )
 
     def _template_sources(self) -> list[str]:
         templates = self.inner.chat_template
         return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
 
     def template_variables(self) -> frozenset[str]:
-        read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
-        return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+        names = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
+        return names - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
 
     def template_fields(self) -> frozenset[str]:
         return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))

@@ -105,9 +105,9 @@ def call_form(tokenizer: Any) -> CallForm | None:
     if form is None or any(token in spelled(form) for token in tokenizer.all_special_tokens):
         return None
     ids = tokenizer(spelled(form), add_special_tokens=False)["input_ids"]
-    read = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
+    parsed = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
     written = [(name, ARGUMENTS) for name in NAMES]
-    is_same = read is not None and [(call.name, json.loads(call.arguments)) for call in read.calls] == written
+    is_same = parsed is not None and [(call.name, json.loads(call.arguments)) for call in parsed.calls] == written
     return form if is_same or template is TAGGED else None
 
 

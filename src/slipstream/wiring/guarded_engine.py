@@ -56,35 +56,35 @@ class GuardedEngine(Engine):
             return super().batch([])
 
     def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
-        read = super().read_ahead
+        read_ahead = super().read_ahead
         try:
-            read(running, new, budget)
+            read_ahead(running, new, budget)
         except Exception as error:
             self._tidy(running)
             if _is_from_signal_handler(error):
                 raise
-            self._end_failing(new, lambda place: read([*running, *new[:place]], new[place : place + 1], budget))
+            self._end_failing(new, lambda place: read_ahead([*running, *new[:place]], new[place : place + 1], budget))
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
-        begun = [len(row.rounds) for row in batch.rows]
+        num_rounds = [len(row.rounds) for row in batch.rows]
         try:
             rounds = super().step(batch, clock, read_ahead) if batch.rows else []
         except BaseException as error:
             if isinstance(error, NO_ROWS_FAULT) or _is_from_signal_handler(error):
                 raise
-            rounds = self._one_by_one(batch, begun, error)
+            rounds = self._one_by_one(batch, num_rounds, error)
         if self._ended:
             rounds, self._ended = rounds + self._ended, []
         return rounds
 
-    def _one_by_one(self, batch: Batch, begun: Sequence[int], error: BaseException) -> list[Round]:
-        """Repeat a step that has raised. begun: how many rounds each row had before it."""
+    def _one_by_one(self, batch: Batch, num_rounds: Sequence[int], error: BaseException) -> list[Round]:
+        """Repeat a step that has raised. num_rounds: how many rounds each row had before it."""
         rows, batch.rows = batch.rows, []  # a new batch will be made, as this one's sampler is in an unknown state
         self._tidy(rows)
         for place, row in enumerate(rows):
             if row.finish_reason is None:
-                self._end_on_failure(row, partial(self._alone, rows, place, begun[place], error))
+                self._end_on_failure(row, partial(self._alone, rows, place, num_rounds[place], error))
         if all(row.error is not None for row in rows):
             try:
                 self.check(error)
@@ -94,14 +94,14 @@ class GuardedEngine(Engine):
                         row.rounds.pop()
                     row.finish_reason = row.error = None
                 raise
-        return [round for row, count in zip(rows, begun, strict=True) for round in row.rounds[count:]]
+        return [round for row, count in zip(rows, num_rounds, strict=True) for round in row.rounds[count:]]
 
-    def _alone(self, rows: Sequence[Row], place: int, begun: int, error: BaseException) -> None:
+    def _alone(self, rows: Sequence[Row], place: int, num_rounds: int, error: BaseException) -> None:
         """One row's part of the step, in slot 0, whose content is kept elsewhere meanwhile."""
         row = rows[place]
         if len(rows) == 1:
             raise error
-        if len(row.rounds) > begun:  # the round is committed; it failed when the policy learned from it
+        if len(row.rounds) > num_rounds:  # the round is committed; it failed when the policy learned from it
             self.policy.observe([row])
             return
         for session in self.sessions:

@@ -279,12 +279,12 @@ def _ends(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> F
 
 def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
     """Whether probe texts and, where there is a template, a chat become the same ids."""
-    other = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
-    summary = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
+    differing = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
+    summary = f"{', '.join(differing or PROBES)} become {'other' if differing else 'the same'} ids"
     follows = "the draft model sees text cut as in its training"
-    if other:
+    if differing:
         follows = "only the target's tokenizer splits text; the draft model, trained on other splits, may guess worse"
-    findings = [Finding("encoding", not other, summary, follows)]
+    findings = [Finding("encoding", not differing, summary, follows)]
     having = [who for who, tokenizer in (("target", target), ("draft", draft)) if tokenizer.has_chat_template]
     if having:
         same = len(having) == 2 and _same_ids(target.chat, draft.chat, CHAT_PROBE)

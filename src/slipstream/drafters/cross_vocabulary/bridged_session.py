@@ -25,12 +25,12 @@ LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
 class DraftText:
     """A row's text in draft tokens: the first `settled` are final; those that encode `tail` may still change.
 
-    read: how many of the target's tokens were read. beginning: whether the tail begins the text.
+    num_read: how many of the target's tokens were read. beginning: whether the tail begins the text.
     """
 
     bridge: VocabularyBridge
     settled: int = 0
-    read: int = 0
+    num_read: int = 0
     tail: bytes = b""
     beginning: bool = True
     longest_tail: int = LONGEST_TAIL
@@ -42,7 +42,7 @@ class DraftText:
         """
         ids = list[int]()
         num_settled = 0  # how many of the ids are final
-        for token in tokens[self.read :]:
+        for token in tokens[self.num_read :]:
             written = self.bridge.target.texts[token]
             if written is not None:
                 self.tail += self._without_added_space(written)
@@ -53,7 +53,7 @@ class DraftText:
                 continue
             ids += [*self._tail_ids(), special]
             num_settled, self.tail, self.beginning = len(ids), b"", False
-        self.read = len(tokens)
+        self.num_read = len(tokens)
         encoding, text, pending = self._encoded()
         first = first_unsettled(encoding, text, self.longest_tail)
         ids += encoding.ids + self.bridge.draft.spelled(pending)
@@ -183,9 +183,9 @@ class BridgedSession:
                 text, Row(row.index, rendered, row.params, row.seed, group=row.group), len(draft.tokens.opening)
             )
         opening = list(draft.tokens.opening)
-        added = len(target.tokens.opening)
-        read = added if tuple(row.tokens[:added]) == target.tokens.opening else 0
-        text = DraftText(self.bridge, len(opening), read, longest_tail=tail)
+        num_opening = len(target.tokens.opening)
+        num_read = num_opening if tuple(row.tokens[:num_opening]) == target.tokens.opening else 0
+        text = DraftText(self.bridge, len(opening), num_read, longest_tail=tail)
         return _Counterpart(text, Row(row.index, opening, row.params, row.seed, group=row.group), len(opening))
 
     def _rendered(self, row: Row) -> list[int] | None:

@@ -193,11 +193,11 @@ class CrossVocabularyDrafter:
                 drafted[i].append(token)
                 chances[i].append(confidences[i])
             self._bridged.note_drafted(rows, drafted)
-            over = [text.over for text in texts]
+            has_ended = [text.is_over for text in texts]
             if self._stop is not None:
                 stopped = self._stop.ends(rows, draft_lengths, chances, False)
-                over = [a or b for a, b in zip(over, stopped, strict=True)]
-            draft_lengths = [min(n, j + 1) if is_over else n for n, is_over in zip(draft_lengths, over, strict=True)]
+                has_ended = [a or b for a, b in zip(has_ended, stopped, strict=True)]
+            draft_lengths = [min(n, j + 1) if ended else n for n, ended in zip(draft_lengths, has_ended, strict=True)]
             if max(draft_lengths) <= j + 1:
                 return j + 1
         return width

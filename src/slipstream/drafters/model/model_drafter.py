@@ -193,8 +193,8 @@ class ModelDrafter:
                     chain.chances.append(chances[0])
                     chain.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
             if self.stop is not None:
-                over = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
-                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, over, strict=True)]
+                has_ended = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
+                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
                 if max(ends) <= j + 1:
                     break
         if width:
