@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -153,7 +152,8 @@ class ModelDrafter:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
-        chain_lengths = list(map(partial(self._chain_length, 1 + siblings if self.stop is None else 1), rows, lengths))
+        tokens_per_level = 1 + siblings if self.stop is None else 1
+        chain_lengths = [self._chain_length(tokens_per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
         if isinstance(self.session, ParallelScorer):
             chain_lengths = [min(length, self.session.longest) for length in chain_lengths]
             self.session.num_tokens = max(chain_lengths, default=0)
@@ -185,9 +185,9 @@ class ModelDrafter:
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
                 if isinstance(self.session, ParallelScorer):
-                    likely = self.session.acceptance(rows, tokens[:, :j])
-                    if likely is not None:
-                        leader_chances[:, 0] = likely.to(leader_chances.device)
+                    estimates = self.session.acceptance(rows, tokens[:, :j])
+                    if estimates is not None:
+                        leader_chances[:, 0] = estimates.to(leader_chances.device)
                 for chain, best, chances in zip(chains, leaders.tolist(), leader_chances.tolist(), strict=True):
                     chain.tokens.append(best[0])
                     chain.chances.append(chances[0])
@@ -230,10 +230,10 @@ class ModelDrafter:
             records.append(record)
         return _draft_of(trees, records, sampler)
 
-    def _chain_length(self, width: int, row: Row, length: int) -> int:
-        """The depth of a tree of `length` tokens that has `width` of them at each place."""
-        is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
-        depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // width)
+    def _chain_length(self, tokens_per_level: int, row: Row, length: int) -> int:
+        """The depth of a tree of `length` tokens, so many of them on each level."""
+        is_cut_short = tokens_per_level > 1 and length == row.remaining - 1  # by the end of the text
+        depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // tokens_per_level)
         return min(self.steps, depth)
 
     def _leaders(
