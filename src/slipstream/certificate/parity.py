@@ -35,7 +35,7 @@ LastScores = Callable[[list[int], int], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part. Gaps are distances of the two candidates' scores from the full-precision maximum.
+    """The first difference of two texts. Gaps are distances of both candidates' scores from the full-precision maximum.
 
     noise: how far working precision was from full precision among the leading tokens, here or just before.
     compared: False where the texts may differ: sampled texts of a rule that does not couple draws, or a rounding

@@ -15,7 +15,7 @@ Origin = Literal["accepted", "forced", "recovered", "bonus", "plain"]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of one step went. On a GPU the parts are those of issuing work; the total is exact."""
+    """How long the parts of one step took. On a GPU the parts only measure issuing the work; the total is exact."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -162,7 +162,7 @@ def num_consecutive(numbers: Sequence[int], first: int = 0) -> int:
 
 
 def chain_end(parents: Sequence[int]) -> int:
-    """Where the main chain of an arranged tree ends: its first node follows -1, each other the one before it."""
+    """How many nodes the main chain of an arranged tree has: the first follows -1, each other the one before it."""
     return num_consecutive(parents, -1)
 
 

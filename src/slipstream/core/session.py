@@ -222,7 +222,7 @@ class Session:
             state.written = min(state.written, state.base + length)
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        """What the rows' cache lacks up to the end of the draft, of which `keep` positions are wanted."""
+        """The tokens that the rows' cache lacks up to the end of the draft. keep: how many positions are wanted."""
         self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
@@ -237,7 +237,7 @@ class Session:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """What the KV cache lacks of some rows up to the end of their drafts.
+    """The tokens of some rows, up to the ends of their drafts, that the KV cache lacks.
 
     missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
     which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take

@@ -150,7 +150,7 @@ def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
+    """The target's decision on a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
 
     path: [B, K], for a tree: the numbers of the accepted tokens, the first accepted[i] of row i; the rest is padding.
     """

@@ -92,7 +92,7 @@ class _Table:
 
     @property
     def end(self) -> Place:
-        """Where the row's text ends."""
+        """The place at the end of the row's text."""
         return self._ends, -1
 
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:

@@ -181,7 +181,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
 def _agreeing_shapes(
     trials: Trials, unit: int, lengths: tuple[int, ...], times: dict[int, float], stages: Stages
 ) -> Calibration:
-    """What agrees with the reference if forwards read these lengths of the KV cache, or multiples of the unit.
+    """Calibrates against the reference while forwards read these lengths of the KV cache, or multiples of the unit.
 
     times: milliseconds of one row's forwards, by width.
     """

@@ -240,7 +240,7 @@ class Trials:
         return True
 
     def totals(self, totals: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """Those of these totals for which a ragged forward fits into the context."""
+        """The given totals for which a ragged forward fits into the context."""
         return [total for total in totals if self._ragged and any(self._ragged_rounds(total, widths))]
 
     def total_agrees(self, total: int, widths: Sequence[int]) -> bool:

@@ -163,7 +163,7 @@ class DraftTimes:
 def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
     """Draft for 1, 2, 4, ... and `max_rows` rows of random tokens; the fastest step counts.
 
-    scorer: with room for them; what it has cached is overwritten.
+    scorer: must have room for these rows; what it has cached is overwritten.
     """
     steps, reading = Fastest[int](), Fastest[int]()
     for turn in range(TURNS):

@@ -38,7 +38,7 @@ class TextStream:
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """The remaining text at the end, incomplete characters included."""
         before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
         self._num_emitted = len(self._ids)
         return self._tokenizer.decode(self._ids[self._context_start :])[len(before) :]
@@ -110,7 +110,7 @@ class VisibleText:
         self._unwatched = max(0, params.min_tokens - 1)
 
     def push(self, token: int) -> str:
-        """What may be shown now."""
+        """The text that may be shown once this token has come."""
         piece = self._text.push(token)
         if self._unwatched > 0:
             self._unwatched -= 1
@@ -118,7 +118,7 @@ class VisibleText:
         return self._stops.push(piece)
 
     def flush(self) -> str:
-        """What is left when the request is over."""
+        """The remaining text when the request is over."""
         return self._stops.push(self._text.flush(), final=True)
 
     def completes_stop(self, token: int) -> bool:

@@ -123,7 +123,7 @@ class Stats:
 
     @property
     def overhead_seconds(self) -> float:
-        """What a step spent outside drafting, verifying, accepting and prefill."""
+        """Seconds outside drafting, verifying, accepting and prefill."""
         parts = self.draft_seconds + self.verify_seconds + self.accept_seconds + self.prefill_seconds
         return max(0.0, self.total_seconds - parts)
 

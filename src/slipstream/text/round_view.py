@@ -209,7 +209,7 @@ def percent(value: float | None) -> str:
 
 
 def time_split(stats: dict[str, Any]) -> str:
-    """Where the speculative arm's time went."""
+    """How the speculative arm's time was spent, in one line."""
     total = stats["total_seconds"] or 1.0
     parts = ("prefill", "draft", "verify", "accept", "overhead")
     shares = "  ".join(f"{part} {stats[f'{part}_seconds'] / total:.1%}" for part in parts)

@@ -204,7 +204,7 @@ class EngineAccess:
 
     @property
     def calibration(self) -> Calibration | None:
-        """What was measured of the target's forward shapes."""
+        """The calibration of the target's forward shapes, if there is one."""
         return self._models.calibration
 
     @property

@@ -22,7 +22,7 @@ MOST = 8  # tokens that a model's forward scores; a longer draft takes another f
 class ParallelScorer:
     """A `DraftScorer` that scores a whole draft at once.
 
-    num_tokens: how many tokens the next draft asks for. longest: the most that it can have.
+    num_tokens: how many tokens the next draft asks for. longest: the most tokens of a draft.
     """
 
     def __init__(
