@@ -1,6 +1,6 @@
 """A request's constraint as a grammar of llguidance, and llguidance's refusals in plain words.
 
-llguidance (MIT, github.com/guidance-ai/llguidance) is optional and is imported here only.
+llguidance (MIT, github.com/guidance-ai/llguidance) is imported here only, and only when a constraint needs it.
 """
 
 from __future__ import annotations
