@@ -285,7 +285,7 @@ def refused(path: Path, told: str, vocab_size: int = SIZE, tokenizer: str = "") 
     [
         ({"format": "other"}, "format 'other'"),
         ({"vocab_size": np.array(SIZE + 1)}, "vocabulary of 1001; allowed: 1000"),
-        ({"lengths": np.array([3, 3])}, "damaged: the lengths of its texts do not fit its 5 tokens"),
+        ({"lengths": np.array([3, 3])}, "damaged: its texts' lengths do not fit its 5 tokens"),
         ({"lengths": np.array([6, -1])}, "damaged"),
         ({"lengths": np.array([[3, 2]])}, "damaged"),
         ({"tokens": np.array([1.0] * 5)}, "damaged"),

@@ -150,7 +150,7 @@ class SuffixStore:
         if [(part.dtype.kind, part.ndim) for part in sizes] != [("i", 0), ("i", 1), ("i", 1)]:
             raise UsageError(f"{name} is damaged: its sizes and tokens are not whole numbers in the shapes expected")
         if (parts["lengths"] < 0).any() or int(parts["lengths"].sum()) != len(parts["tokens"]):
-            raise UsageError(f"{name} is damaged: the lengths of its texts do not fit its {len(parts['tokens'])} tokens")
+            raise UsageError(f"{name} is damaged: its texts' lengths do not fit its {len(parts['tokens'])} tokens")
         if int(parts["vocab_size"]) != self.vocab_size:
             raise UsageError(f"{name} has a vocabulary of {int(parts['vocab_size'])}; allowed: {self.vocab_size}")
         tokenizer = str(parts["tokenizer"])
