@@ -1,4 +1,4 @@
-"""The `slipstream` command, and `python -m slipstream` for where it is not on the path."""
+"""The `slipstream` command; `python -m slipstream` runs it where it is not on the path."""
 
 import signal
 

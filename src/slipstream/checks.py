@@ -1,4 +1,4 @@
-"""Checks of values and files that callers give: what counts as a number or a text, wording of refusals, help texts."""
+"""Checks of callers' values and files: what counts as a number or a text, the wording of refusals, help texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREADABLE = (OSError, ValueError, RecursionError)
 
 
 class UnknownArgumentError(UsageError, TypeError):
-    """An argument of a name that is not known, one too many, or one that is missing; Python's own kind of error too."""
+    """An unknown, superfluous or missing argument; a TypeError as well, as Python itself would raise."""
 
 
 def is_whole(value: object, low: float = 0, high: float = inf) -> TypeGuard[int]:
@@ -43,7 +43,7 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
-    """Refuse what is no whole number within the bounds; `words` are allowed besides."""
+    """Refuse what is no whole number within the bounds; `words` are allowed, too."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:
         bounds = f", {low} or more" if high is None else f" from {low} to {high}"
         others = ", ".join(map(repr, words)) + " or " if words else ""
@@ -65,7 +65,7 @@ def check_known(what: str, names: Iterable[object], allowed: Sequence[str]) -> N
 
 
 def arguments_named(owner: str, other_names: Mapping[str, str]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorates a constructor: an argument it does not know is refused in one line that suggests the right one.
+    """Decorates a constructor, which then refuses unknown arguments in one line that suggests the right one.
 
     owner: of the constructor. other_names: what to write instead of names that other libraries use.
     """
@@ -109,7 +109,7 @@ def explained_fields(cls: Any, settings: Any = None) -> Any:
         default = {} if item.default is MISSING else item.default
         lines.append(f"{item.name} = {default!r}")
         lines += wrap(item.metadata["help"], 100, initial_indent="    ", subsequent_indent="    ")
-    if cls.__doc__ is not None:  # as it is where Python runs with -OO
+    if cls.__doc__ is not None:  # it is None if Python runs with -OO
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", *lines])
     return cls
 
@@ -154,12 +154,12 @@ def save_json(what: str, file: Path, value: Any) -> None:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Why this file cannot be written, as far as that can be told without doing it; None if it can."""
+    """Why this file cannot be written, as far as can be known without writing; None if it can."""
     try:
         if path.is_dir():
             return "it is a folder"
         with suppress(FileNotFoundError):
-            path.stat()  # raises of links that lead nowhere but in a circle
+            path.stat()  # raises if links form a circle
         if path.exists():
             return None if os.access(path, os.W_OK) else "permission denied"
         if not path.parent.exists():

@@ -16,7 +16,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 ACTIVATIONS = ("auto", "int8", "int15")
 MAX_BATCH_SIZE = 4096
-SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
+SHORTEST_CONTEXT = 128  # the smallest `draft_context`
 QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
@@ -24,7 +24,7 @@ DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 @explained_fields
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything a decoder can be told besides its models."""
+    """All settings of a decoder besides its models."""
 
     drafter: str = setting(
         "auto",
@@ -43,11 +43,11 @@ class DecoderConfig:
     )
     activations: str = setting(
         "auto",
-        "of a quantised target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to "
-        "rounding)",
+        "precision of activations, if a quantised target is computed in its own blocks: auto (int8) | int8 | int15 "
+        "(the file's own results, up to rounding)",
     )
     quantize: str = setting(
-        "none", "the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
+        "none", "quantise the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
     )
     draft_vocabulary: int | str = setting(
         "auto",
@@ -56,7 +56,7 @@ class DecoderConfig:
     )
     draft_context: int | str = setting(
         "auto",
-        "tokens of a prompt that the draft model reads, of its beginning and its end: auto (what its context holds) | "
+        "tokens of a prompt that the draft model reads, at its beginning and end: auto (what its context holds) | "
         "full | a number (from 128)",
     )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
@@ -97,7 +97,7 @@ class DecoderConfig:
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 
     def contradiction(self) -> str | None:
-        """What to say of a setting that another one makes useless; None if there is none."""
+        """A message about a setting that another one makes useless; None if there is none."""
         if self.drafter == "none" and self.num_draft_tokens not in ("auto", 0):
             return (
                 f"num_draft_tokens={self.num_draft_tokens!r} with drafter='none', which drafts nothing; "
@@ -111,7 +111,7 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
-        """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
+        """Settings from a JSON file; unknown keys are errors. defaults: for keys left out; None for the class's."""
         values, allowed = read_json("config file", path), [f.name for f in fields(cls)]
         if not isinstance(values, dict):
             raise UsageError(f"config file {str(path)!r} is not an object; allowed: {', '.join(allowed)}")
@@ -119,4 +119,4 @@ class DecoderConfig:
         return replace(defaults or cls(), **values)
 
 
-SERVED = DecoderConfig(acceptance="match")  # of servers and jobs: texts must not depend on what was drafted
+SERVED = DecoderConfig(acceptance="match")  # for servers and jobs, whose texts must not depend on what was drafted

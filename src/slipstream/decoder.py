@@ -58,7 +58,7 @@ class SpeculativeDecoder(EngineAccess):
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`; draft may
     also name a draft head, or be "mtp" for the MTP layers in the target's checkpoint.
-    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if another.
+    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if it has another.
     The other arguments are settings, listed below with their defaults.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.
@@ -201,8 +201,8 @@ class SpeculativeDecoder(EngineAccess):
         OpenAI's interface has them; `Result.tool_calls` then holds the calls of the answer. params, options: as in
         `generate`, which without tools gives the same text for the same messages.
 
-        Raises `UsageError` for messages that are none, and for a model without a chat template or, with tools, whose
-        template does not read them.
+        Raises `UsageError` for invalid messages, for a model without a chat template, and for tools that the template
+        does not read.
         """
         conversation, tools = read_conversation(messages), check_tools(tools)
         (result,) = self._generated(conversation, params_from(params, options), True, tools)
@@ -270,9 +270,10 @@ class SpeculativeDecoder(EngineAccess):
             return self.result(row)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
-        """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md); called again, it goes on.
+        """Answer a file of requests, or a list of dictionaries, into a file; called again, it continues.
 
-        params: of lines that bring none; options: `errors`, and `JobOptions`.
+        params: defaults for options that lines do not set; options: `errors`, and the fields of `JobOptions`. See
+        docs/batch.md.
         """
         from slipstream.jobs.batch_job import run_batch
 
@@ -304,7 +305,7 @@ class SpeculativeDecoder(EngineAccess):
             )
             if reproducible is not None:
                 models = models.with_shapes(config)
-            rule = acceptance if isinstance(acceptance, Rule) else None if acceptance is not None else self.rule
+            rule = self.rule if acceptance is None else acceptance if isinstance(acceptance, Rule) else None
             return self._over(models, config, drafter, rule)
 
     def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:
@@ -317,10 +318,10 @@ class SpeculativeDecoder(EngineAccess):
             return self._over(models, replace(self.config, drafter="auto", num_draft_tokens="auto"), "auto", self.rule)
 
     def close(self) -> None:
-        """Give back what this decoder holds; a decoder that is closed refuses every call.
+        """Release what this decoder holds; a closed decoder refuses every call.
 
         Decoders made from it by `using` and `with_draft` stay open: models and memory are freed with the last of them.
-        A stream under way ends with an error at its next round. Closing twice is allowed.
+        A running stream ends with an error at its next round. Closing twice is allowed.
         """
         parts = self._parts_if_open
         if parts is not None:
@@ -337,7 +338,7 @@ class SpeculativeDecoder(EngineAccess):
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
         """The token ids of a text or of chat messages, which `decode` turns back into text.
 
-        chat=True: of a text as a user's message in the chat template, as `generate` reads it.
+        chat=True: a text is rendered as a user's message by the chat template, as in `generate`.
         """
         with self._use:  # tokenizers cannot encode in two threads at once
             return self.reader.encode(prompt, chat=chat)

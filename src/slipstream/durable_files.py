@@ -19,7 +19,7 @@ BLOCK = 1 << 16  # bytes read at a time
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the same folder, of this process alone; the file written there replaces `path`.
+    """Yields a temporary path in the same folder, for this process alone; the file written there replaces `path`.
 
     After an exception the temporary file is deleted and `path` is as it was.
     """
@@ -35,13 +35,13 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def append(file: IO[bytes], data: bytes) -> None:
     """Write all of `data` to an unbuffered file; it is on the disk when this returns."""
-    while data:  # on a disk that is almost full a write may take a part of the data only
+    while data:  # on an almost full disk a write may store a part of the data only
         data = data[file.write(data) :]
     os.fsync(file.fileno())
 
 
 def cut(file: IO[bytes], size: int) -> None:
-    """Leave the first `size` bytes of a file and go to their end."""
+    """Cut a file to its first `size` bytes and go to their end."""
     if file.seek(0, os.SEEK_END) > size:
         file.truncate(size)
         os.fsync(file.fileno())
@@ -49,7 +49,7 @@ def cut(file: IO[bytes], size: int) -> None:
 
 
 def size_of_whole_lines(file: IO[bytes]) -> int:
-    """Bytes up to the last newline: all, unless the last write was torn."""
+    """How many bytes there are up to the last newline: all, unless the last write was torn."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         begin = max(0, end - BLOCK)
@@ -64,7 +64,7 @@ def size_of_whole_lines(file: IO[bytes]) -> int:
 def locked(path: Path, wait: bool = False) -> BaseFileLock | None:
     """Hold this lock file until `release()` or the end of the process; None if another holder has it.
 
-    wait: for the other holder to let go, instead. Raises OSError where the file cannot be made.
+    wait: wait for the other holder instead. Raises OSError if the file cannot be made.
     """
     lock = FileLock(path, timeout=-1 if wait else 0, thread_local=False)
     try:

@@ -9,7 +9,7 @@ LINE_BREAKS = re.compile(r"\s*\n\s*")
 
 
 class SlipstreamError(Exception):
-    """Something failed; the message is one line a user can act on, whatever the values in it look like."""
+    """Something failed; the message is one line a user can act on, even if the values in it have several."""
 
     def __init__(self, message: str) -> None:
         super().__init__(LINE_BREAKS.sub(" ", message))
@@ -31,7 +31,7 @@ def with_class(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, *allowed: str) -> str:
-    """The end of a message: the allowed name that a wrong one is nearest to; nothing if none is near."""
+    """The end of a message, which suggests the allowed name nearest to a wrong one; empty if none is near."""
     by_lower_case = {word.lower(): word for word in allowed}
     near = [by_lower_case[word] for word in get_close_matches(name.lower(), by_lower_case, 1, 0.7)]
     return "".join(f"; did you mean {word!r}?" for word in near if word != name)

@@ -34,11 +34,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"items": {"maximum": 2**63 - 1}}}, "json_schema: maximum 9223372036854775807 is not exact"),
     (
         {"json_schema": {"minProperties": 2}},
-        "json_schema: minProperties 2 beside 0 required names, .*; allowed: at most 1",
+        "json_schema: minProperties 2 with 0 required names .*; allowed: at most 1",
     ),
     (
         {"json_schema": {"allOf": [{"required": ["a"], "minProperties": 3}]}},
-        "json_schema: minProperties 3 beside 1 required names, .*; allowed: at most 2",
+        "json_schema: minProperties 3 with 1 required names .*; allowed: at most 2",
     ),
     ({"regex": "a", "whitespace": "spaced"}, "whitespace='spaced' with regex; allowed"),
     ({"json_object": True, "whitespace": "much"}, "whitespace='much'; allowed: compact"),

@@ -37,7 +37,7 @@ def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_read(
     trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(grammar_trial, "_started", dies)
+        patched.setattr(grammar_trial, "_start_process", dies)
         assert trials.of("start: /a{2}/").problem == grammar_trial.TIMED_OUT
     assert trials.of("start: /b{2}/").problem == ""
     assert trials.of("start: /a{2}/").problem == grammar_trial.TIMED_OUT  # it is not tried again
@@ -50,7 +50,7 @@ def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_read(
 def test_the_message_says_what_was_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     made = GrammarTrials()
     monkeypatch.setattr(grammar_trial, "_trials", lambda: made)
-    monkeypatch.setattr(grammar_trial, "_started", dies)
+    monkeypatch.setattr(grammar_trial, "_start_process", dies)
     why = "it takes more than 2 seconds or 256 MB to compile; allowed: a smaller or simpler one"
     with pytest.raises(UsageError, match=f"^constraint: regex: {why}$"):
         Constraint(regex="[a-z]{2,7}x")

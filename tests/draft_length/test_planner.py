@@ -286,12 +286,12 @@ def test_texts_that_retrieval_drafts_say_what_it_leaves_of_the_next() -> None:
         of = row(number)
         happened(of, 6, 6)
         one.observe([of])
-    assert one._of(row(50)).share_left < 0.7
+    assert one._plan_of(row(50)).share_left < 0.7
     new = row(51)
     for _ in range(30):
         happened(new, 0, 0)
         one.observe([new])
-    assert one._of(new).share_left > 0.8  # its own tokens count more
+    assert one._plan_of(new).share_left > 0.8  # its own tokens count more
 
 
 def test_a_text_is_read_now_and_then_though_that_does_not_seem_to_pay() -> None:

@@ -63,7 +63,7 @@ def test_the_oldest_texts_go_and_the_budget_is_never_exceeded() -> None:
 
 def bytes_of(store: SuffixStore) -> int:
     """Bytes taken: 4 per token for the texts, the automata's arrays, and 28 for an int in a dict."""
-    size = 4 * (store.num_tokens + sum(map(len, store._given)))
+    size = 4 * (store.num_tokens + sum(map(len, store._seeded)))
     for automaton in store.automata:
         arrays = (automaton._link, automaton._length, automaton._count, automaton._token, automaton._target)
         branches = automaton._branches.values()
@@ -89,7 +89,7 @@ def test_texts_of_the_user_are_bounded_as_well() -> None:
         store.seed([[(number * 37 + i * i) % SIZE for i in range(100)]])
         sizes.append(bytes_of(store))
     assert max(sizes[40:]) <= max(sizes[:40])
-    assert sum(map(len, store._given)) <= 1000
+    assert sum(map(len, store._seeded)) <= 1000
 
 
 def test_a_text_longer_than_half_of_the_budget_is_cut_to_its_end() -> None:
@@ -285,7 +285,7 @@ def refused(path: Path, told: str, vocab_size: int = SIZE, tokenizer: str = "") 
     [
         ({"format": "other"}, "format 'other'"),
         ({"vocab_size": np.array(SIZE + 1)}, "vocabulary of 1001; allowed: 1000"),
-        ({"lengths": np.array([3, 3])}, "damaged: 5 tokens"),
+        ({"lengths": np.array([3, 3])}, "damaged: its texts' lengths do not fit its 5 tokens"),
         ({"lengths": np.array([6, -1])}, "damaged"),
         ({"lengths": np.array([[3, 2]])}, "damaged"),
         ({"tokens": np.array([1.0] * 5)}, "damaged"),

@@ -134,7 +134,7 @@ def test_a_spelled_shape_is_a_chain_with_leaves() -> None:
 
 def test_a_threshold_of_the_user_keeps_chains() -> None:
     assert propose(made("suffix:p=5"), row_of(TWICE), 6).parents is None
-    with pytest.raises(UsageError, match="drafter='suffix:p=5' with a tree; allowed: arguments but p=PERCENT"):
+    with pytest.raises(UsageError, match="drafter='suffix:p=5' with a tree; allowed: arguments other than p=PERCENT"):
         made("suffix:p=5", fixed_tree=True)
 
 

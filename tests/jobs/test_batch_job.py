@@ -85,7 +85,7 @@ REFUSED = [
     ('{"id": "s', "not JSON: Unterminated string starting at character 8; allowed: one JSON object"),
     ("[1]", "[1]; allowed: one JSON object"),
     ("null", "null; allowed: one JSON object"),
-    ('{"id": "n", "prompt": "x", "temperature": NaN}', "not JSON: NaN is no JSON number"),
+    ('{"id": "n", "prompt": "x", "temperature": NaN}', "not JSON: NaN is not a JSON number"),
     ({"id": "r1", "prompt": "again"}, "id 'r1' is that of line 1; allowed: an id for each line"),
     ({"prompt": "x"}, "no id; allowed: a text of 1 to 512 characters, or a whole number"),
     ({"id": True, "prompt": "x"}, "id=True; allowed:"),

@@ -74,7 +74,7 @@ CALLS: tuple[tuple[str, str], ...] = (
     ("chatting.chat(torch.zeros(2, 2))", "; allowed: a list of chat messages"),
     ("chatting.chat([])", "messages=[]; allowed: a list of chat messages"),
     ("chatting.chat([[{'role': 'user', 'content': 'hi'}]])", "chat takes one, generate takes a list"),
-    ("chatting.chat([{'role': 'user'}])", "message 0 has a role alone"),
+    ("chatting.chat([{'role': 'user'}])", "message 0 has nothing but a role"),
     ("chatting.chat([{'role': 'user', 'content': 'hi'}], tools=[TOOL])", "does not read; allowed: no tools"),
     ("chatting.chat([{'role': 'user', 'content': 'hi'}], tools=[print])", "tool 0 is code"),
     ("chatting.chat([{'role': 'user', 'content': 'hi'}], tools='add')", "tools='add'; allowed: a list"),

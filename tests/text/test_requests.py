@@ -83,7 +83,7 @@ def test_several_prompts_in_every_form(form: str) -> None:
             [{"role": "user", "content": "hi"}, "and"],
             "^message 1 is a str; allowed: a dictionary with role and content",
         ),
-        ([{"role": "user"}], "^message 0 has a role alone; allowed: with content, or with tool_calls"),
+        ([{"role": "user"}], "^message 0 has nothing but a role; allowed: with content, or with tool_calls"),
         ([{"role": "user", "content": 5}], "^message 0 has the content 5; allowed: a text, or a list of text parts"),
         ([{"role": "user", "content": ["hi"]}], "^message 0 has a part of type 'str'; allowed: 'text'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "^message 0 has a part without a text; allowed"),

@@ -40,7 +40,7 @@ def test_there_is_no_result_before_the_end(decoder: SpeculativeDecoder, num_read
     stream = decoder.stream(PROMPT, PARAMS)
     for _ in range(num_read):
         next(stream)
-    with pytest.raises(UsageError, match=r"^stream\.result is there when all chunks were read; allowed: after the "):
+    with pytest.raises(UsageError, match=r"^stream\.result before all chunks were read; allowed: after the "):
         assert stream.result
     stream.close()
     assert list(stream) == []

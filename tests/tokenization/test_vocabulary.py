@@ -57,9 +57,9 @@ def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("target", "draft", "conclusion"),
     [
-        (VOCAB, VOCAB + 8, "usable, padded head cut: the draft's last 8 ids are never drafted"),
-        (VOCAB + 8, VOCAB, "usable, smaller head filled: the target's last 8 ids (0 real tokens) are never drafted"),
-        (VOCAB, VOCAB - 3, "usable, smaller head filled: the target's last 3 ids (3 real tokens) are never drafted"),
+        (VOCAB, VOCAB + 8, "usable: the draft's larger head is cut, and its last 8 ids are never drafted"),
+        (VOCAB + 8, VOCAB, "usable: the draft's head is smaller; the target's last 8 ids (0 tokens) are never drafted"),
+        (VOCAB, VOCAB - 3, "usable: the draft's head is smaller; the target's last 3 ids (3 tokens) are never drafted"),
     ],
 )
 def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, draft: int, conclusion: str) -> None:
@@ -83,7 +83,7 @@ def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> No
     assert report.num_differing == 6 and report.differing[0] == f"'1' is absent in the target and {VOCAB} in the draft"
     assert len(report.differing) == 3
     assert "6 tokens differ, first '1' is absent" in about(report, "tokens").found
-    assert about(report, "head").follows == "of no effect, as drafts are translated through their text"
+    assert about(report, "head").follows == "irrelevant, as drafts are translated through their text"
     assert report.bridge is not None and report.bridge.kept == report.bridge.aligned == report.bridge.known == 1
     assert f"{len(LETTERS)}: 100.0% of the target's" in about(report, "shared tokens").found
     assert "0.0% of its tokens rejected" in about(report, "estimated loss").follows
@@ -153,7 +153,7 @@ def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are
         "encoding",
         False,
         "digits become other ids",
-        "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse",
+        "only the target's tokenizer splits text; the draft model, trained on other splits, may guess worse",
     )
     assert about(compare_vocabularies(whole, whole), "encoding").found == f"{', '.join(PROBES)} become the same ids"
 

@@ -93,13 +93,13 @@ class Check:
         return self.outcome == "FAIL"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `passed` is null where the check does not apply."""
+        """The check as JSON values; `passed` is null if it does not apply."""
         return vars(self) | {"passed": None if self.outcome == "not applicable" else self.passed}
 
 
 @dataclass
 class DistributionChecks:
-    """Tests sampled text. deadline: by `perf_counter`; each test makes at least FEWEST_RUNS texts, even past it."""
+    """Tests sampled text. deadline: a `perf_counter` time; each test makes at least FEWEST_RUNS texts, even past it."""
 
     decoder: SpeculativeDecoder
     deadline: float
@@ -131,7 +131,7 @@ class DistributionChecks:
         return [Target.of(self.decoder, prompt) for prompt in prompts]
 
     def _runs(self) -> int:
-        """As many runs as the time allows, judged by a first few."""
+        """How many runs there is time for, judged by a first few."""
         few, started = 2 * self.decoder.config.max_batch_size, perf_counter()
         sample(self._drafting[0], self._targets[0].prompt, range(few))
         seconds_each = (perf_counter() - started) / few
@@ -140,7 +140,7 @@ class DistributionChecks:
 
 
 def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """A copy of the decoder that drafts whether it pays or not: without drafts a test would see nothing."""
+    """A copy of the decoder that drafts whether it pays or not: without drafts there is nothing to test."""
     if decoder.config.num_draft_tokens != "auto":
         return decoder
     if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that always drafts

@@ -35,7 +35,7 @@ LastScores = Callable[[list[int], int], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part. Gaps are distances of the two candidates' scores from the full-precision maximum.
+    """The first difference of two texts. Gaps are distances of both candidates' scores from the full-precision maximum.
 
     noise: how far working precision was from full precision among the leading tokens, here or just before.
     compared: False where the texts may differ: sampled texts of a rule that does not couple draws, or a rounding
@@ -90,7 +90,7 @@ def explain(
     working: Scores,
     dtype: torch.dtype,
 ) -> Difference | None:
-    """The first difference between two texts and what full precision says about it; None if they are equal.
+    """The first difference between two texts, judged in full precision; None if they are equal.
 
     full(ids, n): [n, V] float32 scores that follow the last n prefixes of the token ids, the whole one last.
     working(ids): [V] scores that follow them, in the precision that was used. A forbidden token has score -inf.
@@ -201,7 +201,7 @@ class TieJudge:
         return replace(explained, compared=not cut or same_bits)
 
     def _scores(self, prompt: list[int], ids: list[int], logits: Tensor, params: SamplingParams) -> Tensor:
-        """[V] what the token after `ids` is chosen by, the largest first. Before the output begins: logits [V]."""
+        """[V] the scores by which the token after `ids` is chosen: the largest wins. Within the prompt: the logits."""
         if len(ids) < len(prompt):
             return logits.float()
         row = self._row(prompt, ids, params)

@@ -139,7 +139,7 @@ def exact_distribution(decoder: SpeculativeDecoder, prompt: list[int]) -> dict[T
 
 
 def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Commits the rejected token as well, and goes on behind it."""
+    """Commits the rejected token as well, and continues after it."""
     right = rejection(p, scores, draft).keep
     keep = torch.zeros_like(right)
     keep[:, 1:] = right[:, :-1]
@@ -148,7 +148,7 @@ def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distribution
 
 
 def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Forgets the sampling options where all drafts were accepted: the bonus token comes from the raw logits."""
+    """Ignores the sampling options if all drafts were accepted: the bonus token comes from the raw logits."""
     right = rejection(p, scores, draft)
 
     def next_token(accepted: Tensor) -> Tensor:

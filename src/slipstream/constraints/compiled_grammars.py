@@ -5,8 +5,8 @@ llguidance picks the tokens into which its tokenizer would cut the forced text.
 
 The rows of a grammar share its lexer, which llguidance builds as it reads texts and which stops for good at a limit. So
 that no row's text depends on what others, or its own drafts, have made of the lexer, a row *fails* where decoding it
-alone and without drafts would, from a lexer of its own: `_OwnLexer`. A shared lexer that has used half of what a row
-may use is left, before it can have hidden or caused a failure.
+alone and without drafts would, from a lexer of its own: `_OwnLexer`. Rows leave a shared lexer when it has used half of
+what a row may use, before it can have hidden or caused a failure.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Vocabulary:
         self.tokens = [text or names.get(number, "").encode() for number, text in enumerate(vocabulary.texts)]
         self.special_token_ids = sorted(names)
         self.eos_token_id = vocabulary.end_ids[0]
-        self._known, self._turn = vocabulary, Lock()
+        self._vocabulary, self._turn = vocabulary, Lock()
 
     def __call__(self, text: bytes | str) -> list[int]:
         with self._turn:  # tokenizers cannot be shared by threads
-            return self._known.encode(text if isinstance(text, str) else text.decode()).ids
+            return self._vocabulary.encode(text if isinstance(text, str) else text.decode()).ids
 
 
 class CompiledGrammar:
@@ -64,7 +64,7 @@ class CompiledGrammar:
         self._unchecked = 0  # masks since the lexer's cost was read
 
     def masks_asked(self, matcher: Any, count: int) -> None:
-        """Note that so many masks were computed; reads what the lexer has cost before it can have cost too much."""
+        """Note that so many masks were computed; checks what the lexer has cost before it can have cost too much."""
         self._unchecked += count
         if self._unchecked > self.limits.unchecked_masks:
             self._unchecked = 0
@@ -72,7 +72,7 @@ class CompiledGrammar:
 
 
 def lexer_cost(matcher: Any) -> int:
-    """What a matcher's lexer has cost so far; llguidance tells only where something fails, here in a copy."""
+    """What a matcher's lexer has cost so far; llguidance reports it only with an error, so a copy is made to fail."""
     copy = matcher.deep_copy()
     copy.consume_token(1 << 31)
     cost = LEXER_COST.search(copy.get_error())
@@ -81,10 +81,10 @@ def lexer_cost(matcher: Any) -> int:
 
 @dataclass
 class CompiledGrammars:
-    """The grammars of one model. Its vocabulary is handed to llguidance when the first constraint asks for it.
+    """The compiled grammars of one model. llguidance gets the model's vocabulary when the first constraint needs it.
 
     That takes a second for 150,000 tokens; a grammar takes milliseconds, and the last `SAVED` stay compiled. Threads
-    that compile at once take turns.
+    may share it.
     """
 
     model: NamedModel
@@ -98,7 +98,7 @@ class CompiledGrammars:
         return GrammarState(self._compiled(constraint), self.vocab_size, self._end_ids, end_ids)
 
     def _compiled(self, constraint: Constraint) -> CompiledGrammar:
-        """A grammar, compiled; UsageError if what it begins with exceeds llguidance's limits."""
+        """A compiled grammar; UsageError if the beginning of its texts exceeds llguidance's limits already."""
         with self._turn:
             tokenizer = self._tokenizer
             saved = self._saved.get(constraint.text)
@@ -110,7 +110,8 @@ class CompiledGrammars:
             limits = self.limits.parser_limits(step_cost)
             return load_llguidance().LLMatcher(tokenizer, constraint.text, log_level=0, limits=limits)
 
-        compiled = CompiledGrammar(constraint.text, new_matcher, self.limits)  # others need not wait for it
+        # outside the lock, so that other threads need not wait
+        compiled = CompiledGrammar(constraint.text, new_matcher, self.limits)
         if problem := _first_problem(new_matcher, compiled.matcher, self.limits):
             raise UsageError(f"constraint: {reason(problem)}; allowed: {allowed(problem)}")
         with self._turn:
@@ -148,7 +149,7 @@ def _first_problem(new_matcher: Callable[[int], Any], compiled: Any, limits: Lim
         trial.compute_bitmask()
         trial.try_consume_tokens(trial.compute_ff_tokens())
         mask = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        trial.try_consume_tokens([int(mask.argmax())])  # too many alternatives are noticed behind a token
+        trial.try_consume_tokens([int(mask.argmax())])  # too many alternatives show only after a token
         problem = str(trial.get_error())
         if not problem.startswith("lexer error"):
             break
@@ -157,9 +158,10 @@ def _first_problem(new_matcher: Callable[[int], Any], compiled: Any, limits: Lim
 
 
 class GrammarState:
-    """One row's way through a grammar; see `RowConstraint`. It remembers where it stands, which no answer depends on.
+    """One row's way through a grammar; see `RowConstraint`. It remembers where it stands, for speed only.
 
-    model_ends: the model's end tokens; row_ends: all that end this row, further ones being allowed where those are.
+    model_ends: the model's end tokens; row_ends: all that end this row. Those that are not the model's are allowed
+    wherever the model's are.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class GrammarState:
         masks = self._filled(1 + len(draft), 255)
         for count in range(1 + len(draft)):
             mask = alone.mask([*output, *draft[:count]])
-            if mask is None:  # an end, or what is not allowed, comes before this place
+            if mask is None:  # an end, or a token that is not allowed, comes before this place
                 masks[count] = 0 if not count and alone.problem(output) else 255
                 break
             masks[count] = mask[: masks.shape[1]]
@@ -263,9 +265,9 @@ class GrammarState:
         return np.full((count, 4 * self._words), value, dtype=np.uint8)
 
     def _reach(self, tokens: Sequence[int]) -> int:
-        """Stand behind these tokens, or those before an end or before the first that is not allowed.
+        """Make the matcher consume exactly these tokens, as far as they are allowed; an end is never consumed.
 
-        Returns how many tokens are allowed, the end included; the matcher itself is never told of it.
+        Returns how many of them are allowed, an end included.
         """
         same = common_beginning(self._consumed, tokens, min(len(self._consumed), len(tokens)))
         if same < len(self._consumed):
@@ -291,7 +293,7 @@ class _OwnLexer:
         self._begin()
 
     def mask(self, tokens: Sequence[int]) -> Bits | None:
-        """What may follow these tokens, nothing where the row fails; None if an end or an illegal token is in them."""
+        """What may follow these tokens: nothing if the row fails; None if an end or an illegal token is among them."""
         while True:
             mask = self._walked(tokens)
             if not self._failure or not self._has_strayed:
@@ -299,7 +301,7 @@ class _OwnLexer:
             self._begin()
 
     def problem(self, tokens: Sequence[int]) -> str | None:
-        """Why nothing may follow these tokens, where the constraint is the reason."""
+        """Why nothing may follow these tokens, if the constraint is the reason; else None."""
         mask = self.mask(tokens)
         if self._failure:
             return self._failure
@@ -340,7 +342,7 @@ class _OwnLexer:
         return self._last
 
     def _next_mask(self, *, has_failed: bool = False) -> Bits:
-        """What may follow what was consumed; nothing, and the failure noted, where a limit is exceeded."""
+        """What may follow what was consumed; if a limit is exceeded, notes the failure and allows nothing."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
         if self._matcher.is_error():
             self._failure = f"the constraint cannot go on: {reason(self._matcher.get_error())}"
@@ -351,14 +353,14 @@ class _OwnLexer:
 
 @cache
 def _executor() -> Any:
-    """What computes the masks of a draft; one thread, as forwards use the others."""
+    """Computes the masks of drafts; in one thread, as forwards use the others."""
     return load_llguidance().LLExecutor(1)
 
 
 class RowConstraint(Protocol):
     """Which tokens may follow. Every answer is a function of the tokens in the question and of nothing else.
 
-    output: tokens behind the prompt; draft: tokens behind these. V: the target's vocabulary.
+    output: tokens after the prompt; draft: tokens after these. V: the target's vocabulary.
     """
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
@@ -374,7 +376,7 @@ class RowConstraint(Protocol):
         """Up to `limit` tokens that must follow, each being the only one its mask allows; the end may be the last."""
 
     def problem(self, output: Sequence[int]) -> str | None:
-        """Why nothing may follow an output, where the constraint itself is the reason; else None."""
+        """Why nothing may follow an output, if the constraint itself is the reason; else None."""
 
 
 def constraint_of(row: Row) -> RowConstraint | None:

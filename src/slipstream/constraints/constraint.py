@@ -50,8 +50,8 @@ class Constraint:
     grammar: str | None = None
     schemas: Mapping[str, Mapping[str, Any] | str] = field(default_factory=dict)
     whitespace: str = "compact"
-    text: str = field(init=False, repr=False, compare=False)  # the same as a grammar of llguidance
-    megabytes: int = field(init=False, repr=False, compare=False)  # what it takes compiled, where that is known
+    text: str = field(init=False, repr=False, compare=False)  # the constraint as a grammar of llguidance
+    megabytes: int = field(init=False, repr=False, compare=False)  # memory of the compiled grammar; 0 if not measured
 
     def __post_init__(self) -> None:
         kinds = [name for name in KINDS if _is_given(getattr(self, name))]
@@ -101,7 +101,7 @@ class Constraint:
         return list(chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was given, as JSON has it."""
+        """The fields that were given, as JSON values."""
         kind = next(name for name in KINDS if _is_given(getattr(self, name)))
         value = getattr(self, kind)
         more: dict[str, Any] = {"schemas": dict(self.schemas)} if self.schemas else {}
@@ -117,7 +117,7 @@ def _is_given(value: object) -> bool:
 
 
 def _schema(name: str, schema: Any) -> str:
-    """A schema as JSON text. name: the field it was given in."""
+    """A schema as JSON text. name: the field that holds it."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

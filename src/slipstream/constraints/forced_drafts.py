@@ -87,7 +87,7 @@ class ForcedDrafts:
     def _behind(self, row: Row, run: Sequence[int], drafted: Sequence[int], longest: int) -> list[int]:
         """The forced tokens that follow the drafter's."""
         constraint = constraint_of(row)
-        # without drafted tokens the run has them all already
+        # without drafted tokens the run has all forced tokens already
         if constraint is None or not drafted or _ends(row, drafted):
             return []
         limit = min(longest, row.remaining - 1) - len(run) - len(drafted)
@@ -131,7 +131,7 @@ def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
 
 
 def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
-    """Each row's tree, behind a chain of its forced tokens."""
+    """Each row's tree, after a chain of its forced tokens."""
     assert draft.parents is not None
     if not any(runs):
         return draft
@@ -148,7 +148,7 @@ def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
 
 
 def _with_forced(draft: Draft, forced: Sequence[tuple[int, int]]) -> tuple[RowDraft, ...]:
-    """The records of a draft with forced tokens, which is not cut any more."""
+    """The records of a draft with forced tokens; without acceptance probabilities, so that it is not cut any more."""
     return tuple(
         replace(row, acceptance_probs=None, forced=counts) for row, counts in zip(draft.records, forced, strict=True)
     )

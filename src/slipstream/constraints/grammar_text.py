@@ -1,6 +1,6 @@
-"""What a request's constraint says, as a grammar of llguidance, and whether llguidance can read it.
+"""A request's constraint as a grammar of llguidance, and llguidance's refusals in plain words.
 
-llguidance (MIT, github.com/guidance-ai/llguidance) is optional and is imported here only.
+llguidance (MIT, github.com/guidance-ai/llguidance) is imported here only, and only when a constraint needs it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a text may cost llguidance, in its units.
+    """What a text may cost llguidance, in llguidance's units.
 
-    lexer_cost, lexer_states: of all that a row's lexer has built, 10 million being about a second and 60 MB.
+    lexer_cost, lexer_states: of all that a row's lexer has built; a cost of 10 million is about a second and 60 MB.
     step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
     """
 
@@ -65,7 +65,7 @@ class Limits:
 
     @property
     def unchecked_masks(self) -> int:
-        """How many masks of a shared lexer cannot use up the other half of what a row may use."""
+        """How many masks of a shared lexer may go unchecked: they cannot use up half of what a row may use."""
         return self.lexer_cost // (2 * self.step_cost)
 
 
@@ -90,7 +90,8 @@ def json_grammar(schema: str, whitespace: str) -> str:
         raise UsageError(f"constraint: json_schema is nested up to {depth} deep by its references; {_AT_MOST}")
     check_schema(schema)
     library, options = load_llguidance(), WHITESPACE[whitespace]
-    if "\\u00" not in schema and any(map(_names_and_others, _schemas(json.loads(schema)))):
+    # else a declared key could be written in a second way, as a further key; schemas that need \u keep it
+    if "\\u00" not in schema and any(map(_allows_further_keys, _schemas(json.loads(schema)))):
         options = {**options, "json_allowed_escapes": ESCAPES}
     try:
         return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
@@ -101,7 +102,7 @@ def json_grammar(schema: str, whitespace: str) -> str:
 
 
 def check_schema(schema: str) -> None:
-    """Refuse keywords that llguidance takes and does not keep: large numbers, and how many keys differ."""
+    """Refuse keywords that llguidance accepts but does not enforce: large numbers, and how many keys differ."""
     for part in _schemas(json.loads(schema)):
         for keyword in (VALUES | BOUNDS) & part.keys():
             for number in _values(part[keyword]):
@@ -114,8 +115,8 @@ def check_schema(schema: str) -> None:
         num_required = len(set(map(str, names))) if isinstance(names, list) else 0
         if isinstance(least, int) and least > num_required + 1:
             raise UsageError(
-                f"constraint: json_schema: minProperties {least} beside {num_required} required names, where a key "
-                f"that is written twice counts once; allowed: at most {num_required + 1}, or more names in required"
+                f"constraint: json_schema: minProperties {least} with {num_required} required names cannot be ensured, "
+                f"as a key may be written twice; allowed: at most {num_required + 1}, or more names in required"
             )
 
 
@@ -143,8 +144,8 @@ def _values(value: Any) -> Iterator[Any]:
         yield from _values(part)
 
 
-def _names_and_others(schema: Mapping[str, Any]) -> bool:
-    """Whether an object's keys are declared, and further ones allowed."""
+def _allows_further_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether some of an object's keys are declared, and others allowed as well."""
     declared = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
     return declared and schema.get("additionalProperties") is not False
 
@@ -164,7 +165,7 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """The grammar of a text that is one of these: of a single lexeme, which has room for thousands."""
+    """The grammar of a text that is one of these. They form a single lexeme, which has room for thousands."""
     lines = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return str(load_llguidance().LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {lines}"))
 

@@ -25,7 +25,7 @@ from typing import Any
 from slipstream.constraints.grammar_text import LIMITS, MEGABYTES, SECONDS, TIMED_OUT, allowed, load_llguidance, reason
 from slipstream.errors import SlipstreamError, UsageError
 
-WALL_SECONDS = 20  # the same on a machine that is busy, or that cannot limit a process
+WALL_SECONDS = 20  # until a trial is ended on a busy machine, or on one that cannot limit a process's processor time
 HEAVY_MEGABYTES = 8  # what a trial leaves behind before its process is replaced, so that sizes stay true
 SAVED_TRIALS = 1024
 SMALL = 4000  # characters of a grammar that is compiled at once
@@ -41,16 +41,16 @@ MULTIPLIES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What compiling a grammar came to. problem: llguidance's message if it is refused, else empty."""
+    """The outcome of compiling a grammar. problem: llguidance's message if it is refused, else empty."""
 
     problem: str
     megabytes: int = 0  # that it takes
 
 
 def check_grammar(kind: str, grammar: str, expression: str) -> Trial:
-    """Refuse what llguidance cannot read, or not within the limits.
+    """Raise UsageError for a grammar that llguidance cannot read, or not within the limits.
 
-    kind: of the constraint; expression: the regular expression, or else the grammar, whose length counts.
+    kind: of the constraint; expression: the regular expression, or else the grammar, which tells whether it is small.
     """
     if is_small(kind, expression):
         limits = LIMITS.parser_limits(LIMITS.lexer_cost)
@@ -79,11 +79,11 @@ class GrammarTrials:
     _owner: int = 0  # the process that started it; one made by a fork starts its own
 
     def of(self, grammar: str) -> Trial:
-        """What compiling this grammar comes to."""
+        """The outcome of compiling this grammar."""
         key = hashlib.sha256(grammar.encode()).digest()
         with self._turn:
             if key not in self._saved:
-                self._saved[key] = self._asked(grammar)
+                self._saved[key] = self._ask(grammar)
             self._saved.move_to_end(key)
             while len(self._saved) > SAVED_TRIALS:
                 self._saved.popitem(last=False)
@@ -96,9 +96,9 @@ class GrammarTrials:
             process.kill()
             process.communicate()
 
-    def _asked(self, grammar: str) -> Trial:
+    def _ask(self, grammar: str) -> Trial:
         if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = _started(), os.getpid()
+            self._process, self._owner = _start_process(), os.getpid()
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         limit = Timer(WALL_SECONDS, process.kill)
@@ -127,10 +127,12 @@ def _trials() -> GrammarTrials:
     return trials
 
 
-def _started() -> subprocess.Popen[str]:
-    """A process that answers; it needs no PyTorch and starts in a tenth of a second."""
+def _start_process() -> subprocess.Popen[str]:
+    """A process that runs `serve`; it needs no PyTorch and starts in a tenth of a second."""
     if not sys.executable:
-        raise SlipstreamError("constraint: no Python program is known that could compile it; allowed: smaller ones")
+        raise SlipstreamError(
+            "constraint: cannot be tried in a process of its own, as sys.executable is empty; allowed: smaller ones"
+        )
     folder = str(Path(__file__).parents[2])
     code = f"import sys; sys.path[:] = {[folder, *sys.path]!r}; import {__name__} as trial; trial.serve()"
     return subprocess.Popen(
@@ -159,7 +161,7 @@ def serve() -> None:
 
 
 def _walked(matcher: Any) -> str:
-    """llguidance's message if what a grammar begins with exceeds a limit; some of its text is tried for its costs."""
+    """llguidance's message if a grammar's first token exceeds a limit. Follows a random text, to show its memory."""
     matcher.try_consume_tokens(matcher.compute_ff_tokens())
     draw = random.Random(0)
     for step in range(32):
@@ -184,10 +186,10 @@ class _Bytes:
 
 
 def _limits() -> Callable[[], None]:
-    """What limits the memory of this process, and each time it is called the processor time until the next call."""
+    """Limit this process's memory; the result limits, at each call, its processor time until the next call."""
     try:
         import resource
-    except ImportError:  # Windows: the one who asked ends this process after WALL_SECONDS
+    except ImportError:  # Windows: the process that asks ends this one after WALL_SECONDS
         return lambda: None
     status = Path("/proc/self/statm")
     if status.exists():
@@ -203,8 +205,8 @@ def _limits() -> Callable[[], None]:
 
 
 def _megabytes() -> int:
-    """The memory that this process has now, where the system tells."""
+    """The memory that this process has now; 0 if the system does not report it."""
     status = Path("/proc/self/statm")
-    return (
-        int(status.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if status.exists() else 0
-    )
+    if not status.exists():
+        return 0
+    return int(status.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

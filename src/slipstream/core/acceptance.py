@@ -25,7 +25,7 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a rule decides. keep: [B, K + 1] float64, the probability that exactly i draft tokens are accepted.
+    """What a rule returns. keep: [B, K + 1] float64, the probability that exactly i draft tokens are accepted.
 
     next_token: maps the number accepted [B] to the distribution of the token that follows them [B, V].
     """
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {"match": Rule("match", True, None)}
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
-    """Register f(p, scores, draft) under a name. scores: [B, K + 1, V] logits before the temperature."""
+    """Register the decorated f(p, scores, draft) as a rule. scores: [B, K + 1, V] logits before the temperature."""
 
     def register(function: RuleFunction) -> RuleFunction:
         RULES[name] = Rule(name, lossless, function)
@@ -76,7 +76,7 @@ def load_rule(text: str) -> Rule:
 
 
 def rule_for(choice: str | Rule, draft: Draft) -> Rule:
-    """The rule to use on this draft; "auto" means `match`, or `block` for tokens sampled from distributions it has."""
+    """The rule to use on this draft; "auto" means `block` if its tokens were sampled (`draft.probs`), else `match`."""
     if isinstance(choice, Rule):
         return choice
     if choice != "auto":
@@ -85,7 +85,10 @@ def rule_for(choice: str | Rule, draft: Draft) -> Rule:
 
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
-    """Make the random draws of one round. logits: [B, K + 1, V], the target's; the rule decides, `sampler` draws."""
+    """Apply a rule to a draft: the rule computes distributions, `sampler` draws from them.
+
+    logits: [B, K + 1, V], the target's.
+    """
     if choice.distributions is None:
         chosen = sampler.choose(logits, draft)
         return match(chosen, draft) if draft.parents is None else Verdict(*match_tree(chosen, draft))
@@ -101,26 +104,25 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
     cumulative = distributions.keep.cumsum(-1)
     accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
-    accepted = torch.minimum(
-        accepted, draft.lengths_on_device[:, 0]
-    )  # a user's rule may accept more than a row's draft has
+    # a user's rule may accept more than a row's draft has
+    accepted = torch.minimum(accepted, draft.lengths_on_device[:, 0])
     probs = distributions.next_token(accepted)
     _check_shape(choice, "next_token", probs, (len(logits), logits.shape[-1]))
     return Verdict(accepted, sampler.draw_at(probs, accepted, draft.width))
 
 
 def _check_shape(rule: Rule, what: str, value: object, shape: Sequence[int]) -> None:
-    """Refuse what a user's rule returns instead of probabilities of this shape."""
+    """Raise UsageError unless a user's rule returned a tensor of this shape."""
     returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
     if returned != list(shape):
         raise UsageError(f"acceptance rule {rule.name} returned {what} {returned}; allowed: a tensor {list(shape)}")
 
 
 def match(choice: Tensor, draft: Draft) -> Verdict:
-    """Sample and match: keep the draft as long as it says what the target chose. choice: [B, K + 1].
+    """Sample and match: accept draft tokens up to the first that differs from the target's choice. choice: [B, K + 1].
 
-    Exact for any draft, since every committed token is the target's own choice at its position; with one-hot drafts
-    its acceptance is that of rejection sampling. Greedy decoding is the case where the choice is an argmax.
+    Exact for any draft, since every committed token is the target's own choice at its position. One-hot drafts are
+    accepted as often as by rejection sampling. In greedy decoding the choice is the argmax.
     """
     agree = (choice[:, : draft.width] == draft.tokens) & _proposed(draft)
     accepted = agree.long().cumprod(-1).sum(-1)
@@ -151,7 +153,7 @@ def block(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     if draft.probs is None or draft.width == 0:
         return rejection(p, scores, draft)
     px, qx = _drafted(p, draft)
-    ratio = torch.where(qx > 0, px / qx, 0.0)  # no token was left to draft where q is zero everywhere
+    ratio = torch.where(qx > 0, px / qx, 0.0)  # q is zero everywhere if no token was left to draft
     weight = [torch.ones_like(px[:, 0])]  # P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / q(x_i))
     for j in range(draft.width):
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
@@ -173,7 +175,7 @@ def block(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
 
 @rule("topk", lossless=False)
 def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Distributions:
-    """Lossy: keep a draft token iff it is among the target's k most likely; then a token of the target's own."""
+    """Lossy: keep a draft token iff it is among the target's k most likely; the next token is sampled from p."""
     if draft.width == 0:
         return Distributions(torch.ones_like(p[:, :1, 0], dtype=torch.float64), partial(_distribution_at, p))
     threshold = scores[:, :-1].topk(min(k, p.shape[-1]), dim=-1).values[..., -1]
@@ -185,9 +187,10 @@ def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Distributions:
 
 @rule("typical", lossless=False)
 def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Lossy: accept a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), H the entropy of p; then one sampled from p.
+    """Lossy: accept a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), where H is the entropy of p.
 
-    Cai et al. 2024 (Medusa), section 2.3.1, with the thresholds of its code. Greedy rows stay exact.
+    The next token is sampled from p. Greedy rows stay exact. Cai et al. 2024 (Medusa), section 2.3.1, with the
+    thresholds of its code.
     """
     px, _ = _drafted(p, draft)
     entropy = torch.special.entr(p[:, : draft.width].double()).sum(-1)
@@ -198,7 +201,7 @@ def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
 
 
 def _proposed(draft: Draft) -> Tensor:
-    """[B, K] bool: the columns that are tokens and not padding."""
+    """[B, K] bool: which columns hold tokens, not padding."""
     return torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
 
 
@@ -217,7 +220,7 @@ def _distribution_at(p: Tensor, accepted: Tensor) -> Tensor:
 def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -> Tensor:
     """[B, V] distribution of the next token: (scale p - q)+ normalised after a rejection, p where all were accepted.
 
-    Where rounding leaves the residual no mass, p itself. scale: [B, K + 1] or None for 1.
+    If rounding leaves the residual without mass, it is p itself. scale: [B, K + 1] or None for 1.
     """
     target = _distribution_at(p, accepted)
     if draft.width == 0:

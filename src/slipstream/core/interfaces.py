@@ -25,7 +25,7 @@ class Sampler(Protocol):
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
-        """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
+        """Rows whose own logits processors raised: index in the batch -> the first such position, the exception."""
 
     def drafted(self) -> None:
         """Forget the processors that failed while the draft was made: verification calls them again."""
@@ -43,15 +43,20 @@ class Sampler(Protocol):
         """[B, J, V] float32 distribution of each position: one-hot for greedy rows."""
 
     def choose(self, logits: Tensor, draft: Draft) -> Tensor:
-        """[B, K + 1] the target's own token after the committed tokens and after each draft token: what plain decoding
-        would commit there. What stands after a draft token that is not the target's own does not count."""
+        """[B, K + 1] the token that plain decoding would commit after the committed tokens and after each draft token.
+
+        Entries that follow a draft token which the target would not have chosen are ignored.
+        """
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
-        """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
+        """[B, J] one token per position from probs [B, J, V], keyed by (seed, stream, absolute position)."""
 
     def leaders(self, scores: Tensor, first: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[B, count] the tokens that lead in the race of position `first` if these are the target's scores [B, V], the
-        likeliest ones in greedy rows, and [B, count] their shares of it. token_ids: as in `PartialVocabulary`."""
+        """The tokens that would lead the race for position `first` if the target's scores [B, V] were these.
+
+        In greedy rows they are the likeliest tokens. Returns them and their shares of all speeds, both [B, count]; see
+        `Race.leaders`. token_ids: as in `PartialVocabulary`.
+        """
 
     def draw_at(self, probs: Tensor, offsets: Tensor, width: int) -> Tensor:
         """[B] one token per row from probs [B, V], at offsets[i] <= width positions after row i's tokens."""
@@ -76,9 +81,9 @@ class Observer(Protocol):
     """Optional capability of a drafter: sees what the target made of its drafts."""
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """Called after every verdict; reading any of it waits for the device. The tokens are not yet committed.
+        """Called after every verdict, before its tokens are committed. Reading the tensors waits for the device.
 
-        logits: [B, K + 1, V], the target's; position j follows the first j draft tokens, of a tree node j - 1.
+        logits: [B, K + 1, V], the target's; position j follows the first j draft tokens, or node j - 1 of a tree.
         """
 
 
@@ -91,7 +96,7 @@ class Extender(Protocol):
     ) -> tuple[list[int], list[float]]:
         """Up to `length` tokens after `tokens`, and for each the probability that all up to it are accepted.
 
-        acceptance_prob: that of `tokens`.
+        acceptance_prob: the probability that all of `tokens` are accepted.
         """
 
 
@@ -104,7 +109,7 @@ class Learner(Protocol):
 
 
 class DraftScorer(Protocol):
-    """A draft model and its KV cache: what a drafter needs of a `Session`."""
+    """A draft model and its KV cache: the part of `Session` that drafters use."""
 
     @property
     def backend(self) -> Backend: ...
@@ -116,7 +121,7 @@ class DraftScorer(Protocol):
         """[B, steps] greedy tokens in one call, where the model can."""
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """Only the first lengths[i] tokens scored for row i are its draft."""
+        """Note that only the first lengths[i] of the tokens scored for row i are its draft."""
 
 
 class Policy(Protocol):
@@ -167,7 +172,7 @@ class GreedyRounds(Protocol):
     ) -> Tensor:
         """[B, steps] int64: the likeliest of the first `vocab_size` tokens after each row, after that one, and so on.
 
-        The last of them is not computed on.
+        The last one is not fed to the model.
         """
 
     def verify_greedy(
@@ -184,7 +189,7 @@ class PromptLogits(Protocol):
     """Optional capability of a backend: a long forward returns the logits of a few of its columns only."""
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """As `forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
+        """`forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
 
 
 @runtime_checkable
@@ -199,37 +204,38 @@ class PartialVocabulary(Protocol):
 
 @runtime_checkable
 class AttendedLengths(Protocol):
-    """Optional capability of a backend: attention over other lengths than multiples of `attended_unit`.
+    """Optional capability of a backend: attention can read cache lengths that are not multiples of `attended_unit`.
 
-    attended_lengths: the lengths it may read where one is enough, ascending; empty for multiples of the unit only.
+    attended_lengths: lengths to read, ascending; the first that covers the text is used. Where none does, or if there
+    are none, a multiple of the unit is read.
     """
 
     attended_lengths: tuple[int, ...]
 
     def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
-        """Whether attention of these widths, and of prompts, gives the same bits over both lengths."""
+        """Whether forwards of these widths, and of prompts, give the same bits whichever length attention reads."""
 
 
 @runtime_checkable
 class Checkpoints(Protocol):
-    """Optional capability of a backend whose state is known at some positions only, as that of recurrent layers is.
+    """Optional capability of a backend with recurrent layers, whose state exists at some positions only.
 
-    A forward begins at such a position, and the state becomes known at those of its tokens that are not yet final.
+    A forward begins at such a position, and makes the state available at each of its tokens that is not yet final.
     """
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
+        """The last position, at most `limit`, at which the state of a slot exists; 0 if there is no other."""
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Called before a forward of a slot: its text is final up to `position`; no later forward begins before."""
+        """Called before a forward of a slot: its text is final up to `position`; no later forward begins earlier."""
 
 
 @runtime_checkable
 class LongTexts(Protocol):
-    """Optional capability of a backend that reads long texts otherwise than short ones, from their first token on.
+    """Optional capability of a backend that computes long texts differently from short ones, from the first token on.
 
-    longest_short: the most tokens of a short text; None if all are read alike. reads_anew: a text that becomes long as
-    it is generated is read again; else what was read of it stays.
+    longest_short: the most tokens of a short text; None if all texts are computed alike. reads_anew: whether a text
+    that becomes long while it is generated must be read again from its beginning; if not, its cache stays valid.
     """
 
     longest_short: int | None
@@ -240,7 +246,7 @@ class LongTexts(Protocol):
 
 
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
-    """Make attention read the cache up to one of `lengths` if it can and one is enough, else a multiple of `unit`."""
+    """Set how much of the cache attention reads: a multiple of `unit`, or one of `lengths` if the backend can."""
     backend.attended_unit = unit
     if isinstance(backend, AttendedLengths):
         backend.attended_lengths = lengths

@@ -1,6 +1,6 @@
 """Keeps track of what each slot of a KV cache holds: assigns slots, reads prompts, reuses prefixes, moves branches.
 
-Committed tokens are the only truth; a slot caches a prefix of them, and behind it leftovers of rejected drafts, which
+Committed tokens are the only truth. A slot caches a prefix of them, and after it leftovers of rejected drafts, which
 the next forward overwrites. SLIPSTREAM_DEBUG=1 checks the ids at each write.
 """
 
@@ -20,7 +20,7 @@ from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError
 
 PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
-IDLE_CANDIDATES = 8  # of the idle slots, the least recently used: one of them may be overwritten to keep a row's cache
+IDLE_CANDIDATES = 8  # least recently used idle slots, of which one may be overwritten to keep an ended row's cache
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -31,7 +31,7 @@ class Shapes:
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
     to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
     beyond them, a multiple of `attended_unit`. The cached beginning of another row is reused in multiples of `reuse`.
-    token_by_token: drafts are read as plain decoding reads its tokens, a forward for each.
+    token_by_token: each draft token is verified in a forward of its own, as plain decoding would compute it.
     """
 
     widths: tuple[int, ...]
@@ -54,16 +54,16 @@ class Shapes:
         return widths[index] if index < len(widths) else width
 
     def total_for(self, tokens: int) -> int | None:
-        """The smallest allowed number of tokens of a ragged forward that has `tokens`; None if there is none."""
+        """The smallest allowed size of a ragged forward that holds `tokens` tokens; None if all are too small."""
         if not self.widths:
             return tokens
         index = bisect_left(self.totals, tokens)
         return self.totals[index] if index < len(self.totals) else None
 
     def tree_total_for(self, tokens: int, rows: int) -> int | None:
-        """The smallest allowed number of tokens of a forward over trees that has `tokens`; None if there is none.
+        """The smallest allowed size of a forward over trees that holds `tokens` tokens; None if all are too small.
 
-        A single row's tree takes the layers as a chain of as many tokens would.
+        A single row's tree goes through the layers like a chain of as many tokens.
         """
         if rows > 1 or not self.widths:
             return self.total_for(tokens)
@@ -78,10 +78,10 @@ EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 
 class SlotState:
     """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
-    round: the number of the row's round that drafted them; once that is committed it says which of them became true.
-    branches: nodes of a draft tree that are stored behind these, at places that are not their positions.
-    shapes: those of the forwards that computed it. is_long: whether they read the text as a long one (see `LongTexts`);
-    begins_short: whether they read its beginning as a short one, before it became long.
+    round: the number of the row's round that drafted them; once it is committed, it tells which of them were accepted.
+    branches: how many nodes of a draft tree are stored after them, at places that are not their positions.
+    shapes: those of the forwards that filled the slot. is_long: whether these read the text as a long one (see
+    `LongTexts`); begins_short: whether they read its beginning as a short one, before it became long.
     """
 
     row: Row | None = None
@@ -115,7 +115,7 @@ class SlotState:
 
 
 def common_beginning(first: Sequence[int], second: Sequence[int], limit: int) -> int:
-    """How many of the first `limit` tokens are the same in both; found by halving, slices being compared at once."""
+    """How many of the first `limit` tokens are the same in both; found by bisection, which compares whole slices."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -134,7 +134,7 @@ class CacheAudit:
         self._ids: dict[int, list[int]] = {}
 
     def write(self, slot: int, start: int, tokens: list[int]) -> None:
-        """Tokens are about to be written to a slot from `start` on: those before must be its row's committed ones."""
+        """Note a write to a slot from `start` on; raises if the tokens before are not the row's committed ones."""
         cached = self._ids.setdefault(slot, [])
         if len(cached) < start:
             raise SlipstreamError(f"KV cache: slot {slot} holds {len(cached)} tokens, written at {start}")
@@ -150,12 +150,12 @@ class CacheAudit:
         self._ids[slot] = cached[:start] + tokens
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """What stands at these places of a slot is moved to `start` and the positions that follow."""
+        """Note that the tokens at these places of a slot are moved to `start` and the positions that follow."""
         cached = self._ids[slot]
         self._ids[slot] = cached[:start] + [cached[place] for place in places]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """The first `length` tokens of one slot are copied to another."""
+        """Note that the first `length` tokens of one slot are copied to another."""
         self._ids[destination] = self._ids.get(source, [])[:length]
 
 
@@ -189,22 +189,25 @@ class SlotTable:
         return self.shapes.reuse == 1 and self._has_prompt_logits
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
-        """Whether so many of a row's tokens are missing in its slot that they are read on their own first."""
+        """Whether a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
 
     def num_missing(self, slot: int, row: Row) -> int:
-        """How many tokens of a row the next forward that scores it is fed, besides its draft."""
+        """How many committed tokens of a row the next scoring forward is fed in front of its draft; an upper bound."""
         state = self.states[slot]
         return max(1, len(row.tokens) - state.base) if state.row is row else CATCH_UP
 
     def longest_draft(self, rows: Sequence[Row]) -> int | None:
-        """The longest draft that fits the allowed widths beside what these rows lack; None for any."""
+        """The longest draft that fits the allowed widths beside what these rows lack; None if there is no limit."""
         missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
         return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
     def read(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
-        """Read a row's tokens up to `end`, chunk by chunk; `prompt_logits` gets the logits after its last one."""
+        """Read a row's tokens up to `end`, chunk by chunk.
+
+        prompt_logits: gets the logits after the row, if its last token is among them.
+        """
         while self.states[slot].base < end:
             self.read_chunk(slot, row, end, prompt_logits)
 
@@ -230,7 +233,7 @@ class SlotTable:
         self.prefill_tokens += count
 
     def _logits_after(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
-        """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
+        """Logits [1, 1, V] of one column, computed among as many columns as the narrowest forward has (same bits)."""
         assert isinstance(self.backend, PromptLogits)
         width = self.shapes.width_for(1, 1)
         columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
@@ -256,7 +259,7 @@ class SlotTable:
                 state.base = state.written = self.checkpoint(slot, num_cached)
             return
         cached = [self.reusable_prefix(i, row) for i in range(len(self.states))]
-        # of several that hold as much the row's own, which is given up below, so that nothing is cached twice
+        # on a tie take the row's own slot, which is emptied below, so that nothing is cached twice
         source = max(range(len(self.states)), key=lambda i: (cached[i], self.states[i].row is row))
         self._save(slot, source, row)
         old, count = self.states[source], cached[source]
@@ -267,7 +270,7 @@ class SlotTable:
             self.states[source] = SlotState()
 
     def _save(self, slot: int, source: int, row: Row) -> None:
-        """Before a row takes a slot: what an ended row has left there goes to the idle slot that is worth least."""
+        """Before a row takes a slot, copy what an ended row has left there to the idle slot that is worth least."""
         ended, value = self.states[slot], self._keep_value(slot, row)
         idle = [i for i, state in enumerate(self.states) if value and i not in (slot, source) and state.is_idle]
         longest_ago = sorted(idle, key=lambda i: self.states[i].last_step)[:IDLE_CANDIDATES]
@@ -280,18 +283,18 @@ class SlotTable:
     def _keep_value(self, slot: int, entering: Row) -> int:
         """How much an idle slot is worth keeping: more the later it was used; 0 if no later request could reuse it."""
         state = self.states[slot]
-        if state.row is None or not state.is_idle:  # in use, or of a row that was given up without an end
+        if state.row is None or not state.is_idle:  # in use, or its row was abandoned before it ended
             return 0
         row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
-        # the row that enters has this prompt too, and soon holds it itself
+        # the entering row has the same prompt, and its own slot will hold it soon
         if entering.group == row.group and common_beginning(entering.tokens, row.tokens, length) >= length:
             return 0
-        # so may another slot
+        # another slot may hold the prompt as well
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
         return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
     def copy(self, source: int, slot: int, state: SlotState) -> None:
-        """Let a slot hold what `state` says, from another slot, which holds at least that."""
+        """Make a slot hold what `state` describes, copied from `source`, which holds at least that."""
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
             self.backend.copy(source, slot, state.base)
@@ -317,7 +320,7 @@ class SlotTable:
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Before a forward: the text of a slot is final up to `position`, and no later forward begins before."""
+        """Before a forward: the text of a slot is final up to `position`, and no later forward begins earlier."""
         if self._checkpoints is not None:
             self._checkpoints.mark_final(slot, position)
 
@@ -326,7 +329,7 @@ class SlotTable:
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
     def _still_holds(self, state: SlotState, row: Row) -> bool:
-        """Whether a row's cache is still right: a text that has become long may have to be read again."""
+        """Whether a row's cache is still valid: a text that has become long may have to be read again."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
@@ -343,16 +346,17 @@ class SlotTable:
         owner, count = state.row, self.checkpoint(slot, state.valid(row))
         if owner is row:
             return count if self._still_holds(state, row) else 0
-        # read as another kind of text, the same tokens have other keys and values
+        # the keys and values of the same tokens differ between long and short texts
         if owner is None or state.is_long != self.is_long(row) or state.begins_short:
             return 0
-        # other shapes may round otherwise, and groups share nothing
+        # other shapes may round differently, and groups share nothing
         if state.shapes != self.shapes or owner.group != row.group:
             return 0
         if self.shapes.reuse > 1:
             # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
             count = min(count, owner.prompt_length - 1)
-            if not count == row.prompt_length - 1 == owner.prompt_length - 1:
+            is_same_prompt = count == row.prompt_length - 1 == owner.prompt_length - 1
+            if not is_same_prompt:
                 count -= count % self.shapes.reuse
         return count
 
@@ -364,13 +368,13 @@ class SlotTable:
         state = self.states[slot]
         this_round = state.round == len(row.rounds) and state.base == len(row.tokens)
         if this_round and state.written < state.base + width:
-            return self.checkpoint(slot, state.written)  # the columns written earlier in this round stand
+            return self.checkpoint(slot, state.written)  # columns written earlier in this round are still valid
         return self.checkpoint(slot, min(state.base, len(row.tokens) - 1))
 
     def note_cached(self, rows: Sequence[Row], lengths: Sequence[int], nodes: Sequence[int] | None = None) -> None:
         """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them.
 
-        nodes: of trees, as many nodes, of which lengths[i] are the main chain.
+        nodes: for trees, how many nodes each row has; the first lengths[i] are its main chain.
         """
         for slot, row in enumerate(rows):
             base, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]

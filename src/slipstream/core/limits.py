@@ -1,4 +1,4 @@
-"""What a round's settings may be, known without PyTorch, so that a wrong one is refused at once."""
+"""Allowed values of a round's settings. Needs no PyTorch, so that a wrong value is refused before that is loaded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from slipstream.errors import UsageError, did_you_mean
 
 MAX_DRAFT_TOKENS = 64  # of one row in one round
 RULE_NAMES = ("match", "rejection", "block", "topk", "typical")  # of acceptance rules
-WITH_COUNT = frozenset({"topk"})
+WITH_COUNT = frozenset({"topk"})  # rules that need a number, as in "topk:10"
 
 
 def check_rule(text: str) -> None:
-    """Refuse an unknown rule, or a count that is missing, wrong or too much; the message lists the rules."""
+    """Raise UsageError, which lists the rules, for an unknown one or a count that is missing, wrong or superfluous."""
     name, _, argument = text.partition(":")
     if name not in RULE_NAMES or (":" in text) != (name in WITH_COUNT):
         allowed = ", ".join(["auto", *(f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))])

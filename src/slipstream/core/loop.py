@@ -28,8 +28,8 @@ from slipstream.errors import SlipstreamError
 
 STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 
-Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
-AskDrafter = Callable[[Sequence[int]], Draft]  # for drafts of so many tokens
+Propose = Callable[[Sequence[int] | None], Draft]  # further limits of the rows' drafts, or None
+AskDrafter = Callable[[Sequence[int]], Draft]  # the rows' draft lengths
 Predict = Callable[[Sequence[Row], Sequence[int], Sequence[int], AskDrafter], Draft]  # rows, lengths, room, the drafter
 Check = Callable[[object, Sequence[int], Drafter, Backend], None]  # raises unless it is a draft up to these lengths
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
@@ -39,11 +39,11 @@ MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # row
 class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
-    draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it then reads the prompts of all rows of the batch. predict: calls the drafter
-    for the rows whose predictions are silent; a prediction may have as many tokens as there is room for.
-    constrain: calls the drafter, and edits the drafts of rows with constraints. make_race: (vocabulary, device) -> how
-    random draws are made.
+    draft_session: the draft model's; its cache grows with the target's. drafts_for: whether the draft model is expected
+    to draft for a row; it then reads the prompts of all rows of the batch. predict: drafts from the rows' predictions,
+    as many tokens as there is room for, and asks the drafter where a prediction has nothing to propose.
+    constrain: calls `Propose`, and edits the drafts of rows with constraints. make_race: (vocabulary size, device) ->
+    the source of random draws.
     """
 
     target: Session
@@ -68,8 +68,8 @@ class Engine:
         """One round of every row: draft, verify, accept, commit.
 
         read_ahead: reads prompts of rows that are not in the batch yet.
-        Where the forwards that read a prompt return the logits after it, a row's first round draws from them and drafts
-        nothing: always, so that its rounds depend neither on other rows nor on what is cached.
+        If the target can return the logits after a prompt while reading it, a row's first round draws from them. It
+        never drafts then, so that a row's rounds depend neither on other rows nor on what is cached.
         """
         prompt_logits = self.target.prefill(batch.rows, logits=not any(row.rounds for row in batch.rows))
         if read_ahead is not None:
@@ -115,8 +115,8 @@ class Engine:
     def _room(self, rows: Sequence[Row], limits: Sequence[int] | None) -> list[int]:
         """How many tokens each row may draft: one less than it may still commit, as a round adds the target's own.
 
-        None in a first round, if its token comes from the prompt's logits; no more than the row's own
-        `num_draft_tokens`, and than the target's forward shapes allow.
+        The row's own `num_draft_tokens` and the target's forward shapes limit it too. 0 in a first round whose token
+        comes from the prompt's logits.
         """
         longest = self.target.table.longest_draft(rows)
         room = []
@@ -127,7 +127,7 @@ class Engine:
 
     def _lengths(self, rows: Sequence[Row], room: Sequence[int]) -> list[int]:
         """The policy's choice, or a request's own `num_draft_tokens`, as far as there is room."""
-        drafting = list(filter(self._may_draft, rows))  # the policy is asked about no others
+        drafting = list(filter(self._may_draft, rows))  # the policy is asked about these rows only
         chosen = iter(self.policy.lengths(drafting) if drafting else [])
         lengths = [next(chosen) if self._may_draft(row) else 0 for row in rows]
         return [
@@ -139,17 +139,18 @@ class Engine:
         return bool(row.rounds) or not self.target.returns_prompt_logits
 
     def _ask_drafter(self, batch: Batch, lengths: Sequence[int]) -> Draft:
-        draft = self.drafter.propose(tuple(batch.rows), tuple(lengths), batch.sampler)  # which it cannot rearrange
+        # tuples, so that a drafter cannot change the batch
+        draft = self.drafter.propose(tuple(batch.rows), tuple(lengths), batch.sampler)
         self.check_draft(draft, lengths, self.drafter, self.target.backend)
         return draft
 
     def _argmax_decides(self, batch: Batch, draft: Draft) -> bool:
-        """Whether nobody needs the logits, and the longest match with the target's argmax is accepted."""
+        """Whether the target's argmax alone decides what is accepted, and nobody needs the logits."""
         coupled = draft.parents is None and rule_for(self.acceptance, draft).coupled
         return coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs
 
     def _verify(self, batch: Batch, draft: Draft) -> Tensor:
-        """[B, K + 1, V] logits of the target after the committed tokens and after each of the draft."""
+        """[B, K + 1, V] logits of the target after the committed tokens and after each draft token."""
         if draft.parents is not None:
             return self.target.score_tree(batch.rows, draft)
         return self.target.score(batch.rows, draft.tokens, draft.lengths)
@@ -185,14 +186,14 @@ class Engine:
         return self.target.has_read(row)
 
     def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether the draft model will read a new row: it finishes what it has begun, and reads all rows of a batch."""
+        """Whether the draft model will read a new row: it finishes what it began, and reads all rows of a batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or any(map(self.drafts_for, (row, *running)))
 
 
 @dataclass
 class Batch:
-    """The rows under way and their sampling options. Row i uses slot i of every session.
+    """The rows that are being decoded and their sampling options. Row i uses slot i of every session.
 
     logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities. longest_short: see
     `LongTexts`; None if texts of any length are read alike.
@@ -211,7 +212,8 @@ class Batch:
     def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
         parts = verdict.accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.path
-        # the one transfer of a round, unless it verified a tree
+        # per row: how many tokens are accepted, the next token, the draft, the accepted path of a tree;
+        # this is the one transfer of a round, unless it verified a tree
         table: list[list[int]] = torch.cat([part for part in parts if part is not None], dim=1).tolist()
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
@@ -221,7 +223,7 @@ class Batch:
             try:
                 self._commit_row(i, line[:2], line[2:] if path is None else [line[2 + node] for node in path])
                 logprobs[i] = self._logprobs(i, self.rows[i].tokens[starts[i] :], path)
-            except Exception as error:  # a stop check's, say: what is committed cannot be decoded once more
+            except Exception as error:  # from a stop check, say; committed tokens cannot be decoded again
                 self.rows[i].fail(error)
         tokens = [tuple(row.tokens[start:]) for row, start in zip(self.rows, starts, strict=True)]
         seconds = clock.stop()
@@ -270,7 +272,7 @@ class Batch:
             position, error = accepted, _no_token(row) if next_token < 0 else None
         tokens = [*draft[:position]] if error else [*draft[:accepted], next_token]
         max_tokens = self._max_tokens(row)
-        if max_tokens is not None and position >= max_tokens:  # what follows is for a forward that reads a long text
+        if max_tokens is not None and position >= max_tokens:  # the next forward reads the text as a long one
             tokens, error = tokens[:max_tokens], None
         committed = row.commit(tokens)
         if error is not None and row.finish_reason is None:
@@ -278,7 +280,7 @@ class Batch:
         self.sampler.advance(i, committed)
 
     def _max_tokens(self, row: Row) -> int | None:
-        """How many tokens a round may commit: after the one that makes a text long, the model may choose others."""
+        """How many tokens a round may commit: up to the one that makes a text long (`LongTexts`); None for no limit."""
         short = self.longest_short
         return None if short is None or len(row.tokens) > short else short + 1 - len(row.tokens)
 

@@ -15,7 +15,7 @@ Origin = Literal["accepted", "forced", "recovered", "bonus", "plain"]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of one step went. On a GPU the parts are those of issuing work; the total is exact."""
+    """How long the parts of one step took. On a GPU the parts only measure issuing the work; the total is exact."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -30,7 +30,7 @@ class TokenLogprobs:
 
     logprob: of the committed token; top: ids and log-probabilities of the most likely tokens, the likeliest first.
     Sampling options (temperature, penalties, ...) do not enter.
-    token, top_tokens: the texts of these tokens, which only `Result.logprobs` knows.
+    token, top_tokens: the texts of these tokens, set in `Result.logprobs` only.
     """
 
     token_id: int
@@ -40,20 +40,20 @@ class TokenLogprobs:
     top_tokens: tuple[str, ...] = field(default=(), compare=False)
 
 
-# sources of drafts: what a request brought itself, a forward for each token, text that was looked up
+# sources of drafts: the request's own prediction, a model (a forward for each token), text that was looked up
 PREDICTION, MODEL, RETRIEVAL = "prediction", "model", "retrieval"
 
 
 @dataclass(frozen=True)
 class RowDraft:
-    """Where one row's draft comes from, and what its source says of it.
+    """Where one row's draft comes from, and what its source reports about it.
 
-    source: its name, one of those above; "" if the decoder's drafter does not name one.
+    source: one of those above; "" if the decoder's drafter does not name one.
     acceptance_probs: the probability that the first 1, 2, ... tokens are all accepted; for a tree, that each node and
     its path are; None where the source cannot tell. A draft that has them may be cut before it is verified, so its
     tokens must not have been sampled.
-    kinds: what the source needs to learn from its tokens, which are the first of the main chain; one per token.
-    runners_up: for each of those tokens, the next best one and its kind.
+    kinds: the kind of each token that the source proposed (see `acceptance_model`), which are the first of the main
+    chain. runners_up: for each of them, the next best token and its kind.
     forced: how many of the first and of the last tokens a constraint forces; no source proposed them.
     """
 
@@ -77,7 +77,7 @@ class Round:
     share; the seconds and the draft model's forwards are those of that whole step. origin: where the draft came from.
     logprobs: of each of `tokens`, if the request asks for them. parents: of a tree, for each draft token the number of
     the one it follows, the main chain first; path: the numbers of the accepted ones. Both None for a chain.
-    num_prediction_tokens: how many of the draft's tokens, its first, are the request's prediction; None without one.
+    num_prediction_tokens: how many of the draft's first tokens are the request's prediction; None if it has none.
     """
 
     row: int
@@ -99,7 +99,7 @@ class Round:
 
     @property
     def forced(self) -> tuple[int, int]:
-        """How many of the draft's first and of its last tokens a constraint forced; they are no drafter's."""
+        """How many of the draft's first and of its last tokens a constraint forced; no drafter proposed them."""
         return self.origin.forced
 
     @property
@@ -141,7 +141,7 @@ class Round:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens verified in this round. Those that were cut from the draft before are in no statistic."""
+        """Tokens verified in this round. Tokens that were cut from the draft before that are not counted anywhere."""
         return len(self.draft)
 
     @property
@@ -149,9 +149,10 @@ class Round:
         """Where each committed token came from."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
-        drafter: tuple[Origin, Origin] = ("accepted", "forced")
         before, end = self.forced[0], len(self.draft) - self.forced[1]
-        accepted = tuple(drafter[not before <= index < end] for index in range(self.num_accepted_tokens))
+        accepted: list[Origin] = [
+            "accepted" if before <= index < end else "forced" for index in range(self.num_accepted_tokens)
+        ]
         return (*accepted, *(last,) * extra)
 
 
@@ -161,12 +162,12 @@ def num_consecutive(numbers: Sequence[int], first: int = 0) -> int:
 
 
 def chain_end(parents: Sequence[int]) -> int:
-    """Where the main chain of an arranged tree ends: its first node follows -1, each other the one before it."""
+    """How many nodes the main chain of an arranged tree has: the first follows -1, each other the one before it."""
     return num_consecutive(parents, -1)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes each node of an arranged tree has before it."""
+    """How many nodes of an arranged tree are between the root and each node."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)

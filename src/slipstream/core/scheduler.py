@@ -21,10 +21,11 @@ class Scheduler:
     """Decodes any number of rows, at most `max_batch_size` at a time; a row that ends makes room for the next.
 
     prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
-    to a whole chunk; a multiple of it where more rows are new than under way. A longer prompt is read over several
-    steps, so it delays the others by a bounded time in each.
-    num_slots: slots of the KV cache at least; those without a row keep ended ones' prompts, the last used longest.
-    turn: entered by every call; a lock, where several threads use the scheduler or its models.
+    to a whole chunk, and multiplied where more rows are new than running. A longer prompt is read over several steps,
+    so it delays the others by a bounded time in each.
+    num_slots: the least number of KV cache slots; those without a row keep the prompts of ended rows, the most recently
+    used ones longest.
+    turn: makes the context that every call enters: a lock, where several threads use the scheduler or its models.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Scheduler:
         self._running: list[Row] = []
         self._reading: list[Row] = []
         self._reserved: list[Row] = []
-        self._room = prompt_budget  # of the step under way
+        self._room = prompt_budget  # prompt tokens that the current step may still read
         self._batch: Batch | None = None
 
     def add(self, row: Row) -> None:
@@ -56,7 +57,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a row is waiting or under way."""
+        """Whether a row is waiting or being decoded."""
         with self._turn():
             places = (self._running, self._reading, self._waiting)
             return any(row.finish_reason is None for rows in places for row in rows)
@@ -91,7 +92,7 @@ class Scheduler:
         self._fill_places_of_ended()
         self._begin_waiting()
         if not any(row.rounds for row in self._running):
-            # no row under way is delayed, so all that have a place begin together
+            # no running row would be delayed, so all rows that have a place begin together
             self._running, self._reading = self._running + self._reading, []
 
     def _fill_places_of_ended(self) -> None:
@@ -112,26 +113,26 @@ class Scheduler:
             self._running.append(self._reading.pop(0))
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
-            # behind a prompt that is read in pieces, even a short one waits its turn
+            # after a prompt that is read in pieces, even a short one waits its turn
             delays = bool(self._reading) or not self._is_short(row)
             (self._reading if delays else self._running).append(row)
             self._room -= 0 if delays else row.prompt_length
 
     def _share_of_new(self) -> int:
-        """How many times as many rows wait to begin, and have a place, as are under way; at least 1."""
+        """How many rows wait to begin, and have a place, for each running one; at least 1."""
         running = sum(row.finish_reason is None for row in self._running)
         new = min(len(self._waiting) + len(self._reading), self.max_batch_size - running)
         return max(1, new // max(1, running))
 
     def _is_short(self, row: Row) -> bool:
-        """Whether this step can read a prompt besides those of the rows it has admitted already."""
+        """Whether the current step can read the row's whole prompt, besides those of the rows it has admitted."""
         return row.prompt_length <= self._room
 
     def _read_ahead(self) -> None:
         self.engine.read_ahead(self._running, self._reading, self._room)
 
     def _reserve(self) -> None:
-        """The caches grow with the rows that are admitted."""
+        """Make room in the caches for the admitted rows."""
         rows = self._reserved = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
         for session in filter(None, (self.engine.target, self.engine.draft_session)):

@@ -60,7 +60,7 @@ class Session:
 
     @property
     def longest_draft(self) -> int | None:
-        """The longest draft whose round fits the allowed widths; None for any."""
+        """The longest draft whose round fits the allowed widths; None if there is no limit."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
 
     def num_tokens(self, rows: int, drafted: int) -> int | None:
@@ -84,13 +84,15 @@ class Session:
     def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
         """Read in chunks what rows lack up to their last token, if they lack much.
 
-        logits: take in the last token too and return the logits [B, 1, V] after it, or None unless all rows have them.
+        logits: read the last token too, and return the logits [B, 1, V] after it; None unless all rows have them.
         """
         return self.layout.prefill(self.table, rows, logits=logits and self.returns_prompt_logits)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
-        """Read prompts of rows that are in no batch yet, by slot, in order, within the budget; at least a chunk where
-        chunks are not to be cut."""
+        """Read prompts of rows that are in no batch yet, one after the other. rows: by slot.
+
+        budget: how many tokens to read; where prompts cannot be cut anywhere, one whole chunk even if that is more.
+        """
         table, room = self.table, budget
         for slot, row in rows.items():
             table.assign_slot(slot, row)
@@ -104,7 +106,7 @@ class Session:
                 room -= table.prefill_tokens - before
 
     def has_read(self, row: Row, slot: int | None = None) -> bool:
-        """Whether a row's prompt is cached but for its last token. slot: where; None for anywhere."""
+        """Whether a row's prompt is cached except for its last token. slot: where; None for any slot."""
         states = self.slot_states if slot is None else [self.slot_states[slot]]
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
 
@@ -119,7 +121,7 @@ class Session:
                 self.table.assign_slot(slot, row)
 
     def keep(self, row: Row, length: int) -> None:
-        """A row's text is about to change: only its first `length` tokens, drafts included, are what is cached."""
+        """Keep only the first `length` cached tokens of a row, drafts included, as its text is about to change."""
         for slot, state in enumerate(self.slot_states):
             if state.row is row:
                 count = min(max(state.base, state.written), length)
@@ -128,8 +130,8 @@ class Session:
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
 
-        draft: [B, K] token ids, of which row i really has `lengths[i]`. Returns [B, K + 1, V], or only the last
-        `keep` of the K + 1 positions.
+        draft: [B, K] token ids, the first `lengths[i]` of row i real, the rest padding. Returns [B, K + 1, V], or only
+        the last `keep` of the K + 1 positions.
         """
         keep = draft.shape[1] + 1 if keep is None else keep
         batch = self._input_batch(rows, draft, keep)
@@ -215,12 +217,12 @@ class Session:
         return Verdict(table[:, 0], table[:, 1])
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """Note that of what was scored for row i in this round only the first lengths[i] tokens are its draft."""
+        """Note that only the first lengths[i] of the tokens scored for row i in this round are its draft."""
         for state, length in zip(self.slot_states, lengths, strict=False):
             state.written = min(state.written, state.base + length)
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        """What the rows' cache lacks up to the end of the draft, of which `keep` positions are wanted."""
+        """The tokens that the rows' cache lacks up to the end of the draft. keep: how many positions are wanted."""
         self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
@@ -235,7 +237,7 @@ class Session:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """What the KV cache lacks of some rows up to the end of their drafts.
+    """The tokens of some rows, up to the ends of their drafts, that the KV cache lacks.
 
     missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
     which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take
@@ -328,7 +330,7 @@ def last_columns(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
 
 
 class PromptReader(Protocol):
-    """What the loop and the scheduler ask of a draft model; `Session` says what each does."""
+    """The part of a draft model's `Session` that the loop and the scheduler use."""
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for rows of a length."""

@@ -1,8 +1,8 @@
-"""Draft trees: nodes that share a beginning are verified in one forward, each behind its own path.
+"""Draft trees: nodes that share a beginning are verified in one forward, each after its own path.
 
 The nodes of a row are numbered chain by chain, the first children of the first children first, and cached in that
-order behind the committed tokens: the main chain stands at its own positions, what branches off behind it. Accepted
-nodes that do not stand where they belong are moved there.
+order after the committed tokens: the main chain at its own positions, the branches after it. Accepted nodes that are
+not stored at their positions are moved there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slipstream.errors import UsageError
 class TreeSegment:
     """Tokens of a row that follow each other: `count` of them, in `slot` at positions from `start` on.
 
-    place: where their keys and values are written, from there on: at `start`, or behind the row's other tokens.
-    detour: the places of the last positions before `start` that do not stand where they belong.
+    place: where the first one's keys and values are written, the others after it: at `start`, or after the row's other
+    tokens. detour: the places of those positions just before `start` that are not stored where they belong.
     """
 
     slot: int
@@ -37,10 +37,10 @@ class TreeSegment:
 
 @runtime_checkable
 class TreeForwards(Protocol):
-    """Optional capability of a backend: tokens of a row that have different beginnings share a forward.
+    """Optional capability of a backend: tokens of a row that follow different paths share a forward.
 
-    branching: whether it can with this model here. flat: whether its layers take all tokens side by side, and attention
-    alone tells them apart.
+    branching: whether it works for this model on this device. flat: whether the layers take all tokens side by side,
+    and attention alone tells them apart.
     """
 
     @property
@@ -50,14 +50,14 @@ class TreeForwards(Protocol):
     def flat(self) -> bool: ...
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
+        """One forward of tokens [T]: those of each segment in turn, then padding, which counts to the last segment.
 
-        A segment attends to its row up to its start, as `detour` says, and to itself, with the bits that it would get
+        A segment attends to its row up to its start, along its `detour`, and to itself, with the bits that it would get
         as a row of its own. widths: see `RaggedForwards` in models. Returns logits [T, V].
         """
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """What stands at these places of a slot is to stand at `start` and the positions that follow."""
+        """Move the keys and values at these places of a slot to `start` and the positions that follow."""
 
 
 def arranged(draft: Draft) -> Draft:
@@ -69,12 +69,12 @@ def arranged(draft: Draft) -> Draft:
     orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
     parents = tuple(_renumbered(old, order) for old, order in zip(draft.parents, orders, strict=True))
     branching = any(chain_end(row) < len(row) for row in parents)
-    return replace(_taken(draft, orders), parents=parents if branching else None)
+    return replace(_selected(draft, orders), parents=parents if branching else None)
 
 
 def main_chain(draft: Draft) -> Draft:
     """The main chain of an arranged tree, as a draft."""
-    return draft if draft.parents is None else _taken(draft, [range(n) for n in chain_lengths(draft)])
+    return draft if draft.parents is None else _selected(draft, [range(n) for n in chain_lengths(draft)])
 
 
 def chain_lengths(draft: Draft) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     lines = []
     for line, parents in zip(table, draft.parents, strict=True):
         node, path = -1, list[int]()
-        for child, parent in enumerate(parents):  # children stand behind their parents
+        for child, parent in enumerate(parents):  # children come after their parents
             if parent == node and line[draft.width + 1 + child] == line[node + 1]:
                 node = child
                 path.append(child)
@@ -161,8 +161,8 @@ def _renumbered(parents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
     return tuple(new_number[parents[node]] for node in order)
 
 
-def _taken(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
-    """The draft with, of each row, only the tokens of these numbers, in this order."""
+def _selected(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
+    """The draft reduced to these tokens of each row, in this order."""
     lengths = tuple(map(len, orders))
     width = max(lengths, default=0)
     index = torch.tensor([[*order, *[0] * (width - len(order))] for order in orders], dtype=torch.int64)

@@ -28,19 +28,19 @@ class RequestOptions(Protocol):
 
     @property
     def min_tokens(self) -> int:
-        """No end before this many tokens."""
+        """The text has at least this many tokens."""
 
     @property
     def max_tokens(self) -> int:
-        """The text ends with this many tokens."""
+        """The text has at most this many tokens."""
 
     @property
     def num_draft_tokens(self) -> int | None:
-        """This request's own draft length; None for the policy's."""
+        """This request's own draft length; None lets the policy choose."""
 
     @property
     def logprobs(self) -> int | None:
-        """How many log-probabilities to report per token besides its own; None for none at all."""
+        """How many log-probabilities to report per token besides its own; None to report none, not even its own."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Draft:
     tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
     lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
     probs: [B, K, V], the distribution each token was sampled from, or None if it is one-hot.
-    steps: forwards of a draft model that it took.
+    steps: how many forwards of a draft model it took.
     parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
     chains. The first child of a token continues the chain. Trees are one-hot, verified by `match`.
-    rows: one record per row; none for a draft that nothing is known of.
+    rows: one record per row; empty if nothing is known about the draft.
     """
 
     tokens: Tensor
@@ -150,9 +150,9 @@ def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
+    """The target's decision on a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
 
-    path: [B, K], of a tree the numbers of the accepted tokens, of which the first accepted[i] count.
+    path: [B, K], for a tree: the numbers of the accepted tokens, the first accepted[i] of row i; the rest is padding.
     """
 
     accepted: Tensor
@@ -164,15 +164,14 @@ class Verdict:
 class Row:
     """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
 
-    completes_stop: called with each committed output token once, in order; whether a stop string is complete with it.
+    completes_stop: called with each committed output token once, in order; whether that token completes a stop string.
     error: why the row failed, with finish reason "error".
     messages: the chat that the prompt was rendered from, for draft models with a chat format of their own.
     open_end: trailing tokens that may still change, or are read again.
     prediction: token ids that the output will probably resemble.
     call_rows: all rows of a call that returns when the last of them has ended.
-    constraint: what its text must be; only the sampler knows what this object means.
-    group: rows of different groups share no cached tokens and no learned texts; averages of acceptance and cost are
-    shared.
+    constraint: the grammar or schema that the text must match; only the sampler knows what this object means.
+    group: rows of different groups share no cached tokens and no learned texts, only averages of acceptance and cost.
     """
 
     index: int
@@ -234,9 +233,9 @@ class Row:
         return tuple(self.tokens[begin:])
 
     def true_length(self, round_index: int, base: int) -> int:
-        """How many leading tokens of a cache are committed now, which held the text and the draft of the given round.
+        """How many leading tokens are committed by now of a cache that was filled with the text and the round's draft.
 
-        base: how many were committed before that round: all that count if it was interrupted before its commit.
+        base: how many were committed before that round; the result, if the round was interrupted before its commit.
         """
         if round_index >= len(self.rounds):
             return base
@@ -248,14 +247,14 @@ class Row:
 class Traits:
     """What a drafter declares about itself; `auto`, `--help`, the bench and the tests go by this alone.
 
-    samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`) under rules other
-    than `match`. Under `match`, and under `auto` where it is one of ours (`Setup.coupled`), every draft is one-hot.
+    samples: under rules other than `match`, it samples drafts for sampled rows from a distribution of its own
+    (`Draft.probs`). Under `match`, and for our own drafters under `auto` (`Setup.coupled`), every draft is one-hot.
     needs_forwards: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
     has_own_cache: it has a KV cache of its own that must read a text before the first draft.
     default_length: tokens per round where neither the user nor measured costs say how many.
     preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
-    needs_draft_model, needs_cost_model: what `auto` must have before it takes the drafter. With costs the drafter asks
-    the planner itself.
+    needs_draft_model, needs_cost_model: what `auto` must have before it takes the drafter. A drafter that needs costs
+    asks the planner itself.
     branches: it proposes tokens beside those of its chains, where trees are verified.
     other_vocabulary: it is for draft models of another vocabulary; the drafter `model` becomes this one for them.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
@@ -275,7 +274,7 @@ class Traits:
 
 @runtime_checkable
 class Declared(Protocol):
-    """Optional of a drafter object that users pass in: its traits. One without is taken to have the defaults."""
+    """Optional capability of a user's drafter object: declares its traits. An object without it has the defaults."""
 
     @property
     def traits(self) -> Traits:

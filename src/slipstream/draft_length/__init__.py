@@ -1,1 +1,1 @@
-"""How many tokens to draft: policies, what rounds cost, what drafts have brought."""
+"""How many tokens to draft: policies, the costs of rounds, the acceptance of drafts."""

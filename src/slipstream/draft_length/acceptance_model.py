@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-PRIOR = 1.5  # what is known of a kind's weight before anything is learned
+PRIOR_PRECISION = 1.5  # of a kind's weight: one over its variance before anything is learned
 LEAST_STEP = 0.05  # of a kind's weight
 BINS = 20  # intervals of the draft model's probability of a token; each is a kind
 
@@ -26,7 +26,7 @@ class AcceptanceModel:
 
     log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
     moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss. A
-    kind's first steps are larger, one over what is known of it: draft models may be wrong and sure of all they draft.
+    kind's first steps are larger (one over its precision), as a draft model may be sure of all it drafts, and wrong.
 
     prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
     row's probabilities depend on that row alone. row_step: the step of a row's weight.
@@ -35,7 +35,7 @@ class AcceptanceModel:
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
         self._prior = [log(chance / (1 - chance)) for chance in prior]
         self._kinds = list(self._prior)
-        self._known = [PRIOR] * len(prior)  # of each kind: one over the variance of its weight
+        self._precisions = [PRIOR_PRECISION] * len(prior)  # of the kinds' weights
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
         self._shared, self._row_step = shared, row_step
 
@@ -59,13 +59,13 @@ class AcceptanceModel:
             error = (token == actual) - chance
             self._rows[row] = row_weight + self._row_step * error
             if self._shared:
-                self._known[kind] += chance * (1 - chance)
-                self._kinds[kind] += max(LEAST_STEP, 1 / self._known[kind]) * error
+                self._precisions[kind] += chance * (1 - chance)
+                self._kinds[kind] += max(LEAST_STEP, 1 / self._precisions[kind]) * error
             if token != actual:
                 break
 
     def forget(self) -> None:
-        self._kinds, self._known = list(self._prior), [PRIOR] * len(self._prior)
+        self._kinds, self._precisions = list(self._prior), [PRIOR_PRECISION] * len(self._prior)
         self._rows.clear()
 
 
@@ -108,7 +108,7 @@ class ModelDrafts:
     def learn(self, row: Row) -> None:
         """Learn from the row's newest round, which the draft model drafted."""
         newest = row.rounds[-1].without_forced
-        drafted = len(newest.origin.kinds) or len(newest.chain)  # also where none of it was worth verifying
+        drafted = len(newest.origin.kinds) or len(newest.chain)  # kinds count tokens that were cut, too
         if not drafted:
             return
         self._learn_chances(row, newest)
@@ -152,10 +152,10 @@ class ModelDrafts:
 
 
 class Positions:
-    """How likely tokens are to be accepted by their positions alone, for drafters that say nothing else of them."""
+    """How likely tokens are to be accepted by their positions alone, for drafters that report nothing else."""
 
     def __init__(self, longest: int) -> None:
-        # a position says little, so a row's own tokens count soon
+        # a position is a weak hint, so a row's own results soon outweigh it
         self._model = AcceptanceModel([0.75] * longest, row_step=0.5)
         self._last = longest - 1  # further positions count as this one
 

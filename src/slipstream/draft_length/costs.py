@@ -14,11 +14,12 @@ from statistics import median
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
 
+# a surprise: the logarithm of measured over predicted seconds, from -0.4 to 0.4
 SPEED = 0.4  # share of a surprise that corrects the machine's speed
 SHAPE = 0.07  # share of a surprise that corrects the shape
-# without a measurement, as shares of a forward of one token: a further token, a step of the draft model
+# assumed without a calibration, as shares of a forward of one token: a further token, a step of the draft model
 COLUMN, STEP = 0.04, 0.25
-ROW = 0.5  # and what each further row adds to that step, as a share of it
+ROW = 0.5  # what each further row adds to such a step, as a share of it
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
@@ -60,10 +61,10 @@ class CostModel:
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
-    # both kept until something is learned
+    # results of `verify` and `_drafts`, cleared when something is learned
     _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _draft_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    # shape (rows, tokens of all) and calibrated milliseconds, by what `verify` is asked
+    # shape (rows, tokens of all) and calibrated milliseconds, by the arguments of `verify`
     _forwards: dict[tuple[int, int, int], tuple[tuple[int, int], float]] = field(default_factory=dict)
     _last_step: int = -1
 
@@ -76,10 +77,10 @@ class CostModel:
         rounds = [round for round in rounds if round.step == step]
         first, longest = rounds[0], max(len(round.draft) for round in rounds)
         count, steps, total = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
-        has_first_round = any(len(row.rounds) == 1 for row in rows)  # which does much once
+        has_first_round = any(len(row.rounds) == 1 for row in rows)  # includes work that is done once
         if read and steps and self.timed:
             each = max(0.0, first.seconds.draft - self.beginning(count) - steps * self.step(count)) / read
-            if self._has_read:  # the first reading does much once, which says nothing about later texts
+            if self._has_read:  # the first reading includes work that is done once, so it is not counted
                 earlier = self._seconds_per_token_read
                 self._seconds_per_token_read = each if earlier is None else min(each, (earlier + each) / 2)
             self._has_read = True
@@ -100,10 +101,10 @@ class CostModel:
     def _learn_forward(self, shape: tuple[int, int], calibrated: float, seconds: float) -> None:
         if seconds <= 0:
             return
-        taken = log(seconds / calibrated) - self._corrections.get(shape, 0.0)
+        log_ratio = log(seconds / calibrated) - self._corrections.get(shape, 0.0)
         if self._speed is None:
-            self._speed = taken
-        surprise = max(-0.4, min(0.4, taken - self._speed))  # one slow round says little
+            self._speed = log_ratio
+        surprise = max(-0.4, min(0.4, log_ratio - self._speed))  # one slow round says little
         self._speed += SPEED * surprise
         self._corrections[shape] = self._corrections.get(shape, 0.0) + SHAPE * surprise
         self._verify_seconds.clear()
@@ -122,15 +123,15 @@ class CostModel:
         if key not in self._forwards:  # every round asks for many, mostly the same ones
             tokens = self._tokens(rows, longest, drafted)
             # noisy measurements must not make a forward free
-            self._forwards[key] = (rows, tokens), max(1e-3, self._units(rows, tokens))
+            self._forwards[key] = (rows, tokens), max(1e-3, self._calibrated(rows, tokens))
         return self._forwards[key]
 
     def _tokens(self, rows: int, longest: int, drafted: int) -> int:
         even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
         return even if ragged is None else min(even, ragged)
 
-    def _units(self, rows: int, tokens: int) -> float:
-        """What the calibration says of a forward, between its measurements and beyond them."""
+    def _calibrated(self, rows: int, tokens: int) -> float:
+        """Milliseconds of a forward, interpolated from the calibration; without one, in forwards of one token."""
         if len(self.measured) < 2:
             return 1 + COLUMN * (tokens - 1)
         if rows == 1 or len(self.together) < 2:
@@ -148,15 +149,15 @@ class CostModel:
         return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
-        """Seconds of one more step of the draft model: what drafts took per step of late, but at most as measured."""
+        """Seconds of one more step of the draft model: those of recent drafts, but no more than calibrated."""
         return self._drafts(rows)[0]
 
     def beginning(self, rows: int) -> float:
-        """Seconds that a draft takes besides its steps: searching, planning, weights that are not in the caches."""
+        """Seconds that a draft takes besides its steps: searching, planning, loading weights into the caches."""
         return self._drafts(rows)[1]
 
     def _drafts(self, rows: int) -> tuple[float, float]:
-        """`step` and `beginning`, by the latest drafts of the nearest number of rows."""
+        """`step` and `beginning`, estimated from the latest drafts of the nearest number of rows."""
         if rows not in self._draft_seconds:
             step, beginning = self._assumed_step(rows), 0.0
             nearest = min(self._drafting, key=lambda count: abs(count - rows), default=None)
@@ -178,7 +179,7 @@ class CostModel:
         return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
-        """Seconds in which the draft model reads so many tokens before its first step."""
+        """Seconds that the draft model takes to read so many tokens before its first step."""
         if self._seconds_per_token_read is not None:
             return tokens * self._seconds_per_token_read
         if self.token is not None:
@@ -195,8 +196,7 @@ class CostModel:
         total = sum(draft.drafted for draft in expected)
 
         def seconds(retrieved: int, drafted: int) -> float:
-            verify = self.verify(rows, max(retrieved, round(longest)), drafted + round(total))
-            return drafting + verify
+            return drafting + self.verify(rows, max(retrieved, round(longest)), drafted + round(total))
 
         base_tokens = rows + sum(draft.accepted for draft in expected)
         return best_lengths(retrieved_probs, seconds, base_tokens, even=self.even)[1]
@@ -229,7 +229,7 @@ def best_lengths(
         total = seconds(longest, drafted)
         if expected / total > rate:
             best, rate = lengths, expected / total
-        elif (expected + not_taken) / total <= rate:  # even if all the others came for nothing
+        elif (expected + not_taken) / total <= rate:  # not even if all other tokens cost nothing
             break
     return best, rate
 

@@ -1,13 +1,13 @@
 """Chooses which source drafts for each row, and how many tokens, to maximise expected tokens per second.
 
-A text lookup offers tokens and says how likely its 1st, 2nd, ... is to be accepted; of a draft model it is known how
-many tokens it usually drafts, and how many are accepted. A row takes the draft model where that promises more tokens,
-if this saves time on the rest of the texts (`model_lengths`). Of all drafts the part is verified that makes the batch's
-expected tokens per second highest (`worth_verifying`). Likelihoods are those of each kind of token, corrected by this
-row (`acceptance_model.py`); seconds are the calibration, corrected by what rounds took (`costs.py`). A draft model that
-must read a text first pays for that with the tokens that the text is expected to have left. A source that was passed
-over is tried in the 4th round, then after 8, 16, ... 64 while that brings nothing; a draft model that would have to
-read a text that runs alone, after as many texts.
+A text lookup offers tokens and estimates how likely its 1st, 2nd, ... is to be accepted; for a draft model the planner
+knows how many tokens it usually drafts, and how many are accepted. A row takes the draft model where that promises more
+tokens, if this saves time on the rest of the texts (`model_lengths`). Each draft is then cut to the part that makes the
+batch's expected tokens per second highest (`worth_verifying`). Likelihoods are those of each kind of token, corrected
+by this row (`acceptance_model.py`); seconds are the calibration, corrected by what rounds took (`costs.py`). If a draft
+model must read a text first, that time must be saved on the tokens that the text is expected to have left. A source
+that was passed over is tried in the 4th round, then after 8, 16, ... 64 rounds while that brings nothing. A draft model
+that has not read the text of a row that runs alone is tried after as many texts instead.
 
 Dropping a sampled token because of what it is would bias the text, so a sampled draft is never shortened afterwards: it
 only stops growing. `observe` learns; everything else answers and changes nothing.
@@ -32,10 +32,10 @@ from slipstream.draft_length.costs import CostModel, best_lengths
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-# the averages of what retrieval leaves to the draft model reach over so many tokens, of a row and of all
+# the share of tokens that retrieval leaves to the draft model is averaged over so many tokens, of a row and of all rows
 OWN_TOKENS, ALL_TOKENS = 16, 128
-SEARCHES = 32  # rows' searches over which the averages of what they take and save reach
-PACED = 12  # rounds of one token each, added to those a row has had to estimate its pace
+SEARCHES = 32  # the seconds that searches take and save are averaged over so many searches of a row
+PACED = 12  # a row's pace is estimated as if it had had so many more rounds, of one token each
 PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
 
 
@@ -52,7 +52,7 @@ def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
 
 
 class Worth(NamedTuple):
-    """What a token of a row is worth, in tokens of a row like all others: base + if_last * exp(-ahead / spread).
+    """What a token of a row is worth, compared with one of an average row: base + if_last * exp(-ahead / spread).
 
     base: in any case. if_last: in addition, if the row is the last to end, which becomes less likely by a factor of e
     with every `spread` tokens that the row is ahead.
@@ -82,12 +82,12 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
         return [Worth()] * len(rows)
     if any(not row.rounds and row.finish_reason is None for row in call):  # a row of the call waits for a place
         return [Worth()] * len(rows)
-    rounds = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # to go
-    total, longest = seconds(len(rows)), max(1.0, *rounds)
+    rounds_left = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]
+    total, longest = seconds(len(rows)), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
     # 3 % of the longest row's rounds is how far drafts move rows apart
     spread = longest * (0.03 + 1 - exp(-longest / typical))
-    weights = [exp((row_rounds - longest) / spread) for row_rounds in rounds]  # of being the last
+    weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
 
@@ -100,7 +100,7 @@ class TextLengths:
     def learn(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row; a text that was cut off has not ended."""
         for row in rows:
-            if not row.rounds:  # it failed before its first
+            if not row.rounds:  # it failed before its first round
                 continue
             self._tokens += len(row.rounds[-1].tokens)
             self._ends += row.finish_reason == "stop"
@@ -110,7 +110,7 @@ class TextLengths:
 
     @property
     def typical(self) -> float:
-        """Tokens of a text that ends by itself."""
+        """Mean number of tokens of a text that ends by itself."""
         return self._tokens / self._ends
 
     def expected(self, row: Row) -> float:
@@ -143,7 +143,7 @@ class Pause:
 class RowPlan:
     """What the planner remembers of a row.
 
-    share_left: the share of tokens that retrieval leaves to the draft model: those of rounds in which it brings less
+    share_left: the share of tokens that retrieval leaves to the draft model, because in their rounds it brings less
     than the draft model would.
     """
 
@@ -154,16 +154,16 @@ class RowPlan:
 
 @dataclass(eq=False)
 class Planner:
-    """The policy of one decoder, which its drafters ask as well.
+    """The policy of one decoder; its drafters ask it, too.
 
     longest: most tokens of a retrieval draft. room: most tokens a draft model may draft in the STEPS steps of a round,
     runners-up included.
     has_model: a draft model, or another drafter that takes a forward for each token. asks_model: nothing else drafts,
     so `lengths` decides whether it pays; else the drafter asks. is_plain: nothing drafts but predictions.
-    reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's ahead of
-    that; to_read: how many tokens of a row it reads.
-    is_fixed: rows whose text depends on their drafts. They get `fixed_length` tokens whatever that costs, so that a
-    seed gives the same text again.
+    reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's text ahead
+    of that; to_read: how many tokens of a row it reads.
+    is_fixed: whether a row's text depends on its drafts. Such rows get `fixed_length` tokens whatever that costs, so
+    that a seed gives the same text again.
     """
 
     costs: CostModel
@@ -179,7 +179,7 @@ class Planner:
     to_read: Callable[[Row], int] = lambda row: len(row.tokens)
     model_drafts: ModelDrafts = field(init=False)
     text_lengths: TextLengths = field(default_factory=TextLengths)
-    _positions: Positions = field(init=False)  # of retrieval drafts that say nothing of their tokens
+    _positions: Positions = field(init=False)  # for retrieval drafts without acceptance probabilities
     _rows: WeakKeyDictionary[Row, RowPlan] = field(default_factory=WeakKeyDictionary)
     _unread: Pause = field(default_factory=Pause)  # counts texts that the draft model has not read, not rounds
     _read: WeakSet[Row] = field(default_factory=WeakSet)
@@ -237,14 +237,14 @@ class Planner:
             [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
         )
         if not self._pays(rows, drafting, rate, other_rate):
-            due = self._of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
+            due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
             better = [is_better and due and self._has_read(row) for row, is_better in zip(rows, better, strict=True)]
         return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
         """Whether the draft model should draft another token for these rows, while all `batch` rows wait.
 
-        chances[i]: its probability of each token of row i so far.
+        chances[i]: the draft model's probability of each token of row i so far.
         """
         if not rows:
             return False
@@ -255,14 +255,14 @@ class Planner:
         )
         seconds = partial(self.costs.verify, batch)
         wider = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
-        of_late = self.costs.rate([self.model_drafts.of(row) for row in rows], batch, [])
-        return gain > (self.costs.step(batch) + wider) * max(of_late, batch / seconds(0))
+        usual_rate = self.costs.rate([self.model_drafts.of(row) for row in rows], batch, [])
+        return gain > (self.costs.step(batch) + wider) * max(usual_rate, batch / seconds(0))
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft, cut where verifying more would cost more than it brings.
 
-        Never cut are rows whose request sets a length, drafts of a model that tells no probabilities, and all drafts of
-        a round in which one is sampled.
+        Never cut are drafts of rows whose request sets a length, drafts of a model that reports no probabilities, and
+        all drafts of a round in which one is sampled.
         """
         if not any(draft.lengths) or any(map(self.is_fixed, rows)):
             return draft
@@ -272,7 +272,7 @@ class Planner:
         accepted_uncut = sum(
             self.model_drafts.of(row).accepted for row, probs in zip(rows, offers, strict=True) if probs is None
         )
-        common = min(sum(probs or ()) for probs in offers)  # tokens that all rows gain put none ahead of the others
+        common = min(sum(probs or ()) for probs in offers)  # tokens that every row gains put no row ahead
         chosen, _ = best_lengths(
             [
                 [worth.of(max(0.0, n - common)) * prob for n, prob in enumerate(probs or ())]
@@ -283,7 +283,7 @@ class Planner:
             even=self.costs.even,
         )
         lengths = [
-            n if probs is None else min(n, self._or_trial(row, draft, i, length))
+            n if probs is None else min(n, self._length_or_trial(row, draft, i, length))
             for i, (row, n, probs, length) in enumerate(zip(rows, draft.lengths, offers, chosen, strict=True))
         ]
         return draft.cut(lengths)
@@ -297,7 +297,7 @@ class Planner:
         """Whether drafting with the model, at `rate`, saves more time than reading the texts it has not read takes."""
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         # tokens that retrieval does not leave to the draft model save nothing
-        tokens = fmean(self._of(row).share_left for row in drafting) * sum(map(self.text_lengths.expected, rows))
+        tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(map(self.text_lengths.expected, rows))
         if unread and len(rows) == 1 and self._unread.is_due:
             return True
         # reading must save half as much again as it takes, as the text's length is a guess
@@ -313,20 +313,22 @@ class Planner:
             offers.append(probs if row.params.num_draft_tokens is None else None)
         return offers
 
-    def _or_trial(self, row: Row, draft: Draft, index: int, chosen: int) -> int:
-        """The chosen length, or that of a trial of a draft that is judged by position, of which nothing else tells."""
-        if chosen or draft.records[index].acceptance_probs is not None or not self._of(row).retrieval.is_due:
+    def _length_or_trial(self, row: Row, draft: Draft, index: int, chosen: int) -> int:
+        """The chosen length; if it is 0 and a trial is due, a trial's length. For drafts judged by position alone."""
+        if chosen or draft.records[index].acceptance_probs is not None or not self._plan_of(row).retrieval.is_due:
             return chosen
         return IN_BATCH
 
     def _searches(self, rows: Sequence[Row]) -> bool:
-        """Whether looking for retrieval drafts saves the time that it takes, or is due."""
-        is_due = any(self._of(row).retrieval.is_due for row in rows)
+        """Whether looking for retrieval drafts saves more time than it takes, or is due."""
+        is_due = any(self._plan_of(row).retrieval.is_due for row in rows)
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
     def _asks_model(self, rows: Sequence[Row]) -> bool:
         """Whether the draft model would draft without a search; asked every 4th round if it has read no text."""
-        is_asked = self.has_model and (any(map(self._has_read, rows)) or self._of(rows[0]).model.waited % SOONEST == 0)
+        if not self.has_model:
+            return False
+        is_asked = any(map(self._has_read, rows)) or self._plan_of(rows[0]).model.waited % SOONEST == 0
         return is_asked and any(self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows)))
 
     def _token_seconds(self, count: int) -> float:
@@ -382,7 +384,7 @@ class Planner:
         # a drafter object of the user's need not name its source
         return source == MODEL or (self.asks_model and source != PREDICTION and newest.draft != ())
 
-    def _of(self, row: Row) -> RowPlan:
+    def _plan_of(self, row: Row) -> RowPlan:
         plan = self._rows.get(row)
         return RowPlan(share_left=self._share_left) if plan is None else plan
 

@@ -59,7 +59,7 @@ class Heuristic:
 
 
 def make_policy(choice: LengthChoice, planner: Planner | None, *, limit: int | None) -> Policy:
-    """The policy of a setting. planner: that of "auto". limit: the longest draft that fits, None for any."""
+    """The policy of a setting. planner: that of "auto". limit: the longest draft that fits; None if all do."""
     if planner is not None:
         return planner
     longest = MAX_DRAFT_TOKENS if limit is None else limit

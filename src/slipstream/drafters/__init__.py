@@ -2,8 +2,8 @@
 
 The file name is the drafter's name; files that begin with an underscore hold what several drafters share. A drafter's
 file has `TRAITS`, what it declares about itself, and `build(setup, argument)`, which returns an object with the one
-method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". How it is written stands in
-`ARGUMENTS`, so that `--help` shows it.
+method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". `ARGUMENTS` has its syntax
+for `--help`.
 Importing this package imports no drafter and no PyTorch.
 """
 
@@ -46,13 +46,13 @@ class Setup:
 
     session: the draft model's. target: the target's session, for drafters that share its model or its KV cache.
     bridged: the draft model's session over rows of the target, where their vocabularies differ.
-    siblings: how many alternatives of each drafted token may be verified. fixed_tree: the user asked for exactly so
+    siblings: how many alternatives to each drafted token may be verified. fixed_tree: the user asked for exactly that
     many, beside a chain of `depth` tokens.
     coupled: sample with the target's own random numbers, as acceptance "match" needs.
     planner: where costs decide how much to draft; else None.
     confidence: a draft model stops at the first token whose probability is lower.
     steps: most forwards of a draft model in a round. extender: continues its drafts.
-    acceptance_probs: drafts should tell their acceptance probabilities, if the drafter can.
+    acceptance_probs: drafts should carry acceptance probabilities, if the drafter can estimate them.
     """
 
     device: torch.device
@@ -82,7 +82,7 @@ def _names_in(folders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_name(text: str) -> None:
-    """Raise UsageError, which lists all drafters, unless there is one called `text`."""
+    """Raise UsageError, which lists all drafters, unless `text` names one, with an argument only if it takes one."""
     name, allowed = text.partition(":")[0], ["auto", *names()]
     if name not in allowed:
         near = did_you_mean(name, *allowed)
@@ -111,7 +111,7 @@ def traits_of(drafter: str | Drafter) -> Traits:
 
 
 def preferred(*, draft_model: bool, costs: bool) -> str:
-    """The drafter that "auto" stands for: of the highest preference among those whose needs are met.
+    """The drafter that "auto" stands for: the one of the highest preference whose needs are met.
 
     draft_model: whether there is one. costs: whether measured costs decide how much to draft.
     """
@@ -132,7 +132,7 @@ def load(text: str, setup: Setup) -> Drafter:
 
 
 def summary(text: str) -> str:
-    """What a drafter does, in a line: the first of its module's docstring."""
+    """What a drafter does: the first line of its module's docstring."""
     check_name(text)
     return str(_module(text).__doc__).partition("\n")[0].rstrip(".")
 

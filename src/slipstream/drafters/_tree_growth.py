@@ -53,10 +53,10 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Tells how likely each of a place's candidates is to be accepted.
+    """Estimates how likely each of a place's candidates is to be accepted.
 
-    chance: acceptance probability by kind, given that the candidates before it are wrong. limit: candidates of a place.
-    kinds: how many kinds first choices have; second choices have as many again, and so on up to `ranks`.
+    chance: acceptance probability by kind, given that the candidates before it are wrong. limit: most candidates of a
+    place. kinds: how many kinds first choices have; second choices have as many again, and so on up to `ranks`.
     """
 
     chance: Callable[[int], float]
@@ -85,27 +85,27 @@ def grown(
 ) -> list[Node]:
     """The `length` likeliest nodes (at least 1) of all paths, likeliest first; none below UNLIKELY.
 
-    followers(place, prob): what may follow a path of probability `prob` that ends at `place`. None may be likelier than
-    the path or than the one before it; the iterator is read only as far as the tree needs. deepest: grow a chain of up
-    to so many tokens with leaves beside it; by default every node may be followed.
+    followers(place, prob): what may follow a path of probability `prob` that ends at `place`, likeliest first and none
+    likelier than the path; the iterator is read only as far as the tree needs. deepest: grow a chain of up to so many
+    tokens with leaves beside it; by default every node may be followed.
     """
     nodes, waiting = list[Node](), list[tuple[Any, ...]]()  # a heap, by probability, then by age
 
-    def wait(siblings: Iterator[Follower], parent: int, depth: int, leads: bool) -> None:
+    def push_next(siblings: Iterator[Follower], parent: int, depth: int, leads: bool) -> None:
         for follower in siblings:  # only the next one: the heap holds one of each place
             if follower.prob >= UNLIKELY:
                 heappush(waiting, (-follower.prob, depth, len(nodes), not leads, follower, parent, siblings))
             break
 
-    wait(followers(start, 1.0), -1, 0, True)
+    push_next(followers(start, 1.0), -1, 0, True)
     while waiting:
         _, depth, _, is_leaf, (token, kind, prob, place), parent, siblings = heappop(waiting)
         nodes.append(Node(parent, token, kind, prob))
         if len(nodes) == length:
             break
-        wait(siblings, parent, depth, False)
+        push_next(siblings, parent, depth, False)
         if deepest is None or not (is_leaf or depth + 1 >= deepest):
-            wait(followers(place, prob), len(nodes) - 1, depth + 1, not is_leaf)
+            push_next(followers(place, prob), len(nodes) - 1, depth + 1, not is_leaf)
     return nodes
 
 
@@ -126,7 +126,7 @@ def draft_of(
 
 
 def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:
-    """Compare a tree with the text from `start` on: at each place, its tokens up to the right one.
+    """Compare a tree with the text from `start` on: at each place, learn from its tokens up to the right one.
 
     The text may be shorter or longer than the tree.
     """

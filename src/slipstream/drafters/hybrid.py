@@ -41,8 +41,9 @@ class HybridDrafter:
             return Draft.empty(len(rows), sampler.device)
         retrieved = self.first.propose(rows, lengths, sampler)
         if retrieved.probs is not None or None in retrieved.acceptance_probs:
-            what = "samples its drafts" if retrieved.probs is not None else "knows no acceptance probabilities"
-            raise UsageError(f"hybrid: {type(self.first).__name__} {what}; allowed: a drafter that retrieves them")
+            what = "samples its drafts" if retrieved.probs is not None else "reports no acceptance probabilities"
+            allowed = "allowed: a drafter of one-hot drafts with acceptance probabilities"
+            raise UsageError(f"hybrid: {type(self.first).__name__} {what}; {allowed}")
         probs = [row_probs or () for row_probs in retrieved.acceptance_probs]
         if self.planner is None or self._is_fixed(rows):
             retrieved = retrieved.cut([sum(prob >= 0.2 for prob in row_probs) for row_probs in probs])
@@ -83,7 +84,7 @@ TRAITS = Traits(
 def build(setup: Setup, argument: str) -> HybridDrafter:
     """ "hybrid", "hybrid:STEPS" or "hybrid:STEPS+SUFFIX", where SUFFIX is an argument of the drafter `suffix`.
 
-    Without one it retrieves from the row's own text only, so that a seed has one text under `block`, `rejection` too.
+    Without one it retrieves from the row's own text only, so that a seed has one text under `block` and `rejection`.
     """
     match = re.fullmatch(r"(\d*)(?:\+(.+))?", argument)
     steps = STEPS if match is None or not match[1] else int(match[1])
@@ -98,7 +99,8 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
     chains = replace(setup, acceptance_probs=True, siblings=0, fixed_tree=False)
     retrieval = suffix.build(chains, match[2] or "outputs=0", f"hybrid:{match[1]}+")
     if retrieval.acceptance_model is None:
-        raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
+        raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix other than p=PERCENT")
+    # without costs, low probability ends drafts; on a GPU waiting for probabilities costs more than it saves
     stops = setup.planner is None and not (setup.confidence or setup.fixed_tree) and setup.device.type == "cpu"
     steps = MAX_DRAFT_TOKENS if setup.fixed_tree else steps
     draft_model = model.build(replace(setup, steps=steps, extender=retrieval), "p=40" if stops else "")

@@ -1,11 +1,11 @@
-"""The target's own first layers, or a choice of them, with its final norm and its head: a draft model for nothing.
+"""Drafts with the target's first layers, or a choice of layers, and its final norm and head: without further weights.
 
 Skipping layers of the target to draft: Zhang et al. 2023, "Draft & Verify" (arXiv:2309.08168); leaving after the first
 ones: Elhoushi et al. 2024, "LayerSkip" (arXiv:2404.16710).
 
 Weights and KV cache are the target's: the chosen layers read its keys and values of the committed tokens. What they
-write stands at positions that the verification of the same round writes again, in every layer and before it reads
-them; so the target's forwards see only what the target itself wrote.
+write is overwritten by the verification of the same round, in every layer and before anything reads it, so the target's
+forwards see only what the target itself wrote.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def remembered_layers(backend: Backend) -> tuple[int, ...] | None:
 
 
 def default_layers(backend: Backend) -> tuple[int, ...]:
-    """The layers to draft with where nobody chose: those remembered, else the first `SHARE` of them."""
+    """The layers to draft with unless the user chooses: those remembered, else the first `SHARE` of all."""
     return remembered_layers(backend) or first_share(num_layers(backend))
 
 
@@ -90,7 +90,7 @@ def first_share(count: int) -> tuple[int, ...]:
 
 
 def parse_layers(text: str, backend: Backend) -> tuple[int, ...]:
-    """ "8" are the first 8 layers, "0-7,12" the numbers 0 to 7 and 12; of a model that has them."""
+    """Layer numbers from their spelling: "8" are the first 8 layers, "0-7,12" the numbers 0 to 7 and 12."""
     count = num_layers(backend)
     if text.isdigit():
         if not 1 <= int(text) <= count:
@@ -122,8 +122,8 @@ def layers_file(backend: Backend) -> Path:
 def build(setup: Setup, argument: str) -> ModelDrafter:
     """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" after them stops early.
 
-    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
-    stop is as with `model`.
+    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. Drafts
+    stop as those of `model` do.
     """
     match = ARGUMENT.fullmatch(argument)
     if match is None:

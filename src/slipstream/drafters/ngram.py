@@ -15,7 +15,7 @@ LONGEST, SHORTEST = 4, 2
 
 
 class _Index:
-    """Where each n-gram of a row's tokens was last followed by something."""
+    """Maps each n-gram of a row's tokens to the position after its latest occurrence."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes

@@ -23,14 +23,15 @@ from slipstream.drafters import Setup
 from slipstream.drafters._tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.errors import UsageError
 
-SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
+SHORTEST, LONGEST, LIMIT = 2, 5, 16  # sizes of n-grams: a context and the token that followed it
 AGREED, SIZES = 3, 4  # kinds of tokens: by how far their context's occurrences agree, and by its length, up to 4
-# chance of a token of each kind, the first what the target ranked; and of the second and third of a place given that
-# those before it are wrong
+# acceptance probability of each kind, the first of which is what the target ranked; then those of a place's second and
+# third candidates, given that the ones before are wrong
 PRIOR = (0.25, 0.08, 0.3, 0.3, 0.2, 0.55, 0.6, 0.4, 0.6, 0.75, 0.3, 0.6, 0.9)
 CHANCES = (*PRIOR, *(0.17 for _ in PRIOR), *(0.1 for _ in PRIOR))
 SPAN = 1 << 16  # a table covers the last SPAN to 2 * SPAN tokens of its row
-Place = tuple[list[int], int]  # the nodes of the last 0, 1, ... tokens before a token, and that one, or -1 for none
+# the nodes of the last 0, 1, ... tokens before a token, and that token; -1 for the end of the row's text
+Place = tuple[list[int], int]
 ARGUMENT = re.compile(r"(?:(?:(\d+)-)?(\d+)(\+fill)?|(fill))?")
 
 
@@ -91,7 +92,7 @@ class _Table:
 
     @property
     def end(self) -> Place:
-        """Where the row's text ends."""
+        """The place at the end of the row's text."""
         return self._ends, -1
 
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
@@ -120,7 +121,8 @@ class _Table:
 
     def _kind(self, size: int, node: int, gram: int) -> int:
         """The kind: by the context's length, and by whether up to half, more or all of its occurrences agree."""
-        share = self._count[gram] / max(1, self._count[node] - (node in self._ends))  # nothing has followed the end
+        # the context may be the end of the text, which nothing has followed yet
+        share = self._count[gram] / max(1, self._count[node] - (node in self._ends))
         return AGREED * (min(size, SIZES) - 1) + 1 + (share > 0.5) + (share >= 1)
 
     def _likeliest(self, ends: list[int], last: int) -> int | None:
@@ -230,7 +232,7 @@ def build(setup: Setup, argument: str) -> NgramTableDrafter:
     if match is None:
         raise UsageError(
             f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or "
-            "ngram_table:SHORTEST-LONGEST, each with +fill behind the sizes, or ngram_table:fill"
+            "ngram_table:SHORTEST-LONGEST, each with +fill after the sizes, or ngram_table:fill"
         )
     first, last, with_sizes, alone = match.groups()
     longest = int(last or LONGEST)

@@ -1,9 +1,9 @@
 """Token recycling: what the target ranked highest after a token is stored and drafted when the token comes again.
 
-Luo et al. 2024, "Turning Trash into Treasure" (arXiv:2408.08696). Where trees are verified a draft is one of
-alternatives, grown where they are likeliest; else it is the chain of best ones. Every verified position teaches, also
-behind a rejected draft token: the target's ranking there is right for the text that was drafted. Unlike in the paper,
-contexts have up to three tokens, and a row's own text teaches too.
+Luo et al. 2024, "Turning Trash into Treasure" (arXiv:2408.08696). Where trees are verified, a draft is a tree of
+alternatives, grown along the likeliest paths; else it is the chain of the best ones. The drafter learns from every
+verified position, even after a rejected draft token, as the target's ranking there is right for the drafted text.
+Unlike in the paper, contexts have up to three tokens, and the drafter learns from a row's own text, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FollowerTable:
         return len(self._young) + len(self._old)
 
     def enter(self, contexts: Sequence[int], ranking: Sequence[int]) -> None:
-        """Note what the target ranked highest behind a position, which is the end of all these contexts."""
+        """Note what the target ranked highest after a position, which is the end of all these contexts."""
         for context in contexts:
             weights = self._find(context)
             ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))
@@ -61,7 +61,7 @@ class FollowerTable:
             self._old, self._young = self._young, {}
 
     def best(self, contexts: Sequence[int], count: int = 1) -> tuple[list[int], int] | None:
-        """The `count` likeliest followers of the last of these contexts that is known, and which that is."""
+        """The `count` likeliest followers of the last of these contexts that has any, and that context's index."""
         for index in range(len(contexts) - 1, -1, -1):
             weights = self._find(contexts[index])
             if weights is not None:
@@ -134,7 +134,7 @@ class TokenRecyclingDrafter:
                     table.enter(contexts, rankings[j * size : (j + 1) * size])
 
     def forget(self) -> None:
-        """Drop what was learned from requests; rows under way begin again with their text."""
+        """Drop what was learned from requests; running rows learn their text again."""
         self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
         self._row_tables.clear()
         if self.acceptance_model is not None:
@@ -149,7 +149,10 @@ class TokenRecyclingDrafter:
         return nodes
 
     def _chain(self, row: Row, text: list[int], length: int) -> list[Node]:
-        """Up to `length` tokens after a text, each the best after those before; with a model, while they are likely."""
+        """Up to `length` tokens after a text, each the best after those before it.
+
+        With an acceptance model, the chain ends before it becomes UNLIKELY.
+        """
         tables, nodes, prob = self._tables(row), list[Node](), 1.0
         while len(nodes) < length and (best := next(self._candidates(tables, 1, text), None)) is not None:
             token, kind, text = best

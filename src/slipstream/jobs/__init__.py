@@ -1,1 +1,1 @@
-"""Batch jobs: a file of requests is answered line by line; killed at any moment, a job goes on where it stopped."""
+"""Batch jobs answer a file of requests line by line; a job that was killed at any moment continues where it stopped."""

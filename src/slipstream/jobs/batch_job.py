@@ -34,7 +34,7 @@ WINDOW = 1024  # requests that are read, tokenised and ordered at a time
 class JobReport:
     """Progress of a job. total: lines; answered_before: by earlier runs; seconds: of this run.
 
-    errors: the first lines of what went wrong, each with its file and line number.
+    errors: the first MAX_REPORTED_ERRORS messages, each with its file and line number.
     """
 
     total: int = 0
@@ -57,11 +57,11 @@ class JobReport:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of this run; None until a request has been answered."""
+        """Estimated at the speed of this run; None until a request has been answered."""
         return self.seconds / self.answered * self.remaining if self.answered else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the fields and the ratios made of them."""
+        """The fields, and the figures derived from them, as JSON values."""
         ratios = {"tokens_per_second": self.tokens_per_second, "acceptance_rate": self.work.acceptance_rate}
         return asdict(self) | {"remaining": self.remaining} | ratios
 
@@ -81,7 +81,7 @@ class JobState:
         self._output = JobOutput(files.output)
         try:
             refusals = self._survey()
-            self._errors = ErrorFile(files.errors)  # which is the last run's until the job is known to be the same
+            self._errors = ErrorFile(files.errors)  # deletes the last run's; by now the job is known to be the same
             for line, refusal in refusals:
                 self.refuse(line, refusal)
             self._refused = {line.number for line, _ in refusals}
@@ -103,7 +103,7 @@ class JobState:
         self.report.answered += len(answers)
 
     def expect(self, fingerprint: str) -> None:
-        """The model has this fingerprint. UsageError if earlier answers are another model's."""
+        """Note the model's fingerprint, once it is known. UsageError if earlier answers are another model's."""
         if not self._fingerprint:
             self._fingerprint = fingerprint
             for answer in self._output.answered.values():
@@ -136,7 +136,7 @@ class JobState:
             write_parquet(self._files.parquet, lambda: output_lines(self._files.output))
 
     def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
-        """Read all lines once: the bad ones, with the reasons. UsageError if the output is not this job's."""
+        """Read all lines once; returns the bad ones with the reasons. UsageError if the output is not this job's."""
         lines_by_id: dict[str, int] = {}
         refusals: list[tuple[Line, Mapping[str, Any]]] = []
         answered = self._output.answered
@@ -172,7 +172,8 @@ class JobState:
         return UsageError(f"{str(self._files.output)!r}{place}: {why}; allowed: a new file, or the output of this job")
 
     def _of_another_model(self, number: int | None, there: str, loaded: str) -> UsageError:
-        return self._of_another_job(number, f"the answer is a model's with fingerprint {there}, loaded is {loaded}")
+        why = f"the answer is of the model with fingerprint {there}, but {loaded} is loaded"
+        return self._of_another_job(number, why)
 
 
 def _key(line: Line) -> str:
@@ -238,7 +239,7 @@ def run_batch(
     params: SamplingParams | None,
     options: Mapping[str, Any],
 ) -> JobReport:
-    """Run a job with a decoder that is there: what `SpeculativeDecoder.batch` does."""
+    """Run a job with an open decoder: what `SpeculativeDecoder.batch` does."""
     names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
     check_known("unknown option", options, names)
     job_options = {name: value for name, value in options.items() if name != "errors"}

@@ -53,7 +53,7 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-    """Write a file whole or not at all. rows: read twice. Lists and dictionaries become JSON text."""
+    """Write a file whole or not at all. rows: called twice. Lists and dictionaries become JSON text."""
     pyarrow = _pyarrow()
     columns = _columns(rows())
     types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
@@ -68,7 +68,7 @@ def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, type]:
-    """The columns of all rows and what they hold; text where rows differ or none has a value."""
+    """The columns of all rows and their types; text if rows differ or none has a value."""
     types: dict[str, type] = {}
     for row in rows:
         for name, value in row.items():
@@ -99,7 +99,7 @@ def check_pyarrow(*paths: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the input. number: from 1; item: its request; error: why it has none, item is then empty."""
+    """A line of the input. number: from 1; item: its request; error: why it has none (item is empty then)."""
 
     number: int
     item: Mapping[str, Any]
@@ -175,9 +175,7 @@ class ListedLines:
 
 @dataclass(frozen=True)
 class ParquetLines:
-    """A Parquet file with one request per row; a column without a value is left out.
-
-    A body may be JSON text."""
+    """A Parquet file with one request per row; columns without a value are left out. A body may be JSON text."""
 
     path: Path
 
@@ -229,12 +227,12 @@ def _too_deep(text: str) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job. output: JSON lines, beside a Parquet file its journal `NAME.parquet.jsonl`."""
+    """The files of a job. output: JSON lines; if a Parquet file is asked for, its journal `NAME.parquet.jsonl`."""
 
     lines: Lines
     output: Path
@@ -282,6 +280,6 @@ def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:
             raise UsageError(f"{str(path)!r} is {name} and {other_name}; allowed: two files")
     why = why_no_file(path) or why_no_folder(path.parent)  # where it gets a lock file
     if path.exists() and not path.is_file() and not path.is_dir():
-        why = "it is no ordinary file"  # a pipe or a device cannot be read back, which continuing a job takes
+        why = "it is not an ordinary file"  # a pipe or a device cannot be read back, so no job could continue from it
     if why is not None:
         raise UsageError(f"{name} {str(path)!r} cannot be written: {why}")

@@ -31,7 +31,7 @@ class Answered:
 class JobOutput:
     """An output file that this process alone may write. answered: what it holds, by id.
 
-    UsageError if it is no output of a job, SlipstreamError if another process writes it.
+    UsageError if it is not the output of a job, SlipstreamError if another process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +141,7 @@ def no_output(path: Path, number: int) -> UsageError:
 
 
 class ErrorFile:
-    """What went wrong in this run, line by line. It begins without a file: the next run tries failed lines again."""
+    """What went wrong in this run, line by line. Every run deletes the last one's file: it tries failed lines again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

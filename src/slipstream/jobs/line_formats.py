@@ -40,10 +40,10 @@ IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ",
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What holds for all lines of a job.
+    """Options for all lines of a job.
 
-    params: options that plain lines do not name themselves. chat: texts go through the chat template, as in `generate`.
-    model_name: what requests call the model, by default the target's name. token_ids: report those of plain lines.
+    params: defaults for options that plain lines do not set. chat: texts go through the chat template as in `generate`.
+    model_name: what requests call the model, by default the target's name. token_ids: answers to plain lines have them.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -76,7 +76,7 @@ class JobRequest(Protocol):
 
 
 class Decoder(Protocol):
-    """What jobs need of a `SpeculativeDecoder`, which imports them."""
+    """The part of `SpeculativeDecoder` that jobs use; they cannot import it, as it imports them."""
 
     config: DecoderConfig
     rule: Rule | None
@@ -100,7 +100,7 @@ class RequestDigest:
         self._common = json.dumps([acceptance, plain], sort_keys=True)
 
     def check(self, line: Line) -> None:
-        """Refuse options of the job that lines in OpenAI's format would ignore."""
+        """Refuse options of the job that a line in OpenAI's format would ignore."""
         if is_openai(line.item):
             if self._options.params != SamplingParams():
                 raise UsageError(
@@ -137,7 +137,7 @@ class LineReader:
         return _openai_lines().OpenAILines(self._decoder, self._options)
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
-        """What the error file says of a line."""
+        """The line of the error file for a line."""
         return refusal_of(line, self.digests.of(line), error)
 
 
@@ -150,7 +150,7 @@ def _openai_lines() -> Any:
 
 
 def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
-    """What the error file says of a line, in the line's format."""
+    """The line of the error file for a line, in that line's format."""
     if line.error or not is_openai(line.item):
         why = first_line(error) if isinstance(error, SlipstreamError) else with_class(error)
         return {"line": line.number, "id": line.item.get("id"), "error": why}
@@ -239,7 +239,7 @@ class PlainLines:
             options["constraint"] = _constraint(options["constraint"])
         if isinstance(options.get("logit_bias"), dict):
             options["logit_bias"] = {_token_id(name): bias for name, bias in options["logit_bias"].items()}
-        params = replace(self.options.params, **options)  # names what is unknown or not allowed
+        params = replace(self.options.params, **options)  # raises for what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
 
 

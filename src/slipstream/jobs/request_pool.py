@@ -55,7 +55,7 @@ class RequestPool:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a request is waiting or under way."""
+        """Whether a request is waiting or being decoded."""
         return bool(self._queue or self._running)
 
     def add(self, requests: Iterable[JobRequest]) -> None:

@@ -19,7 +19,7 @@ MAX_EDIT = 8  # tokens on either side of an edit that is expected again
 
 
 class Guess(IntEnum):
-    """How a place was guessed that no match has shown yet."""
+    """How a place was guessed that no match has confirmed yet."""
 
     OPENING = 0  # the text begins as the prediction does
     NEXT_LINE = 1  # a new line of the text continues at the beginning of a line of the prediction
@@ -28,7 +28,7 @@ class Guess(IntEnum):
 
 
 class Place(NamedTuple):
-    """The index at which the prediction goes on, and how many tokens before it agree with the text.
+    """The index at which the prediction continues, and how many tokens before it agree with the text.
 
     guess: how the place was guessed; None for a match.
     """
@@ -49,7 +49,7 @@ class Alignment:
         self._max_length = 2 * len(self.prediction) + MAX_EDIT
         self._places_after = _places_after(self.prediction)
         self._tail: deque[int] = deque(maxlen=LIMIT)  # of the text
-        self._anchor = self._run = 0  # the place up to which they agreed last, and for how many tokens
+        self._anchor = self._run = 0  # the place up to which text and prediction agreed last, and for how many tokens
         self._num_lost = 0  # tokens of the text since then
         self._has_agreed = False
         self._matches: dict[int, int] = {}  # place -> how many of the text's last tokens stand before it
@@ -77,14 +77,14 @@ class Alignment:
         if not self._num_lost:
             self._matches, self._instead = {}, []
             for earlier in self._tail:
-                self._matches = self._longer(earlier)
-        self._matches = self._longer(token)
+                self._matches = self._matches_after(earlier)
+        self._matches = self._matches_after(token)
         self._instead.append(token)
         self._num_lost += 1
         self.place = self._search(token)
 
     def _learn_edit(self, place: Place) -> None:
-        """Rewrite what follows a place with the edit before it, where the edit is likely to be made again."""
+        """Make the edit before a place in the rest of the prediction, too, if the text is likely to repeat it."""
         agreeing = {None: place.agreeing, Guess.LEFT_OUT: 1}.get(place.guess, 0)
         end, shared = place.start - agreeing, min(agreeing, len(self._instead))
         old, new = tuple(self.prediction[self._anchor : end]), tuple(self._instead[: len(self._instead) - shared])
@@ -95,16 +95,16 @@ class Alignment:
             return
         ahead = place.start + 1
         rewritten = _replaced(self.prediction[ahead:], list(old), list(new))
-        if ahead + len(rewritten) <= self._max_length:  # edits whose new tokens hold old ones would multiply them
+        if ahead + len(rewritten) <= self._max_length:  # an edit whose new tokens contain the old ones multiplies them
             self.prediction[ahead:] = rewritten
             self._places_after = _places_after(self.prediction)
 
-    def _longer(self, token: int) -> dict[int, int]:
+    def _matches_after(self, token: int) -> dict[int, int]:
         """The matches that `token` continues or begins."""
         return {place: min(LIMIT, self._matches.get(place - 1, 0) + 1) for place in self._places_after.get(token, ())}
 
     def _search(self, token: int) -> Place | None:
-        """Where the prediction goes on after the text's last token, which is not the expected one."""
+        """Where the prediction continues after the text's last token, which is not the expected one."""
         match = self._longest_match()
         # a match of four tokens counts anywhere, a shorter one only near the lost place and within a line
         if match is not None and (match.agreeing >= 4 or (self._is_near(match.start) and not self._ends_line(token))):
@@ -135,7 +135,7 @@ class Alignment:
         return -32 <= place - self._anchor <= 256
 
     def _guess(self, token: int) -> Place | None:
-        """Where the prediction goes on if the text was edited in one of the commonest ways."""
+        """Where the prediction continues if the text was edited in one of the commonest ways."""
         anchor = self._anchor
         if self._ends_line(token):
             may_be_inserted = self._num_lost <= 96 or not self._has_agreed

@@ -1,4 +1,4 @@
-"""Drafts of rows that have predictions: what each proposes next, and whether that or the drafter's draft is taken."""
+"""Drafts of rows with predictions: what a prediction proposes next, and whether it or the drafter drafts for a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIN_FIRST_PROB = 0.35  # a prediction whose next token is less likely leaves the
 FIRST_CREDIT = 6.0  # how many tokens of a row's prediction may be rejected before it has earned anything
 MAX_LOST = 8.0  # of the credit, in one round: one edit ends a draft of any length
 GUESSED = 2  # tokens drafted at a guessed place, until proposals have earned anything
-AGAIN = 4  # tokens of a trial of a prediction without credit
+TRIAL = 4  # tokens of a trial of a prediction that has no credit
 FLOOR = 0.2  # where costs do not decide, a prediction is cut below this acceptance probability
 
 
@@ -44,12 +44,13 @@ NOTHING = Proposal([], [])
 class _Followed:
     """A row's prediction, followed as far as its output has come.
 
-    read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them, with the tokens' kinds;
-    guess: of the first one's place. credit: how many more tokens may be rejected. earned: by all proposals so far.
+    num_read: tokens of the output that were read, in `rounds` rounds. proposed: what follows them; kinds: those of its
+    tokens. guess: how the place of the first one was guessed, if it was. credit: how many more tokens may be rejected.
+    earned: credit earned by all proposals so far.
     """
 
     alignment: Alignment
-    read: int = 0
+    num_read: int = 0
     proposed: Proposal = NOTHING
     kinds: tuple[int, ...] = ()
     guess: int | None = None
@@ -71,7 +72,7 @@ class _Followed:
             return 0
         if self.only_guesses:
             return min(GUESSED, int(self.credit))
-        return max(int(self.credit), AGAIN if place.agreeing >= 12 else 0)  # the text follows the prediction again
+        return max(int(self.credit), TRIAL if place.agreeing >= 12 else 0)  # the text follows the prediction again
 
     def settle(self, row: Row, new: list[int]) -> None:
         """Earn or lose credit by what became of the last proposal; one that was not verified earns half."""
@@ -99,14 +100,14 @@ class RowPredictions:
         self._guessed = AcceptanceModel(BY_GUESS, shared=False, row_step=ROW_STEP)
 
     def proposal(self, row: Row) -> Proposal:
-        """The tokens to try of a row's prediction; none without a prediction or where it is unlikely to be right."""
+        """The next tokens of a row's prediction; none without a prediction, or where it is unlikely to be right."""
         if not row.prediction:
             return NOTHING
         followed = self._followed.get(row)
         if followed is None:
             followed = self._followed[row] = _Followed(Alignment(row.prediction, self._ends_line))
             self._propose(row, followed)
-        if followed.read < row.num_output_tokens:
+        if followed.num_read < row.num_output_tokens:
             self._read(row, followed)
             self._propose(row, followed)
         length, proposed = followed.length, followed.proposed
@@ -118,7 +119,7 @@ class RowPredictions:
 
     def _read(self, row: Row, followed: _Followed) -> None:
         """Read the new tokens, and learn from them how good the last proposal was."""
-        new = row.tokens[row.prompt_length + followed.read :]
+        new = row.tokens[row.prompt_length + followed.num_read :]
         tokens, kinds = followed.proposed.tokens, followed.kinds
         followed.settle(row, new)
         if followed.guess is not None:
@@ -127,7 +128,7 @@ class RowPredictions:
             skip = followed.guess is not None
             self._matched.learn(row, kinds[skip:], tokens[skip:], new[skip:])
         followed.alignment.read(new)
-        followed.read += len(new)
+        followed.num_read += len(new)
 
     def _propose(self, row: Row, followed: _Followed) -> None:
         place = followed.alignment.place
@@ -135,7 +136,7 @@ class RowPredictions:
         if place is None:
             return
         tokens, probs, kinds, path = list[int](), list[float](), list[int](), 1.0
-        length = min(MAX_DRAFT_TOKENS, max(int(followed.credit), AGAIN))
+        length = min(MAX_DRAFT_TOKENS, max(int(followed.credit), TRIAL))
         expected = followed.alignment.prediction[place.start : place.start + length]
         for offset, token in enumerate(expected):
             kind = bisect_right(AGREED, place.agreeing + offset)
@@ -167,19 +168,21 @@ class PredictedDrafts:
     free_drafts: bool = False
     costs_decide: Callable[[Row], bool] = lambda row: False
 
-    def __call__(self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], drafts: AskDrafter) -> Draft:
-        """One draft per row, of its prediction or of the drafter.
+    def __call__(
+        self, rows: Sequence[Row], lengths: Sequence[int], room: Sequence[int], ask_drafter: AskDrafter
+    ) -> Draft:
+        """One draft per row, from its prediction or from the drafter.
 
         lengths: the most tokens of the drafter's draft; room: of the prediction's.
         """
         proposals = [self._proposal(row, n) for row, n in zip(rows, room, strict=True)]
         if not any(proposal.tokens for proposal in proposals):
-            return drafts(lengths)
+            return ask_drafter(lengths)
         goes_first = [
             bool(proposal.tokens) and (n <= len(proposal.tokens) or not self.predictions.only_guesses(row))
             for row, proposal, n in zip(rows, proposals, lengths, strict=True)
         ]
-        drafted = drafts(
+        drafted = ask_drafter(
             [0 if is_first and not self.free_drafts else n for is_first, n in zip(goes_first, lengths, strict=True)]
         )
         expected = [sum(probs or ()) for probs in drafted.acceptance_probs]
@@ -197,7 +200,7 @@ class PredictedDrafts:
         return Draft.where(is_predicted, predicted, drafted)
 
     def _proposal(self, row: Row, room: int) -> Proposal:
-        proposal, length = self.predictions.proposal(row) if room else Proposal([], []), min(room, self.longest)
+        proposal, length = self.predictions.proposal(row) if room else NOTHING, min(room, self.longest)
         if not self.costs_decide(row) or row.params.num_draft_tokens is not None:
             length = min(length, sum(prob >= FLOOR for prob in proposal.acceptance_probs))
         return Proposal(proposal.tokens[:length], proposal.acceptance_probs[:length])

@@ -36,7 +36,7 @@ T = TypeVar("T")
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
-# of the time, about: where every shape is tried, and where it is guaranteed that they agree
+# rough shares of the time: if every shape is tried, and if the backend guarantees that they agree
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
 SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
@@ -53,27 +53,26 @@ class Stages:
     """Reports progress of work that has stages, each of a known share."""
 
     def __init__(self, report: Report) -> None:
-        self._report, self._done = report, 0.0
+        self._report, self._share_done = report, 0.0
 
     def over(self, share: float, items: Sequence[T]) -> Iterator[T]:
         """The items of a stage that takes this share of all the work, reporting after each; it may be left early."""
-        begun = self._done
-        self._done = begun + share
+        start = self._share_done
+        self._share_done = start + share
         for number, item in enumerate(items, 1):
             yield item
-            self._report(min(1.0, begun + share * number / len(items)))
+            self._report(min(1.0, start + share * number / len(items)))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples of this.
+    """Which shapes agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples.
 
-    together: those that do so with several rows, though not with one; kernels for a single token often are others.
+    together: widths that agree for several rows, though not for one; kernels for a single token are often different.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
-    attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
-    ragged forwards may have, and the milliseconds of one of as many rows as there may be; every_total: those between
-    them agree as well.
+    attended_lengths: further lengths that attention may read with the same bits. totals: how many tokens a ragged
+    forward may have, and how many milliseconds it takes with the most rows; every_total: all numbers between agree.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
@@ -88,7 +87,7 @@ class Calibration:
 
     @property
     def agrees(self) -> bool:
-        """Whether there is a set to keep to: the reference width at least, alone and in a batch."""
+        """Whether any shapes agree: at least the reference width, alone and in a batch."""
         return REFERENCE in self.widths
 
     @property
@@ -100,7 +99,13 @@ class Calibration:
         if self.every_total and totals:
             totals = tuple(range(1, totals[-1] + 1))
         return Shapes(
-            several, PREFILL, self.attended_unit, 1 if self.prompts else PREFILL, alone, self.attended_lengths, totals
+            several,
+            chunk=PREFILL,
+            attended_unit=self.attended_unit,
+            reuse=1 if self.prompts else PREFILL,
+            alone=alone,
+            attended_lengths=self.attended_lengths,
+            totals=totals,
         )
 
     @property
@@ -111,6 +116,7 @@ class Calibration:
 
 
 def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths without those for which a wider forward takes about as long, or less."""
     slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
     return tuple(width for width in widths if width not in slow)
 
@@ -161,13 +167,21 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     milliseconds = trials.times.ragged(totals, trials.widths, times)
     if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
         milliseconds = {max(times): times[max(times)]}  # chains are padded; trees may have as many tokens as were timed
-    return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
+    return Calibration(
+        tuple(trials.widths),
+        unit,
+        times,
+        prompts=True,
+        attended_lengths=lengths,
+        totals=milliseconds,
+        every_total=True,
+    )
 
 
 def _agreeing_shapes(
     trials: Trials, unit: int, lengths: tuple[int, ...], times: dict[int, float], stages: Stages
 ) -> Calibration:
-    """What agrees with the reference if forwards read these lengths of the KV cache, or multiples of the unit.
+    """Calibrates against the reference while forwards read these lengths of the KV cache, or multiples of the unit.
 
     times: milliseconds of one row's forwards, by width.
     """
@@ -183,7 +197,15 @@ def _agreeing_shapes(
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
     milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths, times)
-    return Calibration(tuple(agreeing), unit, times, prompts, tuple(others), lengths, milliseconds)
+    return Calibration(
+        tuple(agreeing),
+        unit,
+        times,
+        prompts=prompts,
+        together=tuple(others),
+        attended_lengths=lengths,
+        totals=milliseconds,
+    )
 
 
 def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:

@@ -37,8 +37,9 @@ WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
 THREAD_SETTINGS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
+# settings in a model's configuration that change no number
 NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
-LARGEST = 1 << 30  # of the sizes that a calibration names
+LARGEST = 1 << 30  # size that a calibration may contain
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -58,7 +59,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, calibration
     if reproducible == "auto" and calibration.cost > AFFORDABLE:
-        log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * calibration.cost)
+        log.info("forwards are not padded to shapes that agree: that would cost %.0f%%", 100 * calibration.cost)
         return EXACT_FIT, calibration
     return calibration.shapes, calibration
 
@@ -75,7 +76,7 @@ def _here(loaded: Loaded) -> str:
 
 
 def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
-    """Whether a model on caches of its own reads drafts at once: where that is right, and rounded as token by token."""
+    """The shapes of a model on a cache of its own: it reads drafts at once if that is right and rounds alike."""
     if reproducible is True:
         raise UsageError(
             f"reproducible=True, but {name!r} runs on a cache of its own, where no set of forward shapes agrees; "
@@ -86,8 +87,8 @@ def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: boo
     if backend.rounds_like_one_token or reproducible is False:
         return EXACT_FIT
     warn_slower(
-        f"{name} reads drafts token by token, so that they change no text: in half precision its forward of several "
-        "rounds in another way; dtype='float32' or reproducible=False reads them at once"
+        f"{name} reads drafts token by token, so that they change no text: in half precision its forward over several "
+        "tokens rounds differently; dtype='float32' or reproducible=False reads them at once"
     )
     return replace(EXACT_FIT, token_by_token=True)
 
@@ -95,7 +96,7 @@ def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: boo
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     """The calibration of this machine, model and precision from the cache, or a new one, which is then saved.
 
-    That a model in memory does not agree is not saved.
+    It is not saved if no shapes agree for a model in memory.
     """
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
     cached = read_measured(FOLDER, identity, _calibration)
@@ -112,7 +113,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
 
 
 def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
-    """What a draft model's steps take, from the cache, or measured and then saved."""
+    """How long a draft model's steps take, from the cache, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
     cached = read_measured(FOLDER, identity, _draft_times)
@@ -139,7 +140,7 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 
 
 def _identity(loaded: Loaded) -> str:
-    """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
+    """All that decides how forwards round and how long they take: machine, libraries, their settings, the model."""
     flags = sorted(processor().flags)
     settings = {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)}
     mkldnn: Any = torch.backends.mkldnn
@@ -175,7 +176,7 @@ def _affects_rounding(name: str) -> bool:
 
 
 def _configuration(model: Any) -> dict[str, Any]:
-    """A model's configuration without what changes no number: heads, windows, kinds of layers and all else."""
+    """A model's configuration without the settings that change no number."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -204,19 +205,19 @@ def _calibration(values: dict[str, Any]) -> Calibration:
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:
     if not is_number(token := values["token"]):  # a difference of two times, which noise may make negative
-        raise ValueError(f"{token!r:.40} is no time")
+        raise ValueError(f"{token!r:.40} is not a time")
     return DraftTimes(_times(values["steps"]), float(token))
 
 
 def _sizes_of(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(is_whole(size, 1, LARGEST) for size in values):
-        raise ValueError(f"{values!r:.40} are no sizes")
+        raise ValueError(f"{values!r:.40} is not a list of sizes")
     return tuple(values)
 
 
 def _times(values: dict[str, Any]) -> dict[int, float]:
     if not all(is_number(ms) and ms > 0 for ms in values.values()):
-        raise ValueError(f"{values!r:.40} are no times")
+        raise ValueError(f"{values!r:.40} are not times")
     return {int(count): float(ms) for count, ms in values.items()}
 
 

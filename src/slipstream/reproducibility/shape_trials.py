@@ -16,13 +16,13 @@ from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import LayerKinds, RaggedForwards, RowSegment
 from slipstream.reproducibility.timing import ForwardTimes, end_to_end, ragged_rounds
 
-OF_EACH_KIND = 2
+OF_EACH_KIND = 2  # layers that are tried
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 FURTHER_WIDTHS = (9, 10, 11, 12, 14, 20, 24, 28, 40, 48, 56, 64)  # tried only where it is guaranteed that all agree
 ATTENDED_UNITS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first unit, one beyond: the unit must not matter where it pads nor where it ends
-MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
+MATES = (37, 333, 111, 450, 260, 90, 400)  # context lengths of the other rows of ragged batches, repeated as needed
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 FEWEST_LOGITS, LONGEST = 1 << 14, 64  # short sums often round alike, so that tiny models need more positions
 PREFILL = 256
@@ -34,7 +34,7 @@ TOTAL = 19  # tokens of a ragged forward: an odd number, as all are allowed then
 
 
 def trial_backend(backend: Backend) -> Backend:
-    """The layers to try as a backend, on the same KV cache if they can; the model itself where that saves nothing."""
+    """A backend of the layers to try, on the same KV cache if they can; the model itself if that saves nothing."""
     if not isinstance(backend, LayerKinds) or backend.device.type != "cpu":  # elsewhere graphs would be captured
         return backend
     try:
@@ -68,7 +68,7 @@ def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
 
 
 def read_context(backend: Backend, tokens: Tensor, start: int, end: int, slot: int) -> None:
-    """Read tokens from `start` to `end`, from where the next forward begins."""
+    """Read tokens from `start` to `end`, where the next forward will begin."""
     if isinstance(backend, Checkpoints):
         backend.mark_final(slot, end)
     backend.forward(tokens[None, start:end], [start], first_slot=slot, logits=False)
@@ -77,23 +77,23 @@ def read_context(backend: Backend, tokens: Tensor, start: int, end: int, slot: i
 def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: int) -> None:
     """Read tokens up to ends[i] into slot i: the longest is read in chunks, and copied wherever another slot's ends.
 
-    A copy is made as soon as it is complete: states are known at no earlier position.
+    A copy is made as soon as it is complete, because a recurrent state exists at the last position only.
     """
-    reader, read = ends.index(max(ends)), 0
+    longest_slot, num_read = ends.index(max(ends)), 0
     for end in sorted(set(ends)):
-        for start in range(read, end, chunk):
-            read_context(backend, tokens, start, min(start + chunk, end), reader)
+        for start in range(num_read, end, chunk):
+            read_context(backend, tokens, start, min(start + chunk, end), longest_slot)
         for slot, slot_end in enumerate(ends):
-            if slot_end == end and slot != reader:
-                backend.copy(reader, slot, end)
-        read = end
+            if slot_end == end and slot != longest_slot:
+                backend.copy(longest_slot, slot, end)
+        num_read = end
 
 
 class Trials:
-    """Runs the same tokens through different shapes of a few layers; `times` those of the whole model.
+    """Runs the same tokens through forwards of different shapes, of a few layers; `times` times the whole model.
 
-    All slots hold the same tokens. A slot is only ever written from where its own context ends on, and read from there
-    by nobody else, so that no trial changes what another one reads.
+    All slots hold the same tokens. A trial writes to a slot only after the end of the slot's context, and no trial
+    reads what another one has written there.
     """
 
     def __init__(self, complete: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
@@ -110,7 +110,7 @@ class Trials:
             tried.reserve(len(self._firsts), length + 3 * ATTENDED_UNITS[-1])
         read_contexts(backend, self._tokens, self._firsts, PREFILL)
         if isinstance(complete, Checkpoints) and complete.checkpoint(0, contexts[0]) < contexts[0]:
-            read_context(complete, self._tokens, 0, contexts[0], 0)  # it has another cache
+            read_context(complete, self._tokens, 0, contexts[0], 0)  # the whole model has a cache of its own
         self._length = min(max(LENGTH, FEWEST_LOGITS // backend.vocab_size), LONGEST)
         self._reference: dict[int, Tensor] = {}  # by the position at which a slot's context ends
         self.times = ForwardTimes(complete, self._tokens, self._starts, contexts[0])
@@ -175,14 +175,14 @@ class Trials:
         return True
 
     def attended_lengths(self) -> tuple[int, ...]:
-        """How much of the KV cache forwards may read where it is enough, without a difference to whole units."""
+        """Lengths of the KV cache that forwards may read, where they suffice, with the bits of whole units."""
         backend, unit = self._complete, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
         return tuple(
-            read
-            for read in ATTENDED_LENGTHS
-            if backend.attended_length_agrees(self.widths, read, -(-read // unit) * unit)
+            length
+            for length in ATTENDED_LENGTHS
+            if backend.attended_length_agrees(self.widths, length, -(-length // unit) * unit)
         )
 
     @property
@@ -191,7 +191,7 @@ class Trials:
         return list(range(PROMPT_UNIT, min(PREFILL, self.backend.max_length - self.contexts[-1]) + 1, PROMPT_UNIT))
 
     def prompts_agree(self, chunks: Iterable[int]) -> bool:
-        """Whether prompt chunks of these widths leave the bits that forwards of the reference width leave."""
+        """Whether prompt chunks of these widths give the bits that forwards of the reference width give."""
         slot = len(self.contexts) - 1
         length = min(PREFILL, self.backend.max_length - self.contexts[slot])
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
@@ -220,7 +220,7 @@ class Trials:
         return isinstance(self.backend, RaggedForwards) and self.backend.ragged and several
 
     def prompts_agree_together(self) -> bool:
-        """Whether prompts that share a forward do as well."""
+        """Whether prompts that share a forward give these bits as well."""
         backend, slot = self.backend, len(self.contexts) - 1
         other = 1 if slot == 0 else 0
         if not self._ragged:
@@ -240,11 +240,11 @@ class Trials:
         return True
 
     def totals(self, totals: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """Those of these numbers of tokens for which the context has room for a ragged forward."""
+        """The given totals for which a ragged forward fits into the context."""
         return [total for total in totals if self._ragged and any(self._ragged_rounds(total, widths))]
 
     def total_agrees(self, total: int, widths: Sequence[int]) -> bool:
-        """Whether ragged forwards of this many tokens do, of as many rows as there may be and of few."""
+        """Whether ragged forwards of this many tokens give the reference's bits, with the most rows and with few."""
         backend = self.backend
         assert isinstance(backend, RaggedForwards)
         for segments in self._ragged_rounds(total, widths):

@@ -21,13 +21,14 @@ from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
 from slipstream.sampling.params import SamplingParams
 
-SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens are whose, over and over
-FEW_ROWS = 3  # rows
+SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens of a ragged forward its rows get, in turn
+FEW_ROWS = 3  # of ragged forwards of few rows
 FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
-FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6  # tokens of most verifications, and turns that tell them from one another
-SECONDS = 1.5  # after which no more turns are taken than these
-TEXT, SHORT = 64, 8  # tokens of the text that is read, and of those that are only drafted after
-STEPS, TURNS = 6, 2  # of a draft; how often a single row's is timed, the first time being of much else too
+# forwards of up to so many tokens (ragged: FEW_RAGGED), which most verifications have, get at least FEWEST_OF_FEW turns
+FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
+SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
+TEXT, SHORT = 64, 8  # tokens of a text whose reading is timed, and of texts for which only drafting is
+STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work
 
 Shape = TypeVar("Shape")
 
@@ -45,28 +46,28 @@ class Fastest(Generic[Shape]):
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it; a processor has."""
+    """Wait until a GPU has done its work; a CPU's is done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[list[RowSegment]]:
-    """Forwards of `total` tokens: two consecutive ones of as many rows as there are starts, and of few.
+    """Ragged forwards of `total` tokens: two consecutive ones with a row for each of the starts, two with few rows.
 
-    The second has padding. Forwards that could reach beyond position `limit` are left out.
+    The second of two has padding. Forwards that could reach beyond position `limit` are left out.
     """
     for rows in {min(count, len(starts), total - 1) for count in (len(starts), FEW_ROWS)}:
-        read = [0] * rows
+        num_read = [0] * rows
         for turn in range(2):
             counts = shared_out(total - turn, rows, turn)
-            if max(starts[:rows]) + max(read) + max(counts) > limit:
+            if max(starts[:rows]) + max(num_read) + max(counts) > limit:
                 break
-            yield [RowSegment(i, starts[i] + read[i], counts[i]) for i in range(rows)]
-            read = [before + count for before, count in zip(read, counts, strict=True)]
+            yield [RowSegment(i, starts[i] + num_read[i], counts[i]) for i in range(rows)]
+            num_read = [before + count for before, count in zip(num_read, counts, strict=True)]
 
 
 def shared_out(total: int, rows: int, turn: int) -> list[int]:
-    """Tokens of each row, at least one."""
+    """How many of `total` tokens each row gets, at least one, by SHARES from number `turn` on."""
     counts = [1] * rows
     places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
     while (remaining := total - sum(counts)) > 0:
@@ -75,7 +76,7 @@ def shared_out(total: int, rows: int, turn: int) -> list[int]:
 
 
 def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Tensor:
-    """The segments' tokens of one text [N], one after the other and padded to `total`."""
+    """The tokens of a text [N] that the segments cover, one segment after the other, padded to `total`."""
     joined = torch.cat([tokens[segment.start : segment.start + segment.count] for segment in segments])
     return pad(joined, (0, total - len(joined)))
 
@@ -84,8 +85,8 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
 class ForwardTimes:
     """Times forwards of tokens [N]; slot i holds the first starts[i] of them, slot 0 as many as `start`.
 
-    Shapes of few tokens, which most verifications have, get more turns than others even where they take long: what a
-    drafted token costs is the difference of two of them, and two or three turns leave it to chance.
+    Shapes of few tokens, which most verifications have, get more turns than others even where they take long: the cost
+    of a drafted token is the difference between two of them, which two or three turns would leave to chance.
     """
 
     backend: Backend
@@ -108,13 +109,13 @@ class ForwardTimes:
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
     ) -> dict[int, float]:
-        """Milliseconds of a ragged forward of as many rows as there may be, by tokens. turns: a number, and the tokens.
+        """Milliseconds of a ragged forward with the most rows, by tokens. turns: number of the turn, and tokens.
 
         alone: milliseconds of one row's forwards, measured earlier. One of them is timed again beside each turn, and
         all times count in proportion to it: the machine may have become slower or faster since.
         """
         reference, started = max(width for width in alone if width <= FEW), perf_counter()
-        times, again = Fastest[int](), Fastest[int]()
+        times, reference_times = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
             if turn != last:
@@ -122,15 +123,15 @@ class ForwardTimes:
                 if late and turn >= FEWEST_OF_FEW:
                     break
                 if not times.milliseconds:
-                    self._ragged_seconds(total, widths)  # much happens for the first time
-                again.add(reference, self._seconds(reference))
+                    self._ragged_seconds(total, widths)  # not counted: the first includes work that is done once
+                reference_times.add(reference, self._seconds(reference))
                 last = turn
             if not (late and turn >= FEWEST_RAGGED_TURNS and total > FEW_RAGGED):
                 times.add(total, self._ragged_seconds(total, widths))
         if not times.milliseconds:
             return {}
-        again.add(reference, self._seconds(reference))
-        speed = alone[reference] / again.milliseconds[reference]
+        reference_times.add(reference, self._seconds(reference))
+        speed = alone[reference] / reference_times.milliseconds[reference]
         return {total: ms * speed for total, ms in times.milliseconds.items()}
 
     def _ragged_seconds(self, total: int, widths: Sequence[int]) -> float:
@@ -162,7 +163,7 @@ class DraftTimes:
 def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
     """Draft for 1, 2, 4, ... and `max_rows` rows of random tokens; the fastest step counts.
 
-    scorer: with room for them; what it has cached is overwritten.
+    scorer: must have room for these rows; what it has cached is overwritten.
     """
     steps, reading = Fastest[int](), Fastest[int]()
     for turn in range(TURNS):
@@ -175,7 +176,7 @@ def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
 
 
 def _row_counts(max_rows: int) -> Sequence[int]:
-    """Powers of two from 2 on that are less than `max_rows`, and `max_rows` itself."""
+    """Powers of two from 2 on that are less than `max_rows`, and `max_rows` itself unless it is 1."""
     return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 

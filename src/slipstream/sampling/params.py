@@ -107,7 +107,7 @@ class SamplingParams:
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise UsageError(f"constraint={self.constraint!r:.80}; allowed: None or a Constraint")
         if self.constraint is not None and self.ignore_eos:
-            raise UsageError("ignore_eos=True with a constraint, whose end is that of the text; allowed: False")
+            raise UsageError("ignore_eos=True with a constraint, which decides where the text ends; allowed: False")
         self._check_collections()
 
     def _check_prediction(self) -> None:
@@ -155,12 +155,12 @@ class SamplingParams:
         return tuple(self.stop)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON has them; processors, which are code, are left out."""
+        """The options as JSON values; processors, which are code, are left out."""
         options = {name: value for name, value in vars(self).items() if name != "logits_processors"}
         return options | {"constraint": None if self.constraint is None else self.constraint.to_dict()}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids the model does not have; the message names the field and the id."""
+        """Raise UsageError, which names field and id, for token ids that the model does not have."""
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise UsageError(f"logprobs={self.logprobs}; allowed: at most {vocab_size}, the size of the vocabulary")
         words = [token for word in self.bad_words if not isinstance(word, str) for token in word]
@@ -175,7 +175,7 @@ class SamplingParams:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """Shows what differs from the defaults."""
         return changed_repr(self)
 
 
@@ -230,7 +230,7 @@ def _range(low: float, high: float, open_below: bool) -> str:
 
 
 def _as_python(value: Any) -> Any:
-    """Numbers and arrays of numpy and PyTorch as Python has them, in lists and mappings too."""
+    """Numbers and arrays of NumPy and PyTorch as Python numbers and lists, inside lists and dicts, too."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     if type(value) in (list, tuple):

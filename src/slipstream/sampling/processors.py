@@ -28,7 +28,7 @@ _ANY = -1  # no token has this id
 
 
 def params_of(row: Row) -> SamplingParams:
-    """The row's options; the loop knows fewer of them."""
+    """The row's options, of which the loop knows only a part (`RequestOptions`)."""
     return cast(SamplingParams, row.params)
 
 
@@ -36,7 +36,7 @@ class BatchProcessor:
     """One kind of processor for a whole batch. Inactive ones are left out of the loop.
 
     `apply` edits scores [B, J, V] in place; draft: [B, K]; `first` draft tokens come before position 0.
-    may_fail: it runs code of the request's.
+    may_fail: whether it runs the request's own code.
     """
 
     active = False
@@ -44,11 +44,11 @@ class BatchProcessor:
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
-        """Rows whose processors failed: place in the batch -> how many draft tokens had been seen, and why."""
+        """Rows whose processors failed: index in the batch -> how many draft tokens had been seen, the exception."""
         return {}
 
     def taken(self, row: int, path: Sequence[int]) -> None:
-        """Forget how row number `row` failed in other branches of a tree than the one with these tokens."""
+        """Forget the failures of row number `row` that are not on the path of a tree with these tokens."""
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         """Edit the scores [B, J, V] in place; position j has seen first + j draft tokens."""
@@ -62,7 +62,7 @@ class BatchProcessor:
 
 
 class FallibleProcessor(BatchProcessor):
-    """A processor that may fail in a row; the batch goes on, and the row ends where the failure was."""
+    """A processor that may fail in a row; the batch continues, and the row ends where the failure was."""
 
     def __init__(self) -> None:
         self._failures: dict[int, tuple[int, Exception]] = {}
@@ -79,7 +79,7 @@ class FallibleProcessor(BatchProcessor):
 
 
 class ConstraintMasks(FallibleProcessor):
-    """Masks every position of the constrained rows, behind their committed tokens and the draft tokens before it.
+    """Masks every position of the constrained rows by their committed tokens and the draft tokens before it.
 
     Their drafts are read on the host, which waits for the device.
     """
@@ -199,14 +199,13 @@ def _name(processor: Processor) -> str:
 
 
 def check_stateless(processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
-    """The processor's answer, or a refusal if asking twice gives two answers.
+    """The processor's answer; UsageError if two calls give different answers.
 
-    Drafts are scored at positions that may be rejected, so a processor that remembers what it was asked would have to
-    be rolled back.
+    Drafts are scored at positions that may be rejected, so a processor that keeps state would have to be rolled back.
     """
     first = ask(processor, context, scores, wait=True)
     second = ask(processor, context, scores)
-    with suppress(Exception):  # it may refuse a text that is none of the row's
+    with suppress(Exception):  # it may refuse a text that the row never has
         ask(processor, context[:, :-1] if context.shape[1] > 1 else context, scores)
     if not torch.equal(first, second) or not torch.equal(first, ask(processor, context, scores)):
         raise UsageError(
@@ -253,9 +252,8 @@ class Penalties(BatchProcessor):
         self._counts = torch.zeros(len(rows), vocab_size, dtype=torch.float32, device=device)
         self._places: list[dict[int, int]] = [{} for _ in rows]  # token -> its index in the row's list
         self._ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device)  # the lists, padded with any token
-        self._new: list[
-            tuple[int, int, int, int]
-        ] = []  # row, index in its list, token, further occurrences in the output
+        # row, index in the row's list, token, further occurrences in the output
+        self._new: list[tuple[int, int, int, int]] = []
         for i, row in enumerate(rows):
             self._record(i, row.tokens, Counter(row.output))
 
@@ -290,13 +288,13 @@ class Penalties(BatchProcessor):
         """Send what was noted since the last call to the device, all rows at once."""
         if not self._new:
             return
-        rows, places, tokens, more = torch.tensor(self._new).T.to(self._device, non_blocking=True)
+        rows, places, tokens, counts = torch.tensor(self._new).T.to(self._device, non_blocking=True)
         missing = max(map(len, self._places)) - self._ids.shape[1]
         if missing > 0:
             self._ids = pad(self._ids, (0, missing + self._ids.shape[1] // 4))
         self._ids[rows, places] = tokens
         self._seen[rows, tokens] = True
-        self._counts.index_put_((rows, tokens), more.float(), accumulate=True)
+        self._counts.index_put_((rows, tokens), counts.float(), accumulate=True)
         self._new.clear()
 
 
@@ -319,8 +317,8 @@ class BadWords(BatchProcessor):
         padded = torch.tensor([[_ANY] * (self._reach - len(tail)) + tail for tail in tails])
         context = torch.cat([padded.to(draft.device, non_blocking=True), draft[:, : first + scores.shape[1] - 1]], 1)
         windows = context[:, first:].unfold(1, self._reach, 1)  # [B, J, reach]: what precedes each position
-        begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
-        bias = torch.zeros_like(begun, dtype=scores.dtype).masked_fill_(begun, NEVER)
+        has_begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
+        bias = torch.zeros_like(has_begun, dtype=scores.dtype).masked_fill_(has_begun, NEVER)
         positions = torch.arange(scores.shape[1], device=scores.device)
         index = self._row[:, None], positions, self._last[:, None].expand_as(bias)
         scores.index_put_(index, bias, accumulate=True)

@@ -22,7 +22,7 @@ from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Warp
 
-NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
+NONE = -1  # sampled where no token is left; harmless after a rejection, an error if committed
 # scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
 
@@ -47,25 +47,25 @@ class Sampler:
 
     @property
     def failures(self) -> dict[int, tuple[int, Exception]]:
-        """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
+        """Rows whose processors failed: index in the batch -> the first such position, the exception."""
         failures = [failure for processor in self._processors for failure in processor.failures.items()]
-        return dict(sorted(failures, key=lambda failure: -failure[1][0]))  # the first of a row is the last entered
+        return dict(sorted(failures, key=lambda failure: -failure[1][0]))  # a row's first failure overwrites later ones
 
     def drafted(self) -> None:
-        """Forget what failed while a draft was scored: on the draft model's logits, and perhaps on other tokens."""
+        """Forget failures on a draft model's logits: verification calls the processors again, on the target's."""
         for processor in self._processors:
             processor.drafted()
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        """Tell the penalties what row number `row` of this batch has committed."""
+        """Note the tokens that row number `row` of this batch has committed."""
         for processor in self._processors:
             processor.advance(row, tokens)
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
         """Logits after all logits processors, in float32; without processors the logits unchanged, in their own type.
 
-        logits: [B, J, V]; draft: [B, >= first + J - 1]. guess: the draft may still be split into other tokens, so
-        processors that can fail at a token are skipped.
+        logits: [B, J, V]; draft: [B, >= first + J - 1]. guess: the draft's text may still become other tokens, so the
+        request's own processors, which may fail, are skipped.
         """
         processors = [processor for processor in self._processors if not (guess and processor.may_fail)]
         if not processors:
@@ -90,9 +90,9 @@ class Sampler:
         return probs
 
     def choose(self, logits: Tensor, draft: Draft) -> Tensor:
-        """The target's own token after the committed tokens and after each of the draft, [B, K + 1].
+        """The target's own token after the committed tokens and after each draft token, [B, K + 1].
 
-        On a CPU only where the draft agrees with these tokens so far; NONE at the other places of a sampled row.
+        On a CPU a sampled row gets NONE after every draft token that the target would not have chosen.
         """
         if self.plain:
             return argmax(logits)
@@ -127,7 +127,7 @@ class Sampler:
         if greedy := [row for row in range(len(self.rows)) if row not in sampled]:
             for row, best in zip(greedy, _greedy(scores[greedy]).tolist(), strict=True):
                 chosen[row] = best
-        nodes, depth = dict.fromkeys(sampled, -1), 0  # of the rows whose draft is right so far: its last right token
+        nodes, depth = dict.fromkeys(sampled, -1), 0  # rows whose draft is right so far -> its last right token
         while nodes:
             for warp, rows in self._path_blocks(nodes):
                 picked = [scores[row, nodes[row] + 1] for row in rows]
@@ -142,7 +142,7 @@ class Sampler:
         return torch.tensor(chosen, device=scores.device)
 
     def _path_blocks(self, rows: Collection[int]) -> Iterator[tuple[Warp, list[int]]]:
-        """Those of these rows that have equal options, in blocks of the best size."""
+        """These rows, grouped by equal options, in blocks that fit a CPU's cache."""
         at_once = max(1, HOST_BLOCK // self.vocab_size)
         for warp, members in self._groups:
             group = [row for row in members.tolist() if row in rows]
@@ -150,7 +150,7 @@ class Sampler:
                 yield warp, group[start : start + at_once]
 
     def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Sequence[int]) -> list[int]:
-        """`_drawn` on scores [V] each: their distributions are made only where the race cannot do without."""
+        """`_drawn` for several scores [V]; computes a distribution only where the race has no sure winner."""
         sure = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
         if unsure := [i for i, winner in enumerate(sure) if winner is None]:
             bits = self.race.bits(words([keys[i] for i in unsure]))
@@ -165,7 +165,7 @@ class Sampler:
         return winners.where(distributions.gather(-1, winners[:, None])[:, 0] > 0, NONE)
 
     def _follow(self, chosen: Sequence[Sequence[int]], draft: Draft) -> None:
-        """Forget the failures in a tree but those on the path that is taken. chosen: [B, K + 1] tokens."""
+        """Forget the failures in a tree that are not on the accepted path. chosen: [B, K + 1] tokens."""
         assert draft.parents is not None
         for i in list(self.failures):
             tokens, path = draft.tokens[i].tolist(), [-1]
@@ -184,15 +184,15 @@ class Sampler:
         for number in range(max(map(len, leaves))):
             ends = [parents[min(number, len(parents) - 1)] for parents in leaves]
             paths = [path_to(parents, end) for parents, end in zip(draft.parents, ends, strict=True)]
-            along = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
-            tokens = draft.tokens.new_zeros(along.shape[:2])
+            path_scores = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
+            tokens = draft.tokens.new_zeros(path_scores.shape[:2])
             for row, path in enumerate(paths):
-                along[row, : 1 + len(path)] = logits[row, [0, *(1 + node for node in path)]]
+                path_scores[row, : 1 + len(path)] = logits[row, [0, *(1 + node for node in path)]]
                 tokens[row, : len(path)] = draft.tokens[row, path]
             for processor in self._processors:
-                processor.apply(along, tokens, 0)
+                processor.apply(path_scores, tokens, 0)
             for row, path in enumerate(paths):
-                scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
+                scores[row, [0, *(1 + node for node in path)]] = path_scores[row, : 1 + len(path)]
         return scores
 
     def _token_key(self, row: int, offset: int) -> int:
@@ -206,16 +206,16 @@ class Sampler:
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].
 
-        The numbers of the streams other than TOKEN also depend on the round, because a position may come up again.
+        In streams other than TOKEN the keys also depend on the round, because a position may be drafted again.
         """
         keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
     def leaders(self, scores: Tensor, first: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The tokens that lead in the race of position `first` and their shares of it, [B, count] both.
+        """The tokens that lead the race for position `first`, and their shares of all speeds, both [B, count].
 
-        The first is the target's own token if its scores are these, [B, V]. Greedy rows have no noise: their likeliest
-        tokens lead, and the shares are probabilities. token_ids: [V] of the scores; None for 0, 1, 2, ...
+        The first one is the target's own token if the target's scores are these [B, V]. Greedy rows have no noise:
+        their likeliest tokens lead, and the shares are probabilities. token_ids: [V] of the scores; None for 0, 1, ...
         """
         if self.all_greedy:
             return self.race.leaders(scores, self._temperatures, None, count, token_ids)

@@ -72,7 +72,7 @@ def keep_top_p_sorted(scores: Tensor, top_p: Tensor) -> Tensor:
 def keep_top_p_selected(scores: Tensor, top_p: Tensor, highest: Highest | None = None) -> Tensor:
     """`keep_top_p_sorted` with a sort only for positions whose likeliest tokens do not decide.
 
-    highest: of scores from which all others have been removed already, if it is known (top-k).
+    highest: if top-k has removed all other scores already, those that are left.
     """
     probs, undecided = scores.softmax(-1), torch.arange(len(scores))
     least = scores.new_empty(len(scores), 1)

@@ -24,23 +24,24 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._done = self._read = 0  # ids before `_done` give context only, ids before `_read` have been emitted
+        self._num_emitted = 0  # ids whose text has been returned
+        self._context_start = 0  # the first id to decode: those up to `_num_emitted` only give context to the next
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._done : self._read])
-        now = self._tokenizer.decode(self._ids[self._done :])
+        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
+        now = self._tokenizer.decode(self._ids[self._context_start :])
         if len(now) <= len(before) or now.endswith(BROKEN):
             return ""
-        self._done, self._read = self._read, len(self._ids)
+        self._context_start, self._num_emitted = self._num_emitted, len(self._ids)
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
-        before = self._tokenizer.decode(self._ids[self._done : self._read])
-        self._read = len(self._ids)
-        return self._tokenizer.decode(self._ids[self._done :])[len(before) :]
+        """The remaining text at the end, incomplete characters included."""
+        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
+        self._num_emitted = len(self._ids)
+        return self._tokenizer.decode(self._ids[self._context_start :])[len(before) :]
 
 
 class TokenTexts:
@@ -66,7 +67,7 @@ class TokenTexts:
         if isinstance(self._tokenizer, ReadableAsBytes):
             try:
                 data = self._tokenizer.bytes_of(token)
-            except UsageError:  # not every tokenizer tells
+            except UsageError:  # this tokenizer's tokens cannot be read as bytes
                 return self._tokenizer.decode([token])
             return "" if data is None else data.decode(errors="replace")
         return self._tokenizer.decode([token])
@@ -109,7 +110,7 @@ class VisibleText:
         self._unwatched = max(0, params.min_tokens - 1)
 
     def push(self, token: int) -> str:
-        """What may be shown now."""
+        """The text that may be shown once this token has come."""
         piece = self._text.push(token)
         if self._unwatched > 0:
             self._unwatched -= 1
@@ -117,11 +118,11 @@ class VisibleText:
         return self._stops.push(piece)
 
     def flush(self) -> str:
-        """What is left when the request is over."""
+        """The remaining text when the request is over."""
         return self._stops.push(self._text.flush(), final=True)
 
     def completes_stop(self, token: int) -> bool:
-        """Whether a stop string is complete with this token."""
+        """Whether this token completes a stop string."""
         self.push(token)
         return self._stops.found
 

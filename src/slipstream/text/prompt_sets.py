@@ -17,7 +17,7 @@ from slipstream.tokenization.tokenizer import check_text
 
 @dataclass(frozen=True)
 class NamedPrompt:
-    """A prompt and its category. prediction: a guess of its answer; None for none."""
+    """A prompt and its category. prediction: a guess of its answer, if there is one."""
 
     prompt: str
     category: str = "prompt"
@@ -97,7 +97,7 @@ def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = 
 
 
 def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
-    """`count` prompts taken evenly over the list, so that every category takes part."""
+    """`count` prompts, evenly spaced over the list, so that every category takes part."""
     return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
 
 

@@ -1,4 +1,4 @@
-"""Turns what a user passes in into rows: prompts of every kind become token ids, a mistake an error of one line.
+"""Turns a user's prompts and options into rows: all kinds of prompts become token ids, a mistake an error of one line.
 
 Prompts are texts, lists of token ids or lists of chat messages. Ids also come as PyTorch tensors, numpy arrays and what
 Hugging Face tokenizers return (a mapping with `input_ids` and `attention_mask`); transformers is not imported for that.
@@ -44,8 +44,8 @@ def read_prompts(prompt: Any) -> Prompts:
     """The prompts a caller gave: one of any form, or a list of them. UsageError for arrays of other shapes.
 
     Arrays [n] and [1, n] are one prompt. Arrays [B, n] are B prompts, from which `attention_mask` (of a tokenizer's
-    mapping) drops the padding. An empty list is no prompts. What is none of these forms is left as it is, for its
-    reader to refuse.
+    mapping) drops the padding. An empty list is no prompts. Anything else is returned as one prompt, for its reader to
+    refuse.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         for name in prompt:
@@ -78,7 +78,7 @@ def read_conversation(messages: Any) -> Prompts:
 
 
 def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
-    """The tools of a call of `chat`. UsageError for the first that is no JSON schema of a function."""
+    """The tools of a call of `chat`. UsageError for the first that is not a JSON schema of a function."""
     allowed = "allowed: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
     if not isinstance(tools, list | tuple):
         if tools is None:
@@ -94,7 +94,7 @@ def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def read_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """One sequence of token ids, given in any form. UsageError for what is none, and for ids that do not exist."""
+    """One sequence of token ids, given in any form. UsageError for anything else, and for ids that do not exist."""
     if isinstance(token_ids, list | tuple) and not token_ids:
         return []
     prompts = None if isinstance(token_ids, str) else read_prompts(token_ids)
@@ -121,7 +121,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what is no chat message, and images, videos or sounds, which no model is given here."""
+    """Refuse what is not a chat message, and images, videos or sounds, as models read only text here."""
     for number, message in enumerate(messages):
         what = f"message {number}"
         if not isinstance(message, Mapping):
@@ -129,7 +129,7 @@ def _check_messages(messages: Sequence[Any]) -> None:
         if not isinstance(message.get("role"), str):
             raise UsageError(f"{what} has the role {message.get('role')!r:.40}; allowed: a name, such as 'user'")
         if message.keys() == {"role"}:  # a message that calls tools has no content
-            raise UsageError(f"{what} has a role alone; allowed: with content, or with tool_calls")
+            raise UsageError(f"{what} has nothing but a role; allowed: with content, or with tool_calls")
         content = message.get("content")
         if not (content is None or isinstance(content, str | list | tuple)):
             raise UsageError(f"{what} has the content {content!r:.40}; allowed: a text, or a list of text parts")
@@ -306,7 +306,7 @@ class RequestReader:
         return None if is_ids(prompt) else prompt
 
     def with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Texts as token ids: the prediction's, and bad words' at the beginning of a text and after a space."""
+        """The options with token ids in place of texts; of bad words, with and without a space before them."""
         words: list[Sequence[int]] = []
         tokenizer = self.target.tokenizer
         for word in params.bad_words:
@@ -321,7 +321,7 @@ class RequestReader:
         return replace(params, prediction=self._prediction(params)) if isinstance(params.prediction, str) else params
 
     def _prediction(self, params: SamplingParams) -> Sequence[int]:
-        """A request's prediction as token ids without special ones; nothing without one."""
+        """A request's prediction as token ids without special ones; empty if it has none."""
         prediction, tokenizer = params.prediction, self.target.tokenizer
         if prediction is None:
             return ()

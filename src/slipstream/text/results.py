@@ -30,9 +30,9 @@ class Stats:
     Positions are those of a draft, of a tree its depths: a token counts as accepted there if any of the tree's was.
     Forced tokens are those of a constraint's drafts; what drafters proposed and what became of it leaves them out.
     Seconds are counted once per step, so the rows of a batch that share a step share its time: the totals of one row
-    say how long it was under way, not what it cost alone.
+    say how long it was running, not what it cost alone.
     accepted_prediction_tokens: committed tokens that came from requests' predictions; rejected_prediction_tokens: the
-    others that were verified. Both None where no request had one.
+    others that were verified. Both None if no request had a prediction.
     """
 
     num_rounds: int = 0
@@ -123,7 +123,7 @@ class Stats:
 
     @property
     def overhead_seconds(self) -> float:
-        """What a step spent outside drafting, verifying, accepting and prefill."""
+        """Seconds outside drafting, verifying, accepting and prefill."""
         parts = self.draft_seconds + self.verify_seconds + self.accept_seconds + self.prefill_seconds
         return max(0.0, self.total_seconds - parts)
 
@@ -133,21 +133,21 @@ class Stats:
         return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def __repr__(self) -> str:
-        """The figures that one looks for first."""
+        """Shows the most important figures."""
         drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
         rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
         tokens, speed = counted(self.num_output_tokens, "token"), f"{self.tokens_per_second:.1f} tokens per second"
         return f"Stats({tokens}, {rounds}, {speed})"
 
     def to_dict(self) -> dict[str, Any]:
-        """All totals and ratios, for JSON."""
+        """All totals and ratios as JSON values."""
         ratios = ("acceptance_rate", "alpha", "block_efficiency", "overhead_seconds", "tokens_per_second")
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string; `str` is the text.
+    """The answer to a prompt. token_ids exclude the prompt; text is cut before a stop string; `str` is the text.
 
     alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
     tool_calls: the calls that an answer of `SpeculativeDecoder.chat` makes; their texts are part of `text` as well.
@@ -178,15 +178,15 @@ class Result:
     def logprobs(self) -> list[TokenLogprobs] | None:
         """One record per output token, if the request asked for them with `SamplingParams(logprobs=K)`.
 
-        `token` and `top_tokens` of each are the texts of its tokens, None and () if there is no tokenizer.
+        `token` and `top_tokens` of a record are the texts of its tokens; None and () if there is no tokenizer.
         """
         by_round = [round.logprobs for round in self.rounds if round.logprobs is not None]
-        return (
-            with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer) if by_round else None
-        )
+        if not by_round:
+            return None
+        return with_token_texts([entry for entries in by_round for entry in entries], self.tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
+        """Everything but the tokenizer as JSON values; `stats` with its ratios, each of `rounds` as a dictionary."""
         plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
@@ -199,8 +199,7 @@ class Result:
     def debug(self) -> RoundLines:
         """Every round as a line: accepted, rejected and target-chosen tokens, with a legend.
 
-        It shows itself where it is the value of a line, in a terminal and in a notebook; `print` writes it without
-        colours.
+        Terminals and notebooks show it in colours if it is the value of a line; `print` writes it without colours.
         """
         return round_lines(self.rounds, self.tokenizer)
 
@@ -270,7 +269,7 @@ class Chunk:
 class Stream(Iterator[Chunk]):
     """The chunks of one answer as they come; when they have ended, `result` is the whole answer.
 
-    Several threads may use it: each chunk goes to one of them, and `close` waits for the round under way.
+    Several threads may use it: each chunk goes to one of them, and `close` waits for the current round.
     """
 
     def __init__(self, chunks: Generator[Chunk, None, Result]) -> None:
@@ -292,7 +291,7 @@ class Stream(Iterator[Chunk]):
     def result(self) -> Result:
         """What `generate` would have returned; UsageError before the last chunk was read."""
         if self._result is None:
-            raise UsageError("stream.result is there when all chunks were read; allowed: after the loop over them")
+            raise UsageError("stream.result before all chunks were read; allowed: after the loop over them")
         return self._result
 
     def close(self) -> None:
@@ -304,7 +303,7 @@ class Stream(Iterator[Chunk]):
 class AsyncStream(AsyncIterator[Chunk]):
     """A `Stream` for `async for`: its rounds are computed in a thread, and the event loop goes on meanwhile.
 
-    thread: where. It computes one round at a time, so that streams that share it take turns.
+    thread: an executor that computes one round at a time, so that streams that share it take turns.
     If a wait is cancelled, by a timeout for example, the next call gets its chunk.
     """
 
@@ -345,7 +344,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) -> Iterator[Chunk]:
-    """A row's rounds as they come, with their text; raises what the row failed with."""
+    """A row's rounds as they come, with their text; at the end raises the row's error, if it failed."""
     text = None if tokenizer is None else VisibleText(tokenizer, params_of(row))
     for round in rounds:
         piece = ""
@@ -358,7 +357,7 @@ def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) ->
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text, as far as a line shows it."""
+    """A text, cut to what a line shows."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -106,8 +106,8 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
         kept = round.num_accepted_tokens
         for place in range(round.num_accepted_on_chain, kept):
             committed[place] = Piece("branch", committed[place].text)
-        over = round.unaccepted if round.rejected or round.path is not None else ()
-        pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in over), *committed[kept:])
+        rejected = round.unaccepted if round.rejected or round.path is not None else ()
+        pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in rejected), *committed[kept:])
         predicted = bool(round.num_prediction_tokens)
         yield RoundView(
             number, pieces, proposed.num_draft_tokens, proposed.num_accepted_tokens, drafted, accepted, predicted
@@ -119,12 +119,12 @@ def _kinds_of(all_views: Sequence[RoundView]) -> frozenset[Kind]:
 
 
 def _meanings(kinds: frozenset[Kind]) -> list[tuple[Kind, str]]:
-    """What the legend explains: the kinds that every text may have, and rare ones where they occur."""
+    """What the legend explains: the common kinds, and the rare ones that occur."""
     return [(kind, meaning) for kind, meaning in _LEGEND if kind in kinds or kind not in ("branch", "forced")]
 
 
 def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
-    """What colours and marks mean. kinds: those that occur; rare ones are explained where they do."""
+    """What colours and marks mean. kinds: those that occur; rare kinds are explained only if they do."""
     text = Text.assemble(("round accepted/drafted acceptance so far | ", "dim"))
     for kind, meaning in _meanings(kinds):
         before, after = MARKS[kind]
@@ -146,7 +146,7 @@ class RoundLines(Text):
     """Rounds as lines that show themselves: coloured in a terminal and a notebook, with their marks in a file."""
 
     def __repr__(self) -> str:
-        """The lines as the prompt of a Python session shows them, in colours where it is a terminal."""
+        """The lines as an interactive Python session shows them, in colours in a terminal."""
         console = Console(force_jupyter=False)
         if console.legacy_windows:
             return self.plain
@@ -209,7 +209,7 @@ def percent(value: float | None) -> str:
 
 
 def time_split(stats: dict[str, Any]) -> str:
-    """Where the speculative arm's time went."""
+    """How the speculative arm's time was spent, in one line."""
     total = stats["total_seconds"] or 1.0
     parts = ("prefill", "draft", "verify", "accept", "overhead")
     shares = "  ".join(f"{part} {stats[f'{part}_seconds'] / total:.1%}" for part in parts)

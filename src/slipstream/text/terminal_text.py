@@ -9,7 +9,7 @@ BROKEN = 0xFFFD  # the replacement character
 PICTURES = (
     {control: 0x2400 + control for control in range(0x20) if chr(control) not in "\t\n"}
     | {0x7F: 0x2421}
-    | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], BROKEN)  # which no pictures stand for
+    | dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], BROKEN)  # for these there are no pictures
 )
 
 

@@ -18,7 +18,7 @@ PROBES = (
     "na\u00efve \N{GRINNING FACE}\N{ROCKET}",
     "It's THE end.",
 )
-PLAIN = "the end"  # what every tokenizer must have tokens for
+PLAIN = "the end"  # every tokenizer must have tokens for this
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ReadableAsBytes(Protocol):
         """The tokens; raises UsageError saying why they cannot be read."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes of one token; None if it stands for no text. Raises as `byte_tokens`, but reads no others."""
+        """The bytes of one token; None if it stands for no text. Raises like `byte_tokens`, but reads this one only."""
 
 
 class NamedModel(Protocol):
@@ -95,12 +95,12 @@ class ByteVocabulary:
 
     @cached_property
     def texts(self) -> list[bytes | None]:
-        """The bytes of each id; None for special tokens and for what only pads the head."""
+        """The bytes of each id; None for special tokens and for ids that only pad the head."""
         return [self.tokens.texts.get(number) or None for number in range(self.head_size)]
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The id of each text that is a token; of several ids, the one that encoding uses."""
+        """The id of each token's text; of several ids with the same text, the one that encoding uses."""
         pairs = [(text, number) for number, text in enumerate(self.texts) if text]
         pairs.sort(key=lambda pair: (pair[1] not in self.tokens.fallback, -pair[1]))
         return dict(pairs)
@@ -115,7 +115,7 @@ class ByteVocabulary:
         return self.tokens.encode(text, beginning)
 
     def spelled(self, text: bytes) -> list[int]:
-        """Bytes, perhaps of incomplete characters, as ids: the longest token at each place, none for others."""
+        """Bytes, perhaps of incomplete characters, as ids: the longest token at each place; other bytes are skipped."""
         ids, place = list[int](), 0
         while place < len(text):
             lengths = range(len(text) - place, 0, -1)
@@ -130,7 +130,8 @@ def byte_vocabulary(model: NamedModel, head_size: int) -> ByteVocabulary:
     """The vocabulary of a model whose tokenizer can be read as bytes; UsageError says why it cannot."""
     tokenizer = model.tokenizer
     if not isinstance(tokenizer, ReadableAsBytes):
-        raise UsageError("it has no tokenizer" if tokenizer is None else "its tokenizer does not tell its tokens")
+        why = "it has no tokenizer" if tokenizer is None else "its tokenizer's tokens cannot be read as bytes"
+        raise UsageError(why)
     tokens = tokenizer.byte_tokens()
     _check(tokens)
     render = tokenizer.chat if tokenizer.has_chat_template else None

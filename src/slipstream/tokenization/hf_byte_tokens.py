@@ -24,7 +24,7 @@ EXACT_DECODERS = {"Fuse", "Strip", "Replace", "ByteFallback", "Metaspace", "Byte
 
 
 class TokenNames:
-    """Reads tokens' bytes off their names. Raises `UsageError` for tokenizers whose names do not tell them."""
+    """Reads tokens' bytes from their names. Raises `UsageError` for tokenizers whose names do not determine them."""
 
     def __init__(self, backend: Tokenizer) -> None:
         parts = _parts(backend.decoder)
@@ -54,8 +54,8 @@ class TokenNames:
 def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens:
     """The tokens of a tokenizer; UsageError says why they cannot be read. opening: see `ByteTokens`."""
     names, vocabulary = TokenNames(backend), backend.get_vocab(with_added_tokens=True)
-    read = {number: names.text(name, number) for name, number in vocabulary.items()}
-    texts = {number: text for number, text in read.items() if text is not None}
+    all_texts = {number: names.text(name, number) for name, number in vocabulary.items()}
+    texts = {number: text for number, text in all_texts.items() if text is not None}
     fallback = {number for name, number in vocabulary.items() if number in texts and names.is_fallback(name, number)}
     inside = _text_encoder(backend, inside=True)
     beginning = _text_encoder(backend, inside=False) if _adds_space(backend) else inside
@@ -69,7 +69,7 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
 
 
 def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
-    """The signs for a space in the tokens' names; refuses tokenizers whose names do not tell their texts."""
+    """The signs for a space in tokens' names; UsageError for tokenizers whose names do not determine the texts."""
     if not isinstance(model, models.BPE | models.Unigram | models.WordLevel):
         raise UsageError(f"its tokens cannot be read as bytes: they are of the kind {type(model).__name__}")
     if isinstance(model, models.BPE) and (sign := model.continuing_subword_prefix or model.end_of_word_suffix):
@@ -120,7 +120,7 @@ def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _adds_space(backend: Tokenizer) -> bool:
-    """Whether it may put a space in front of a text."""
+    """Whether the tokenizer may put a space in front of a text."""
     parts = _parts(backend.normalizer) + _parts(backend.pre_tokenizer)
     return any(
         part["type"] == "Prepend" or part.get("add_prefix_space") or part.get("prepend_scheme", "never") != "never"
@@ -129,16 +129,16 @@ def _adds_space(backend: Tokenizer) -> bool:
 
 
 def _text_encoder(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
-    """An encoding that adds and recognises no special tokens. inside: and adds no space in front of a text."""
+    """An encoding that adds and recognises no special tokens. inside: it adds no space in front of a text, either."""
     plain = Tokenizer(backend.model)
-    normaliser, cut = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+    normaliser, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if inside:
         normaliser = [part for part in normaliser if part["type"] != "Prepend"]
-        cut = [_without_space(part) for part in cut]
+        splitters = [_without_space(part) for part in splitters]
     if normaliser:
         plain.normalizer = _sequence_of(normalizers.Sequence([]), "normalizers", normaliser)
-    if cut:
-        plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", cut)
+    if splitters:
+        plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", splitters)
     # special tokens are left out, so that their names in a text stay text
     added = {number: token for number, token in sorted(backend.get_added_tokens_decoder().items()) if not token.special}
     plain.add_tokens(list(added.values()))

@@ -17,7 +17,7 @@ from slipstream.tokenization.byte_vocabulary import ByteTokens
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
 
-OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
+OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that callers cannot set
 
 
 def tokenizer_in(value: Any, name: str) -> Any:
@@ -54,7 +54,7 @@ class HFTokenizer:
         try:
             return list(self.inner(text, **options)["input_ids"])
         except Exception as error:
-            if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
+            if type(error) is not Exception:  # the tokenizers package raises bare Exceptions
                 raise
             raise UsageError(f"the tokenizer cannot encode {text!r:.60}: {one_line(error)}") from error
 
@@ -77,15 +77,15 @@ class HFTokenizer:
         return self.bare(text)
 
     def _rendered_parts(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
-        """The conversation as text; contents in parts become one text for a template that knows texts alone."""
+        """The conversation as text; contents in parts become one text if the template can only render texts."""
         parts = [str(message["content"]) for message in messages if isinstance(message.get("content"), list | tuple)]
         try:
             text = self._rendered(messages, form)
-        except UsageError:  # it may add texts to a content
+        except UsageError:  # the template may add texts to a content, which fails with a list
             if not parts:
                 raise
         else:
-            if not any(part in text for part in parts):  # else it prints them as Python prints a list
+            if not any(part in text for part in parts):  # else the template has printed a Python list
                 return text
         return self._rendered([_with_one_text(message) for message in messages], form)
 
@@ -107,20 +107,22 @@ class HFTokenizer:
         return text
 
     def _check_variables(self, form: ChatForm) -> None:
-        """Refuse variables that the template does not read; those that control transformers itself are among them."""
-        read = self.template_variables() - OWN
+        """Refuse variables that the template does not read, among them those that control transformers itself."""
+        readable = self.template_variables() - OWN
         for name in form.variables:
-            if name not in read:
-                allowed = ", ".join(sorted(read)) or "none, this template reads no others"
-                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *read)}")
+            if name not in readable:
+                allowed = ", ".join(sorted(readable)) or "none, this template reads no others"
+                raise UsageError(
+                    f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *readable)}"
+                )
 
     def _template_sources(self) -> list[str]:
         templates = self.inner.chat_template
         return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
 
     def template_variables(self) -> frozenset[str]:
-        read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
-        return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+        names = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
+        return names - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
 
     def template_fields(self) -> frozenset[str]:
         return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
@@ -128,12 +130,12 @@ class HFTokenizer:
     def special_ids(self) -> frozenset[int]:
         added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
         ids = frozenset(self.inner.all_special_ids) | {token for token, entry in added.items() if entry.special}
-        # what stands for unknown characters is no control, unless it ends texts, too
+        # the token for unknown characters is not special in this sense, unless it begins or ends texts, too
         return ids if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else ids - {unknown}
 
     def digest(self) -> str:
         backend = getattr(self.inner, "backend_tokenizer", None)
-        # what a caller has set for padding and truncation stands before the added tokens, and is no part of a text
+        # a caller's settings of padding and truncation come before the added tokens, and change no text
         rules = (
             sorted(self.vocabulary().items()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
         )
@@ -162,20 +164,20 @@ class HFTokenizer:
         return dict(self.inner.get_vocab())
 
     def byte_tokens(self) -> ByteTokens:
-        backend = self._telling_backend()
+        backend = self._fast_backend()
         encoded, bare = self.encode("a"), self.bare("a")
         opened = bool(bare) and encoded[-len(bare) :] == bare
         return read_byte_tokens(backend, tuple(encoded[: -len(bare)]) if opened else ())
 
     def bytes_of(self, token: int) -> bytes | None:
-        backend = self._telling_backend()
+        backend = self._fast_backend()
         self._names = self._names or TokenNames(backend)
         name = backend.id_to_token(token)
         return None if name is None else self._names.text(name, token)
 
-    def _telling_backend(self) -> Any:
+    def _fast_backend(self) -> Any:
         if not getattr(self.inner, "is_fast", False):
-            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
+            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, whose tokens cannot be read as bytes")
         return self.inner.backend_tokenizer
 
 

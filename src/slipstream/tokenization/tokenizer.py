@@ -29,13 +29,13 @@ PLAIN_CHAT = ChatForm()
 
 @runtime_checkable
 class TokenizerDetails(Protocol):
-    """Optional capability of a tokenizer: it tells what its chat template reads, and which tokens control a model."""
+    """Optional capability of a tokenizer: it knows what its chat template reads, and which tokens are no text."""
 
     def template_variables(self) -> frozenset[str]:
         """The names that a caller can give the template, besides the messages."""
 
     def template_fields(self) -> frozenset[str]:
-        """The names of a message's parts that the template mentions, and others: no field that it reads is missing."""
+        """The names of all message fields that the template reads, perhaps among other names."""
 
     def special_ids(self) -> frozenset[int]:
         """The tokens that stand for no text: ends of turns and the like."""
@@ -54,7 +54,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What an answer says besides its calls, and these."""
+    """An answer's text without its calls, and the calls."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -62,7 +62,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: before the name, between name and arguments (JSON), behind them, and between calls."""
+    """How calls are written: before the name, between name and arguments (JSON), after them, and between calls."""
 
     before: str
     between: str
@@ -80,7 +80,7 @@ class ToolCallParser(Protocol):
     """Optional capability of a tokenizer: it knows how its model writes calls."""
 
     def call_opening(self) -> str | None:
-        """The text that every call begins with; None if it is not known how this model writes calls."""
+        """The text that every call of this model begins with; None if that is not known."""
 
     def call_form(self) -> CallForm | None:
         """How its model writes calls; None if that is not known, or arguments are not JSON."""
@@ -88,11 +88,11 @@ class ToolCallParser(Protocol):
     def parse_answer(
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedAnswer | None:
-        """The calls in an answer (token ids) to a prompt (likewise); None if it has none that can be read."""
+        """The calls in an answer to a prompt, both token ids; None if there are no calls that can be read."""
 
 
 class Tokenizer(Protocol):
-    """What Slipstream needs of a tokenizer."""
+    """The methods that every tokenizer must have."""
 
     @property
     def has_chat_template(self) -> bool:

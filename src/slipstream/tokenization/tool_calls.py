@@ -19,7 +19,7 @@ ARGUMENTS: Mapping[str, Any] = {"probe": 7}
 WRITTEN = tuple(json.dumps(ARGUMENTS, separators=signs) for signs in ((", ", ": "), (",", ":")))  # as templates do
 HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # what JSON is written with besides texts
+OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # characters of JSON outside its strings
 JSON_BEGINS = re.compile(r"[{\[]")
 TAGGED: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -38,15 +38,16 @@ TAGGED: dict[str, Any] = {
 
 
 def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None:
-    """What stands around the names and arguments of two calls; None if they are not alike, or not JSON.
+    """How a chat template writes calls: what two rendered calls have around names and arguments.
 
-    opening, closing: of a call, by the response template.
+    None if the two differ in that, or their arguments are not JSON. opening, closing: of a call, by the response
+    template.
     """
     calls = [{"type": "function", "function": {"name": name, "arguments": dict(ARGUMENTS)}} for name in NAMES]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise whatever it likes, and then it writes no calls
+    except Exception:  # a template may raise anything, and then it writes no calls
         return None
     parts = [_around(text, name, opening, closing) for name in NAMES]
     first, second = parts
@@ -56,7 +57,7 @@ def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None
 
 
 def _around(text: str, name: str, opening: str, closing: str) -> tuple[str, str, str, int, int] | None:
-    """What stands before a name, behind it and behind the arguments, and where the call begins and ends."""
+    """What is written before a name, after it and after the arguments, and where the call begins and ends."""
     name_start = text.find(name)
     begin = text.rfind(opening, 0, name_start)
     places = [(text.find(written, name_start), written) for written in WRITTEN if text.find(written, name_start) >= 0]
@@ -85,14 +86,14 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def call_opening(template: Mapping[str, Any] | None) -> str | None:
-    """The text that every call begins with: of a pattern, the constant part."""
+    """The text that every call begins with; if a pattern is given, its constant beginning."""
     calls = _calls_of(template)
     opening = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
     return opening if isinstance(opening, str) and opening else None
 
 
 def call_form(tokenizer: Any) -> CallForm | None:
-    """How calls are written; None if that is unknown or not read back the same, or if arguments are not JSON.
+    """How calls are written; None if that is unknown, if they are not read back the same, or arguments are not JSON.
 
     Also None for calls with special tokens: those are no text, so no grammar of a text can force them.
     """
@@ -104,11 +105,10 @@ def call_form(tokenizer: Any) -> CallForm | None:
     if form is None or any(token in spelled(form) for token in tokenizer.all_special_tokens):
         return None
     ids = tokenizer(spelled(form), add_special_tokens=False)["input_ids"]
-    read = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
-    same = read is not None and [(c.name, json.loads(c.arguments)) for c in read.calls] == [
-        (n, ARGUMENTS) for n in NAMES
-    ]
-    return form if same or template is TAGGED else None
+    parsed = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
+    written = [(name, ARGUMENTS) for name in NAMES]
+    is_same = parsed is not None and [(call.name, json.loads(call.arguments)) for call in parsed.calls] == written
+    return form if is_same or template is TAGGED else None
 
 
 def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -144,9 +144,10 @@ def parse(
     text = tokenizer.decode(list(answer[:-1] if is_over else answer))
     text = _with_hidden_marks(text, template, is_cut=not is_over)
     complete = _whole_calls(text, template)
-    # a call that is JSON shows by itself whether it is whole; of others only the mark behind it tells
-    texts = [text] if is_over else [text, complete] if _calls_of(template).get("content") == "json" else [complete]
-    for candidate in dict.fromkeys(texts):
+    # JSON shows by itself whether a call is complete; other calls are complete only if a closing mark follows
+    is_json = _calls_of(template).get("content") == "json"
+    candidates = [text] if is_over else [text, complete] if is_json else [complete]
+    for candidate in dict.fromkeys(candidates):
         try:
             response = tokenizer.parse_response(
                 candidate, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools)
@@ -163,9 +164,8 @@ def _marks(template: Mapping[str, Any]) -> set[str]:
     """The texts that parts of an answer begin and end with."""
     fields = [field for field in template.get("fields", {}).values() if isinstance(field, Mapping)]
     values = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
-    return {
-        mark for value in values for mark in (value if isinstance(value, list) else [value]) if isinstance(mark, str)
-    } - {""}
+    marks = [mark for value in values for mark in (value if isinstance(value, list) else [value])]
+    return {mark for mark in marks if isinstance(mark, str) and mark}
 
 
 def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) -> str:
@@ -191,7 +191,7 @@ def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) 
 
 def _escaped(text: str, marks: set[str]) -> str:
     for mark in marks:
-        # a letter that JSON has in its texts alone, so that the mark can only be in one of them
+        # a letter that JSON has in its strings alone, so that the mark can only be inside one
         if letter := next((character for character in mark if character not in OUTSIDE_TEXTS), ""):
             text = text.replace(mark, mark.replace(letter, f"\\u{ord(letter):04x}", 1))
     return text

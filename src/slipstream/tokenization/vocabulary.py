@@ -28,7 +28,7 @@ class VocabularyInfo:
 
     @property
     def special(self) -> dict[str, str]:
-        """The tokens and ids of SPECIAL that the tokenizer names."""
+        """The tokens that the tokenizer has for the roles in SPECIAL, each with its id in words."""
         if not isinstance(self.tokenizer, HFTokenizer):
             return {}
         inner = self.tokenizer.inner
@@ -37,7 +37,7 @@ class VocabularyInfo:
 
 
 def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:
-    """Whether ids mean the same to both models, heads' padding apart. Raises `UsageError` if nothing tells."""
+    """Whether ids mean the same to both models, heads' padding apart. Raises `UsageError` if that cannot be known."""
     a, b = VocabularyInfo.of(target), VocabularyInfo.of(draft)
     differing = differences(a, b)
     if differing is None and a.head_size != b.head_size:

@@ -18,7 +18,7 @@ class VocabularyBridge:
 
     @cached_property
     def special_to_draft(self) -> dict[int, int]:
-        """The target's special tokens as the draft model's: those of one name, and the end for the end."""
+        """The draft model's token for each special one of the target: that of the same name; an end for other ends."""
         draft_special = self.draft.special
         named = {number: draft_special[name] for name, number in self.target.special.items() if name in draft_special}
         ends = {end: self.draft.end_ids[0] for end in self.target.end_ids if self.draft.end_ids}
@@ -26,7 +26,7 @@ class VocabularyBridge:
 
     @cached_property
     def end_to_target(self) -> dict[int, int]:
-        """The draft model's end tokens as the target's: the one of the same name, else the target's first."""
+        """The target's end token for each of the draft model's: that of the same name, else the target's first."""
         names = {number: name for name, number in self.draft.special.items()}
         ends = {}
         for end in self.draft.end_ids:

@@ -1,6 +1,6 @@
 """Checks what a drafter returns; messages name the drafter and what is allowed.
 
-Every drafter must return a `Draft`. A user's must also leave the texts alone and give probabilities with the sum 1.
+Every drafter must return a `Draft`. A user's must also leave `row.tokens` alone and return probabilities that sum to 1.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def users_draft(
     rows: Sequence[Row],
     propose: Propose,
 ) -> Draft:
-    """The draft of a user's drafter; refused if the drafter changed a text, or its probabilities are no distribution.
+    """The draft of a user's drafter; UsageError if it changed a text, or its probabilities are no distribution.
 
-    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, which is a draft too.
+    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, a draft that is just likely to be rejected.
     """
     texts = [row.tokens[:] for row in rows]
     try:

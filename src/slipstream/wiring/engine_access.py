@@ -81,7 +81,7 @@ class EngineAccess:
         self._parts_if_open = _OpenParts(models, use, drafter, chosen, reader)
 
     def renew(self) -> None:
-        """Follow what the models' owners have changed since; every call that reads prompts begins so."""
+        """Adopt what the models' owners have changed; every call that reads prompts begins with this."""
         with self._use:
             models = self._models.current(self.config)
             if models is not self._models:
@@ -109,7 +109,7 @@ class EngineAccess:
     def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
 
-        Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.
+        Raises `UsageError` if weights are changed before the rows have ended: no single model would have written them.
         """
         models = self._models
         num_writes = models.num_writes()
@@ -121,7 +121,7 @@ class EngineAccess:
     def decode_rows(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""
         with self._use, awaited_together(rows):
-            waits = len(rows) > self.config.max_batch_size
+            waits = len(rows) > self.config.max_batch_size  # else all rows begin at once, and the order does not matter
             for _ in self.scheduler().run(ordered(rows, lambda row: row, self.shapes.reuse) if waits else rows):
                 pass
             return [self.result(row) for row in rows]
@@ -137,9 +137,9 @@ class EngineAccess:
             return self._models.next_logits(row)
 
     def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
-        """Score about `budget` more tokens of a row's text; `scores` is what the call before returned, at first None.
+        """Score about `budget` more tokens of a row's text. scores: what the call before returned; None at first.
 
-        count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
+        count: how many of the likeliest tokens to report besides each. Uses the slot after those of a full batch.
         """
         with self._turn():
             scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
@@ -204,7 +204,7 @@ class EngineAccess:
 
     @property
     def calibration(self) -> Calibration | None:
-        """What was measured of the target's forward shapes."""
+        """The calibration of the target's forward shapes, if there is one."""
         return self._models.calibration
 
     @property
@@ -214,7 +214,7 @@ class EngineAccess:
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
+        """Prompt tokens the target has read so far, all requests together, without those reused from the cache."""
         return self._target_session.prefill_tokens
 
     def tokens_in_memory(self) -> tuple[int, int]:
@@ -222,7 +222,7 @@ class EngineAccess:
         return self._models.tokens_in_memory()
 
     def num_cached_tokens(self, row: Row) -> int:
-        """How many tokens of a row that begins now the target's KV cache has already."""
+        """How many tokens of a row are in the target's KV cache already, if it begins now."""
         with self._use:
             table = self._target_session.table
             return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)

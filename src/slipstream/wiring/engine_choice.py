@@ -49,7 +49,7 @@ class EngineChoice:
 
 
 def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
-    """Raise `UsageError` for unknown names; warn of a setting without effect."""
+    """Raise `UsageError` for unknown names; warn about a setting without effect."""
     if (useless := config.contradiction()) is not None:
         log.warning(useless)
     if config.acceptance != "auto":
@@ -105,12 +105,12 @@ class EngineParts:
     @property
     def coupled(self) -> bool:
         """Whether every committed token is the target's own draw."""
-        if self.acceptance == "auto":  # our drafters draft by `match`, a user's that samples is verified by its q
+        if self.acceptance == "auto":  # our drafters are verified by `match`, a user's that samples by its own q
             return self.is_built_in or not self.traits.samples
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
     def engine(self) -> GuardedEngine:
-        """The drafter, policy and rule, with what edits drafts: predictions, constraints, the vocabulary's limits."""
+        """The engine: drafter, policy and rule, and what edits drafts: predictions, constraints, checks."""
         target, traits = self.models.target_session, self.traits
         planner = self._planner() if self.lengths.kind == "auto" else None
         policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
@@ -146,13 +146,13 @@ class EngineParts:
         target, calibration = models.target_session, models.calibration
         times = models.draft_times if traits.needs_draft_model else NOT_TIMED
         costs = CostModel(
-            target.shapes.width_for,
-            target.num_tokens,
-            {} if calibration is None else calibration.milliseconds,
-            {} if calibration is None else calibration.totals,
-            self.config.max_batch_size,
-            times.steps,
-            times.token,
+            pad=target.shapes.width_for,
+            ragged=target.num_tokens,
+            measured={} if calibration is None else calibration.milliseconds,
+            together={} if calibration is None else calibration.totals,
+            max_batch_size=self.config.max_batch_size,
+            steps=times.steps,
+            token=times.token,
             timed=target.backend.device.type == "cpu",
         )
         planner = Planner(
@@ -175,7 +175,7 @@ class EngineParts:
     def _drafter(self, planner: Planner | None) -> Drafter:
         """The drafter of this name; an object is used as it is."""
         models, lengths, target = self.models, self.lengths, self.models.target_session
-        refused = lengths.siblings and self._why_no_tree()
+        refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
             raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
         if not isinstance(self.picked, str):
@@ -185,16 +185,16 @@ class EngineParts:
                 )
             return self.picked
         setup = drafters.Setup(
-            target.backend.device,
-            target.backend.vocab_size,
-            models.draft_scorer(),
-            self.coupled,
-            planner,
-            lengths.confidence,
+            device=target.backend.device,
+            vocab_size=target.backend.vocab_size,
+            session=models.draft_scorer(),
+            coupled=self.coupled,
+            planner=planner,
+            confidence=lengths.confidence,
             acceptance_probs=planner is not None,
             target=target,
             bridged=models.bridged,
-            siblings=0 if refused else max(0, lengths.siblings) or int(lengths.siblings < 0),
+            siblings=0 if refused else abs(lengths.siblings),  # -1, as many as pay: one beside each token
             fixed_tree=lengths.siblings > 0,
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
@@ -216,7 +216,7 @@ class EngineParts:
 
 
 def why_no_predictions(models: ModelPair, lengths: LengthChoice) -> str:
-    """Why the decoder drafts for no request, so that predictions are refused, and what is allowed; else empty."""
+    """Why predictions are refused, as the decoder never drafts, and what is allowed; empty if it does."""
     if lengths == LengthChoice("fixed", 0):
         return "a decoder of num_draft_tokens=0, which drafts nothing; allowed: num_draft_tokens='auto' or at least 1"
     if models.shapes.token_by_token or models.target_session.longest_draft == 0:
@@ -225,9 +225,9 @@ def why_no_predictions(models: ModelPair, lengths: LengthChoice) -> str:
 
 
 def longest_prediction(lengths: LengthChoice, limit: int | None) -> int:
-    """Tokens of a prediction in a round: no more than the user chose per round, if that was a number.
+    """Most tokens of a prediction in a round: no more than the user chose per round, if that was a number.
 
-    limit: the longest draft that the forward shapes allow, None for any.
+    limit: the longest draft that the forward shapes allow; None if there is no limit.
     """
     bound = lengths.count if lengths.kind in ("fixed", "heuristic") else None
     return min(n for n in (MAX_DRAFT_TOKENS, limit, bound) if n is not None)

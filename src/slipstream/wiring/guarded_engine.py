@@ -3,8 +3,8 @@
 A round that raises is repeated row by row: rows that succeed get the tokens they would have had, and a row that fails
 alone ends with its error. Nothing is lost by that, because before its tokens are committed a round changes only caches,
 which are trusted as far as they hold committed tokens, and random draws are keyed by seed and position. If all rows
-fail, a plain row tells whether they or the engine are at fault. What a signal handler raises is no row's fault and
-reaches the caller.
+fail, decoding a plain row shows whether they or the engine are at fault. What a signal handler raises is no row's fault
+and reaches the caller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.sampling.params import SamplingParams
 
 log = logging.getLogger("slipstream")
 
-NOT_OF_A_ROW = (KeyboardInterrupt, SystemExit, GeneratorExit)
+NO_ROWS_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit)
 PROBE_PROMPT = 16  # tokens, so that a prompt is read as well
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # long enough to be drafted for
 
@@ -49,42 +49,42 @@ class GuardedEngine(Engine):
         try:
             return super().batch(rows)
         except Exception as error:
-            if _is_of_a_signal(error) or not self._end_failing(
+            if _is_from_signal_handler(error) or not self._end_failing(
                 rows, lambda place: super(GuardedEngine, self).batch(rows[place : place + 1])
             ):
                 raise
             return super().batch([])
 
     def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
-        read = super().read_ahead
+        read_ahead = super().read_ahead
         try:
-            read(running, new, budget)
+            read_ahead(running, new, budget)
         except Exception as error:
             self._tidy(running)
-            if _is_of_a_signal(error):
+            if _is_from_signal_handler(error):
                 raise
-            self._end_failing(new, lambda place: read([*running, *new[:place]], new[place : place + 1], budget))
+            self._end_failing(new, lambda place: read_ahead([*running, *new[:place]], new[place : place + 1], budget))
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
-        begun = [len(row.rounds) for row in batch.rows]
+        num_rounds = [len(row.rounds) for row in batch.rows]
         try:
             rounds = super().step(batch, clock, read_ahead) if batch.rows else []
         except BaseException as error:
-            if isinstance(error, NOT_OF_A_ROW) or _is_of_a_signal(error):
+            if isinstance(error, NO_ROWS_FAULT) or _is_from_signal_handler(error):
                 raise
-            rounds = self._one_by_one(batch, begun, error)
+            rounds = self._one_by_one(batch, num_rounds, error)
         if self._ended:
             rounds, self._ended = rounds + self._ended, []
         return rounds
 
-    def _one_by_one(self, batch: Batch, begun: Sequence[int], error: BaseException) -> list[Round]:
-        """Repeat a step that has raised. begun: how many rounds each row had before it."""
-        rows, batch.rows = batch.rows, []  # so that a new batch is made: of this one's sampler nothing is known
+    def _one_by_one(self, batch: Batch, num_rounds: Sequence[int], error: BaseException) -> list[Round]:
+        """Repeat a step that has raised. num_rounds: how many rounds each row had before it."""
+        rows, batch.rows = batch.rows, []  # a new batch will be made, as this one's sampler is in an unknown state
         self._tidy(rows)
         for place, row in enumerate(rows):
             if row.finish_reason is None:
-                self._end_on_failure(row, partial(self._alone, rows, place, begun[place], error))
+                self._end_on_failure(row, partial(self._alone, rows, place, num_rounds[place], error))
         if all(row.error is not None for row in rows):
             try:
                 self.check(error)
@@ -94,14 +94,14 @@ class GuardedEngine(Engine):
                         row.rounds.pop()
                     row.finish_reason = row.error = None
                 raise
-        return [round for row, count in zip(rows, begun, strict=True) for round in row.rounds[count:]]
+        return [round for row, count in zip(rows, num_rounds, strict=True) for round in row.rounds[count:]]
 
-    def _alone(self, rows: Sequence[Row], place: int, begun: int, error: BaseException) -> None:
+    def _alone(self, rows: Sequence[Row], place: int, num_rounds: int, error: BaseException) -> None:
         """One row's part of the step, in slot 0, whose content is kept elsewhere meanwhile."""
         row = rows[place]
         if len(rows) == 1:
             raise error
-        if len(row.rounds) > begun:  # it is committed; what failed was to learn from it
+        if len(row.rounds) > num_rounds:  # the round is committed; it failed when the policy learned from it
             self.policy.observe([row])
             return
         for session in self.sessions:
@@ -125,7 +125,7 @@ class GuardedEngine(Engine):
         try:
             work()
         except BaseException as error:
-            if isinstance(error, NOT_OF_A_ROW) or _is_of_a_signal(error):
+            if isinstance(error, NO_ROWS_FAULT) or _is_from_signal_handler(error):
                 raise
             self._tidy([])
             if not isinstance(error, Exception):  # a panic in Rust
@@ -135,7 +135,7 @@ class GuardedEngine(Engine):
             row.rounds.append(Round(row.index, step, 1, start, (), (), 0, rejected=False, finish_reason="error"))
 
     def _tidy(self, rows: Sequence[Row]) -> None:
-        """After an interrupted round: caches hold committed tokens alone, those of a batch's rows at their places."""
+        """After an interrupted round: keep only committed tokens cached, those of a batch's rows in the rows' slots."""
         for session in self.sessions:
             forget_round(session)
         with suppress(Exception):  # a row that is not moved is read again
@@ -144,11 +144,11 @@ class GuardedEngine(Engine):
 
     @torch.inference_mode()
     def check(self, error: BaseException) -> None:
-        """Raise what a step failed with unless a plain row can be decoded, if with empty caches."""
+        """Raise `error`, with which a step failed, unless a plain row can be decoded, if need be with empty caches."""
         try:
             self._decode_probe()
         except Exception as again:
-            log.warning("the engine begins anew with empty caches: %s", first_line(again))
+            log.warning("the engine starts again with empty caches: %s", first_line(again))
             for session in self.sessions:
                 session.forget()
             try:
@@ -168,7 +168,7 @@ class GuardedEngine(Engine):
             raise row.error
 
 
-def _is_of_a_signal(error: BaseException) -> bool:
+def _is_from_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler has raised the error, such as a caller's alarm, which may interrupt any code."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(handler, "__func__", handler) for handler in handlers if callable(handler)]
@@ -179,7 +179,7 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def forget_round(session: Session) -> None:
-    """After a round that did not reach its end: only tokens that are committed stay cached."""
+    """After a round that did not reach its end: keep only committed tokens cached."""
     table = session.table
     for slot, state in enumerate(table.states):
         if state.row is not None and state.round == len(state.row.rounds):
@@ -190,7 +190,7 @@ def forget_round(session: Session) -> None:
 def exchange(session: Session, place: int, num_rows: int) -> None:
     """Exchange what slot 0 and another one hold, through an idle slot after those of the batch's rows.
 
-    Where there is no memory for that, nothing is done, and the rows are read again.
+    If there is no memory for that, nothing is done, and the rows are read again.
     """
     if not place:
         return

@@ -185,8 +185,9 @@ class ModelPair:
         set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
 
     def draft_scorer(self) -> DraftScorer | None:
-        """What a draft model of the target's vocabulary drafts with: its session, perhaps within others that score a
-        part of the vocabulary, or a whole draft at once.
+        """The session of a draft model with the target's vocabulary.
+
+        It may be wrapped in others, which score a part of the vocabulary only, or a whole draft at once.
         """
         session = self.windowed or self.draft_session
         if self.draft is None or session is None:
@@ -198,13 +199,13 @@ class ModelPair:
         mask_token = parallel_mask(self.draft)
         if mask_token is None:
             return scorer
-        # a head's own outputs are no features of rows that a second forward would begin with
+        # a head cannot go on after its own tokens: the target's features of them do not exist yet
         is_head = isinstance(self.draft.backend, HeadBackend)
         return ParallelScorer(scorer, mask_token, longest=MOST if is_head else MAX_DRAFT_TOKENS)
 
     @property
     def draft_reader(self) -> PromptReader | None:
-        """What reads prompts for the draft model."""
+        """The session that reads prompts for the draft model."""
         return self.bridged or self.windowed or self.draft_session
 
     def forget(self) -> None:
@@ -229,8 +230,9 @@ class ModelPair:
 
 
 def fingerprint_of(target: Loaded, shapes: Shapes) -> str:
-    """Equal for decoders that give the same bytes for the same request and seed: weights, tokenizer, chat template,
-    ends of texts, forward shapes and versions.
+    """A name that is equal for decoders which write the same bytes for the same request and seed.
+
+    It depends on weights, tokenizer, chat template, ends of texts, forward shapes and versions.
     """
     backend = target.backend
     weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
@@ -284,7 +286,7 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
-    """What reads a part of long prompts, unless they are read in full; "auto" reads what fits the model's context."""
+    """The session that skips a part of long prompts: with "auto" what exceeds the context; None if none is skipped."""
     length = config.draft_context
     if length not in ("auto", "full") and (session is None or bridged is not None):
         what = "but there is no draft model" if session is None else "but the draft model has another vocabulary"
@@ -297,7 +299,7 @@ def _windowed(session: Session | None, bridged: BridgedSession | None, config: D
 def _bridged(
     target: Loaded, draft: Loaded | None, session: Session | None, config: DecoderConfig
 ) -> BridgedSession | None:
-    """What drafts through bytes, where the two vocabularies differ."""
+    """The session that translates through bytes, if the two vocabularies differ."""
     if draft is None or session is None:
         return None
     from slipstream.tokenization.vocabulary import same_vocabulary  # transformers takes seconds to import
@@ -321,7 +323,7 @@ def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bo
 
 
 def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
-    """The MTP layers in the target's checkpoint, where drafts are to come from a draft model and none is named."""
+    """The MTP layers in the target's checkpoint, if the drafter can use a draft model and none is named."""
     name = config.drafter.partition(":")[0]
     drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
     if not drafts or PLAN in config.load_options:
@@ -337,12 +339,12 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     try:
         return load_mtp(target, options)
     except SlipstreamError as error:
-        log.warning("%s; drafts come from elsewhere", error)
+        log.warning("%s; drafting without the MTP layers", error)
         return None
 
 
 def parallel_mask(draft: Loaded) -> int | None:
-    """The token in place of tokens to come, for a draft model that was trained to score a whole draft at once."""
+    """The mask token of a draft model that was trained to score a whole draft at once; None for others."""
     if isinstance(draft.backend, HeadBackend):
         return draft.backend.mask_token
     model = getattr(draft.backend, "model", None)
@@ -361,7 +363,7 @@ def _draft_session(draft: Loaded | None) -> Session | None:
 
 
 def _attach(draft: Loaded | None, target: Session) -> None:
-    """Show a draft head the target whose hidden states it reads."""
+    """Connect a draft head to the target whose hidden states it reads."""
     if draft is not None and isinstance(draft.backend, FeatureReader):
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
@@ -385,7 +387,7 @@ def draft_options_of(config: DecoderConfig, target_device: torch.device) -> Load
 def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any) -> Loaded | None:
     """The draft model in its own precision, or the draft head; None if there is none.
 
-    tokenizer: the draft model's; None where one lies beside it, or none is needed.
+    tokenizer: the draft model's; None if it comes with the model, or is not needed.
     """
     if _is_mtp(draft):
         _refuse_settings_of_models(config, "the target's MTP layers")
@@ -408,6 +410,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
             return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
+        # a model that is loaded already can still be quantised; None: there is nothing to give another type
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
         if allowed is None or dtype not in allowed:
             loaded = "the toy model has no weights" if is_toy(draft) else "the draft model is loaded already"
@@ -422,7 +425,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
 
 
 def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
-    """Refuse settings that a draft head does not have. head: what it is."""
+    """Refuse settings that a draft head does not have. head: what messages call it."""
     if PLAN in config.load_options:
         raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
     for name in OF_MODELS:

@@ -20,9 +20,9 @@ WIDTH = 64  # columns of a forward where any shape is allowed; each has the logi
 
 @dataclass
 class PromptScores:
-    """Scores a row's tokens in steps, in a slot that no row of a batch has.
+    """Scores a row's tokens in steps, in a slot that no row of a batch uses.
 
-    count: how many of the likeliest tokens to report besides each. values: of the second token, the third, ...
+    count: how many of the likeliest tokens to report besides each. values: those of the second token, the third, ...
     """
 
     session: Session
@@ -42,7 +42,7 @@ class PromptScores:
         """Score about `budget` more tokens."""
         table, tokens = self.session.table, self.row.tokens
         state = table.states[self.slot] if self.slot < len(table.states) else None
-        if state is None or state.row is not self.row:  # the first step, or somebody else had the slot since
+        if state is None or state.row is not self.row:  # the first step, or another row has used the slot
             self.session.reserve(self.slot + 1, len(tokens))
             table.states[self.slot] = SlotState(self.row, shapes=table.shapes, is_long=table.is_long(self.row))
             self._read = 0

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from slipstream.core.types import Row
 
-SHORTEST_BEGINNING = 32  # tokens that are worth being read once for several prompts
+SHORTEST_BEGINNING = 32  # tokens; a shorter common beginning is not worth grouping prompts for
 T = TypeVar("T")
 
 
@@ -16,21 +16,20 @@ class HasRows(Protocol):
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Its texts, those of a prompt with n > 1 side by side."""
+        """One row per text; those of a prompt with n > 1 are neighbours."""
 
 
 def first_row(request: HasRows) -> Row | None:
-    """The row that says how long a request is."""
+    """The row by which a request's length is judged."""
     return request.rows[0] if request.rows else None
 
 
 def ordered(items: Sequence[T], row_of: Callable[[T], Row | None], reuse: int) -> list[T]:
-    """The longest first; each is followed by those whose prompts begin like its own.
+    """The items, the longest first, each followed by those whose prompts begin like its own.
 
-    The long ones first, so that the batch stays full to the end; neighbours of like length, which is cheap in a batch;
-    and a common beginning is computed once, as it is still cached when the next one comes. row_of: the row of an item
-    that says how long it is, None if it has none. reuse: the unit in which what another row left in the KV cache is
-    used, see `Shapes`.
+    Long rows come first, so that the batch stays full to the end; rows of similar length are neighbours, which makes
+    a batch cheap; and a common beginning is computed once, as it is still cached when the next row comes. row_of: the
+    row by which an item's length is judged; None if it has none. reuse: see `Shapes`.
     """
     unit, rows = max(reuse, SHORTEST_BEGINNING), [row_of(item) for item in items]
     groups: dict[object, list[int]] = {}

@@ -29,7 +29,7 @@ CHAT_PROBE = [{"role": "user", "content": "Hello!"}]
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: of what, whether both are the same (None: not comparable), what was found, what follows."""
+    """One comparison: its subject, whether both are the same (None: unknown), what was found and what follows."""
 
     subject: str
     same: bool | None
@@ -58,7 +58,7 @@ class BridgeEstimate:
     own_chat: bool
 
     def findings(self) -> list[Finding]:
-        """What it says for the report."""
+        """The estimate as findings of the report."""
         names = ", ".join(self.special[:NAMED]) + (", ..." if len(self.special) > NAMED else "")
         chat = "by the draft model's own template" if self.own_chat else "by the target's template, its markers as text"
         return [
@@ -66,7 +66,7 @@ class BridgeEstimate:
                 "shared tokens",
                 False,
                 f"{self.shared}: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's",
-                "acceptance block and rejection draft these alone"
+                "with acceptance block and rejection only these are drafted"
                 if self.shared
                 else "acceptance block and rejection are refused",
             ),
@@ -114,7 +114,7 @@ class VocabularyReport:
         return f"Works: {self.draft!r} and {self.target!r} have the same tokens. No extra rejections."
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as values that JSON knows."""
+        """The report as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -240,15 +240,17 @@ def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Findin
     extra = draft.head_size - target.head_size
     summary = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
     if not usable:
-        follows = "of no effect, as drafts are translated through their text"
+        follows = "irrelevant, as drafts are translated through their text"
     elif extra == 0:
         follows = "usable as is"
     elif extra > 0:
-        follows = f"usable, padded head cut: the draft's last {extra} ids are never drafted"
+        follows = f"usable: the draft's larger head is cut, and its last {extra} ids are never drafted"
     else:
         vocabulary = {} if draft.tokenizer is None else draft.tokenizer.vocabulary()
         real = sum(number >= draft.head_size for number in vocabulary.values())
-        follows = f"usable, smaller head filled: the target's last {-extra} ids ({real} real tokens) are never drafted"
+        follows = (
+            f"usable: the draft's head is smaller; the target's last {-extra} ids ({real} tokens) are never drafted"
+        )
     return Finding("head", extra == 0, summary, follows)
 
 
@@ -277,12 +279,12 @@ def _ends(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> F
 
 def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
     """Whether probe texts and, where there is a template, a chat become the same ids."""
-    other = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
-    summary = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
+    differing = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
+    summary = f"{', '.join(differing or PROBES)} become {'other' if differing else 'the same'} ids"
     follows = "the draft model sees text cut as in its training"
-    if other:
-        follows = "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse"
-    findings = [Finding("encoding", not other, summary, follows)]
+    if differing:
+        follows = "only the target's tokenizer splits text; the draft model, trained on other splits, may guess worse"
+    findings = [Finding("encoding", not differing, summary, follows)]
     having = [who for who, tokenizer in (("target", target), ("draft", draft)) if tokenizer.has_chat_template]
     if having:
         same = len(having) == 2 and _same_ids(target.chat, draft.chat, CHAT_PROBE)

@@ -165,7 +165,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--config", "digits.json"), "config file 'digits.json' cannot be read: exceeds the limit"),
     (("bench", "--plan", "deep.json"), "plan 'deep.json' cannot be read: it is nested too deeply"),
     (("generate", *TOY, "--prompt-file", "category.jsonl"), "line 1: category=['x']; allowed: a non-empty text"),
-    (("batch", "in.jsonl", "/dev/full", *TOY), "the output '/dev/full' cannot be written: it is no ordinary file"),
+    (("batch", "in.jsonl", "/dev/full", *TOY), "the output '/dev/full' cannot be written: it is not an ordinary file"),
     (("batch", "in.jsonl", "o.jsonl", *TOY, "--json", "o.jsonl"), "'o.jsonl' is OUT and --json; allowed: two files"),
     (("generate", *TOY, "--prompt-file", "p", "--json", "./p"), "'p' is --prompt-file and --json; allowed: two files"),
     (("batch", "in.jsonl", "-", *TOY), "output='-'; allowed: the name of a file"),

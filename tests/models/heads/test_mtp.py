@@ -299,7 +299,7 @@ def test_layers_that_do_not_fit_are_refused_in_one_line(
         SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
     assert "\n" not in str(raised.value)
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # where they were not asked for
-    assert ("drafts come from elsewhere" in caplog.text) is ("form that is not read" not in message)
+    assert ("drafting without the MTP layers" in caplog.text) is ("form that is not read" not in message)
 
 
 def test_a_target_without_such_layers_is_told_from_one_whose_layers_are_not_read(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
 
 @dataclass
 class DraftText:
-    """A row's text in draft tokens: `settled` of them are final; those of the text `tail` may still change.
+    """A row's text in draft tokens: the first `settled` are final; those that encode `tail` may still change.
 
-    read: how many of the target's tokens were read. beginning: whether the tail begins the text.
+    num_read: how many of the target's tokens were read. beginning: whether the tail begins the text.
     """
 
     bridge: VocabularyBridge
     settled: int = 0
-    read: int = 0
+    num_read: int = 0
     tail: bytes = b""
     beginning: bool = True
     longest_tail: int = LONGEST_TAIL
@@ -41,8 +41,8 @@ class DraftText:
         tokens: all of the row's. A character that is not complete yet is read byte by byte.
         """
         ids = list[int]()
-        num_settled = 0  # ids that nothing will change any more
-        for token in tokens[self.read :]:
+        num_settled = 0  # how many of the ids are final
+        for token in tokens[self.num_read :]:
             written = self.bridge.target.texts[token]
             if written is not None:
                 self.tail += self._without_added_space(written)
@@ -53,7 +53,7 @@ class DraftText:
                 continue
             ids += [*self._tail_ids(), special]
             num_settled, self.tail, self.beginning = len(ids), b"", False
-        self.read = len(tokens)
+        self.num_read = len(tokens)
         encoding, text, pending = self._encoded()
         first = first_unsettled(encoding, text, self.longest_tail)
         ids += encoding.ids + self.bridge.draft.spelled(pending)
@@ -64,7 +64,7 @@ class DraftText:
         return ids
 
     def _without_added_space(self, text: bytes) -> bytes:
-        """The first token of a text may begin with a space that the target's tokenizer has added."""
+        """A token's text, without the space that the target's tokenizer may add at the beginning of a text."""
         added = self.beginning and not self.tail and self.bridge.target.tokens.adds_space
         return text.removeprefix(b" ") if added else text
 
@@ -82,7 +82,8 @@ class DraftText:
 def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
     """The first token that further text may change: it begins the last word but one.
 
-    Every common pre-tokenizer begins a new piece at a space after something else, and no common token reaches over one.
+    Every common pre-tokenizer begins a new piece at a space that follows another character, and no common token
+    stretches over such a space.
     """
     starts, words = encoding.starts, 0
     for token in range(len(starts) - 1, 0, -1):
@@ -93,6 +94,7 @@ def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:
             return token
     if len(text) <= longest:
         return 0
+    # a long text without words: its first half is taken to be final
     return next((token for token in range(1, len(starts)) if starts[token] > max(starts[token - 1], len(text) // 2)), 0)
 
 
@@ -171,7 +173,7 @@ class BridgedSession:
         return counterpart
 
     def _make_counterpart(self, row: Row) -> _Counterpart:
-        """Chat messages are rendered by the draft model's own template; other texts begin as its tokenizer begins."""
+        """Render chat messages by the draft model's own template; begin other texts with its tokenizer's opening."""
         target, draft = self.bridge.target, self.bridge.draft
         tail = min(LONGEST_TAIL, max(1, self.backend.max_length // 4))
         rendered = self._rendered(row)
@@ -181,9 +183,9 @@ class BridgedSession:
                 text, Row(row.index, rendered, row.params, row.seed, group=row.group), len(draft.tokens.opening)
             )
         opening = list(draft.tokens.opening)
-        added = len(target.tokens.opening)
-        read = added if tuple(row.tokens[:added]) == target.tokens.opening else 0
-        text = DraftText(self.bridge, len(opening), read, longest_tail=tail)
+        num_opening = len(target.tokens.opening)
+        num_read = num_opening if tuple(row.tokens[:num_opening]) == target.tokens.opening else 0
+        text = DraftText(self.bridge, len(opening), num_read, longest_tail=tail)
         return _Counterpart(text, Row(row.index, opening, row.params, row.seed, group=row.group), len(opening))
 
     def _rendered(self, row: Row) -> list[int] | None:
@@ -202,8 +204,8 @@ class BridgedSession:
         tail = counterpart.text.follow(row.tokens)
         cached = draft_row.tokens[start:] + counterpart.drafted
         pairs = enumerate(zip(cached, tail, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
-        self.session.keep(draft_row, start + same)
+        num_same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
+        self.session.keep(draft_row, start + num_same)
         draft_row.tokens[start:] = tail if start or tail else self._end_of_text()
         counterpart.drafted = []
         self._shorten(counterpart, steps)

@@ -12,26 +12,26 @@ from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinish
 class Continuation:
     """One row's draft of one round: draft tokens go in, target tokens come out.
 
-    over: whether the draft model has ended the text or written a special token that is no text.
+    is_over: whether the draft model has ended the text or written a special token that stands for no text.
     """
 
     def __init__(self, bridge: VocabularyBridge, committed: Sequence[int]) -> None:
         self._bridge, self._text = bridge, b""
         self._begins: list[int] = []  # byte of the draft at which each draft token begins
         self._end: int | None = None
-        self.over = False
+        self.is_over = False
         self._context = _context(bridge, committed)
         self._before = b"".join(bridge.target.texts[token] or b"" for token in self._context)
         self._encoded: tuple[int, list[int]] = (-1, [])  # number of draft tokens, target tokens
 
     def add(self, token: int) -> None:
-        """The draft model's next token."""
-        if self.over:
+        """Append the draft model's next token."""
+        if self.is_over:
             return
         text = self._bridge.draft.texts[token]
         self._end = self._bridge.end_to_target.get(token)
         if text is None or self._end is not None:
-            self.over = True
+            self.is_over = True
             self._begins += [len(self._text)] * (self._end is not None)
         else:
             self._begins.append(len(self._text))

@@ -53,7 +53,7 @@ class SharedTokens:
         size = bridge.draft.head_size
         readable = torch.tensor([text is not None for text in bridge.draft.texts], dtype=torch.bool, device=device)
         readable[self.in_draft] = False
-        self.others = readable.nonzero()[:, 0]  # texts that are no token of the target
+        self.others = readable.nonzero()[:, 0]  # draft tokens whose text is not a token of the target
         self.head_size = size
 
     def of(self, logits: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ class SharedTokenScorer:
         return self._shared.of(self._bridged.session.score(self._draft_rows, fed, lengths, keep))
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        return None  # the likeliest token may be none of the shared ones
+        return None  # the likeliest token may not be a shared one
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self._bridged.session.keep_drafts(lengths)
 
 
 class SharedTokenDrafter:
-    """Samples drafts of shared tokens from the draft model's distribution over them, which `Draft.probs` has.
+    """Samples drafts of shared tokens from the draft model's distribution over them, which becomes `Draft.probs`.
 
     A row's draft ends where its options exclude all shared tokens: nothing can be sampled there.
     """
@@ -193,11 +193,11 @@ class CrossVocabularyDrafter:
                 drafted[i].append(token)
                 chances[i].append(confidences[i])
             self._bridged.note_drafted(rows, drafted)
-            over = [text.over for text in texts]
+            has_ended = [text.is_over for text in texts]
             if self._stop is not None:
                 stopped = self._stop.ends(rows, draft_lengths, chances, False)
-                over = [a or b for a, b in zip(over, stopped, strict=True)]
-            draft_lengths = [min(n, j + 1) if is_over else n for n, is_over in zip(draft_lengths, over, strict=True)]
+                has_ended = [a or b for a, b in zip(has_ended, stopped, strict=True)]
+            draft_lengths = [min(n, j + 1) if ended else n for n, ended in zip(draft_lengths, has_ended, strict=True)]
             if max(draft_lengths) <= j + 1:
                 return j + 1
         return width
@@ -206,24 +206,23 @@ class CrossVocabularyDrafter:
         """The next token of each row's draft, and its probability. logits: [B, D], the draft model's."""
         if sampler.plain:
             best = argmax(logits)
-            if self._stop is None:
-                return best, torch.ones(
-                    len(best), dtype=torch.float32, device=best.device
-                )  # nobody asks how likely they are
+            if self._stop is None:  # nobody asks how likely they are
+                return best, torch.ones(len(best), dtype=torch.float32, device=best.device)
             return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]
         shared, offsets = self._shared, [len(text.tokens()) for text in texts]
         scores = self._scores(shared.of(logits)[:, None], texts, offsets, sampler)
         probs = sampler.probs(scores)[:, 0].nan_to_num(0.0)
         positions = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
         winner = sampler.draw_at(probs, positions, max(offsets)).clamp(min=0)
-        heats = [row.params.temperature or 1e-3 for row in sampler.rows]
-        heat = torch.tensor(heats, dtype=torch.float32).to(sampler.device)[:, None]
-        all_scores = torch.logsumexp(logits.float() / heat, -1, keepdim=True)
-        mass = (torch.logsumexp(scores[:, 0].clamp(min=-1e30) / heat, -1, keepdim=True) - all_scores).exp()
+        temperatures = [row.params.temperature or 1e-3 for row in sampler.rows]
+        temperature = torch.tensor(temperatures, dtype=torch.float32).to(sampler.device)[:, None]
+        total = torch.logsumexp(logits.float() / temperature, -1, keepdim=True)
+        # the draft model's probability of all shared tokens together
+        mass = (torch.logsumexp(scores[:, 0].clamp(min=-1e30) / temperature, -1, keepdim=True) - total).exp()
         chosen, chance = shared.draft_id[winner], mass[:, 0] * probs.gather(-1, winner[:, None])[:, 0]
         if not len(shared.others):
             return chosen, chance
-        other, index = ((logits[:, shared.others].float() / heat - all_scores).exp()).max(-1)
+        other, index = ((logits[:, shared.others].float() / temperature - total).exp()).max(-1)
         better = other > mass[:, 0]
         return torch.where(better, shared.others[index], chosen), torch.where(better, other, chance.clamp(max=1.0))
 
@@ -240,7 +239,9 @@ class CrossVocabularyDrafter:
 
 
 def build(setup: Setup, argument: str) -> Drafter:
-    """ "cross_vocabulary", or "cross_vocabulary:p=PERCENT" to stop early; `model` builds it for such a draft model.
+    """ "cross_vocabulary", or "cross_vocabulary:p=PERCENT" to stop early.
+
+    The drafter `model` becomes this one if the draft model has another vocabulary.
 
     Without acceptance by `match` it drafts tokens that both vocabularies have.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -29,7 +28,7 @@ from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
 from slipstream.models.heads.network import all_scores
 
-MIN_DRAFT_PROB = 0.4  # of a draft so far, where drafts must depend on the row alone
+MIN_DRAFT_PROB = 0.4  # a less likely draft ends, where drafts must depend on the row alone
 TRAITS = Traits(
     has_own_cache=True,
     default_length=6,
@@ -41,7 +40,7 @@ TRAITS = Traits(
 
 
 class Stop(Protocol):
-    """Says which rows' drafts end with the token drafted last."""
+    """Decides which rows' drafts end with the token drafted last."""
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
@@ -67,7 +66,10 @@ class PathBelow:
 
 @dataclass(frozen=True)
 class TokenBelow:
-    """Ends a draft at the first less likely token; if greedy, as Hugging Face's `assistant_confidence_threshold`."""
+    """Ends a draft with its first token less likely than `threshold`.
+
+    Greedy drafts end as with Hugging Face's `assistant_confidence_threshold`.
+    """
 
     threshold: float
 
@@ -81,8 +83,8 @@ class TokenBelow:
 class WhilePays:
     """Ends all drafts when another step of the draft model would cost more than it is expected to bring.
 
-    Rows whose request sets a draft length get that many. Where the text depends on the draft, its probability decides
-    instead of costs, so that a seed gives the same text again.
+    Rows whose request sets a draft length get that many tokens. Where the text depends on the draft, the draft's
+    probability decides instead of costs, so that a seed gives the same text again.
     """
 
     planner: Planner
@@ -105,7 +107,7 @@ class WhilePays:
 class DraftChain:
     """One row's draft on the host: its tokens, the draft model's probability of each, and the runners-up.
 
-    A head that estimates acceptance itself (DSpark) gives its estimates in place of probabilities.
+    With a head that estimates acceptance itself (DSpark), its estimates take the place of probabilities.
     runners_up: for each token, the next best ones and their probabilities, best first.
     """
 
@@ -150,7 +152,8 @@ class ModelDrafter:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
-        chain_lengths = list(map(partial(self._chain_length, 1 + siblings if self.stop is None else 1), rows, lengths))
+        tokens_per_level = 1 + siblings if self.stop is None else 1
+        chain_lengths = [self._chain_length(tokens_per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
         if isinstance(self.session, ParallelScorer):
             chain_lengths = [min(length, self.session.longest) for length in chain_lengths]
             self.session.num_tokens = max(chain_lengths, default=0)
@@ -182,16 +185,16 @@ class ModelDrafter:
             tokens[:, j] = leaders[:, 0]
             if leader_chances is not None:
                 if isinstance(self.session, ParallelScorer):
-                    likely = self.session.acceptance(rows, tokens[:, :j])
-                    if likely is not None:
-                        leader_chances[:, 0] = likely.to(leader_chances.device)
+                    estimates = self.session.acceptance(rows, tokens[:, :j])
+                    if estimates is not None:
+                        leader_chances[:, 0] = estimates.to(leader_chances.device)
                 for chain, best, chances in zip(chains, leaders.tolist(), leader_chances.tolist(), strict=True):
                     chain.tokens.append(best[0])
                     chain.chances.append(chances[0])
                     chain.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
             if self.stop is not None:
-                over = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
-                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, over, strict=True)]
+                has_ended = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
+                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
                 if max(ends) <= j + 1:
                     break
         if width:
@@ -227,10 +230,11 @@ class ModelDrafter:
             records.append(record)
         return _draft_of(trees, records, sampler)
 
-    def _chain_length(self, width: int, row: Row, length: int) -> int:
-        """The depth of a tree of `length` tokens that has `width` of them at each place."""
-        is_cut_short = width > 1 and length == row.remaining - 1  # by the end of the text
-        return min(self.steps, min(self.depth, length) if self.depth and is_cut_short else -(-length // width))
+    def _chain_length(self, tokens_per_level: int, row: Row, length: int) -> int:
+        """The depth of a tree of `length` tokens, so many of them on each level."""
+        is_cut_short = tokens_per_level > 1 and length == row.remaining - 1  # by the end of the text
+        depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // tokens_per_level)
+        return min(self.steps, depth)
 
     def _leaders(
         self, scores: Tensor, place: int, sampler: Sampler, count: int, token_ids: Tensor | None
@@ -275,7 +279,7 @@ class ModelDrafter:
 
 
 def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], index: int) -> list[int]:
-    """Where drafts end if a draft also ends before a token for which its constraint leaves the draft model no choice.
+    """`ends`, moved to `index` for drafts whose constraint leaves the draft model no token to choose there.
 
     scores: [B, V] of the draft tokens at `index`.
     """
@@ -353,7 +357,7 @@ def build(setup: Setup, argument: str) -> Drafter:
     if argument and match is None:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
     if argument and setup.fixed_tree:
-        raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', whose drafts are then all of it")
+        raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', which then drafts the whole tree")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:

@@ -1,7 +1,7 @@
 """A draft model that scores all tokens of a draft in one forward, with mask tokens in place of those to come.
 
-PARD (An et al. 2025, arXiv 2504.18583) trains ordinary models for that, DFlash heads. The distribution of each token is
-given the text alone, whatever the draft's other tokens are; DSpark and DFlash 2 then change it by those before it.
+PARD (An et al. 2025, arXiv 2504.18583) trains ordinary models to do that, DFlash trains heads. A token's distribution
+depends on the text alone, not on the draft's other tokens; DSpark and DFlash 2 then adjust it to the tokens before it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import ParallelDrafts
 
-MOST = 8  # tokens that a forward scores; a longer draft goes on from its own tokens, with another forward
+MOST = 8  # tokens that a model's forward scores; a longer draft takes another forward, after its own first tokens
 
 
 class ParallelScorer:
     """A `DraftScorer` that scores a whole draft at once.
 
-    num_tokens: how many tokens the next draft asks for. longest: the most that it can have.
+    num_tokens: how many tokens the next draft asks for. longest: the most tokens of a draft.
     """
 
     def __init__(
@@ -32,11 +32,12 @@ class ParallelScorer:
         blocks: ParallelDrafts | None = None,
         longest: int = MAX_DRAFT_TOKENS,
     ) -> None:
-        """blocks: the session's backend; None for a model, whose rows score the token after theirs."""
+        """blocks: the session's backend if it is a head that drafts blocks; None for a model or any other head."""
         self.session, self.mask_token, self.blocks = session, mask_token, blocks
         self.longest = longest if blocks is None else blocks.block_size - blocks.first_place
         self.num_tokens = MOST
-        self._first, self._logits = 0, torch.empty(0, 0, 0)  # scored last: from which token of the draft on
+        # the logits of the last forward, and which token of the draft they begin with
+        self._first, self._logits = 0, torch.empty(0, 0, 0)
 
     @property
     def backend(self) -> Backend:
@@ -52,13 +53,13 @@ class ParallelScorer:
             inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
             longer = [length + masks for length in lengths]
             self._first, self._logits = drafted, self.session.score(rows, inputs, longer, keep=scored)
-            self.session.keep_drafts(lengths)  # what the masks left in the cache is no text
+            self.session.keep_drafts(lengths)  # the mask tokens in the cache are no text
         place = drafted - self._first
         logits = self._logits[:, place : place + 1]
         return logits if self.blocks is None else self.blocks.chained(logits, [row.tokens[-1] for row in rows], draft)
 
     def acceptance(self, rows: Sequence[Row], draft: Tensor) -> Tensor | None:
-        """[B] how likely the token after this draft, scored last, is to be accepted; None where nothing says so."""
+        """[B] how likely the token after this draft, scored last, is to be accepted; None if that is not estimated."""
         return None if self.blocks is None else self.blocks.acceptance([row.tokens[-1] for row in rows], draft)
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:

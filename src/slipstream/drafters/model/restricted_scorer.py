@@ -25,9 +25,10 @@ STRAYS, WINDOW = 4, 64  # a row with this many new tokens among this many of its
 
 @dataclass
 class _Vocabulary:
-    """One row's tokens besides the frequent ones. tokens: [N], in the order of their weights in `chosen`; `token_set`.
+    """One row's tokens besides the frequent ones. tokens: [N], in the order of their weights in `chosen`.
 
-    num_read: how many of the row's tokens have been looked at; strays: positions of output tokens that were new.
+    token_set: the same tokens. num_read: how many of the row's tokens have been looked at. strays: the latest positions
+    at which the output had a token outside the vocabulary.
     """
 
     tokens: Tensor

@@ -53,24 +53,24 @@ class SuffixAutomaton:
         self.begin()
 
     def begin(self) -> None:
-        """The next token starts another text: no substring spans two texts."""
-        self._last, self._tip, self._known = 0, 0, 0
+        """Start another text with the next token; no substring spans two texts."""
+        self._last, self._tip, self._tip_length = 0, 0, 0
 
     @property
     def end(self) -> Match:
         """The last tokens of the current text, at most LIMIT."""
-        return Match(self._tip, self._known)
+        return Match(self._tip, self._tip_length)
 
     def learn(self, tokens: Iterable[int], *, newest: bool = True) -> None:
         """Append tokens to the current text; a few microseconds each.
 
-        newest: whether a token becomes a context's usual follower when it has followed as often as the present one, or
-        only when it has followed more often.
+        newest: whether a token becomes a context's usual follower as soon as it has followed as often as the present
+        one; else only when it has followed more often.
         """
         for token in tokens:
             self._last = self._append(token)
-            self._known = min(self._known + 1, LIMIT)
-            self._tip = self._holding(self._tally(self._tip, token, newest), self._known)
+            self._tip_length = min(self._tip_length + 1, LIMIT)
+            self._tip = self._holding(self._tally(self._tip, token, newest), self._tip_length)
             self.num_tokens += 1
 
     def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
@@ -89,7 +89,7 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def followed(self, match: Match) -> Match:
-        """The match itself, or the longest of its suffixes that goes on somewhere."""
+        """The match itself, or the longest of its suffixes that something has followed."""
         state, length = match.state, match.length
         while state and self._token[state] < 0:
             state = self._link[state]
@@ -120,10 +120,10 @@ class SuffixAutomaton:
             occurrences = count[state]
 
     def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
-        """Up to `length` tokens behind the match, as `walk` goes.
+        """Up to `length` tokens after the match, as `walk` goes.
 
-        It ends where the path's estimated probability falls below `threshold`: the product of how often the token
-        followed the context and how often that occurs.
+        It ends where the path's estimated probability falls below `threshold`: the product, over its tokens, of how
+        often the token followed its context divided by how often that context occurs.
         """
         path, chance = list[int](), 1.0
         for step in islice(self.walk(match, occurrences), length):
@@ -145,7 +145,7 @@ class SuffixAutomaton:
             usual, branch = tokens[state], self._branches.get(state)
             if usual >= 0 and (branch is not None or usual not in seen):
                 ranked = [(usual, targets[state])]
-                if branch is not None and len(branch) <= SCANNED:  # of equals those that came up last
+                if branch is not None and len(branch) <= SCANNED:  # among equals the latest come first
                     ranked += sorted(reversed(branch.items()), key=lambda other: count[other[1]], reverse=True)
                 occurrences -= sum(count[branch[token]] for token in seen if branch and token in branch)
                 for token, target in ranked:
@@ -224,7 +224,7 @@ class SuffixAutomaton:
             branch[token] = target
 
     def _tally(self, state: int, token: int, newest: bool) -> int:
-        """Count the token behind the strings of `state` and all their suffixes; the state of the longest result."""
+        """Count `token` after the strings of `state` and all their suffixes; the state of the longest result."""
         link, count, tokens, targets = self._link, self._count, self._token, self._target
         longest = counted = self._step(state, token)
         count[longest] += 1

@@ -47,14 +47,14 @@ class SuffixStore:
     An automaton cannot forget, so there are two, each for half of the budget: when the newer one has no room for a
     text, the older one is dropped with its texts. Of a text longer than that only the end is kept. budget=0: nothing is
     stored.
-    tokenizer: any name of the tokenizer; files of another one are refused, unless either name is empty.
+    tokenizer: a name of the tokenizer; files that carry another name are refused, unless either name is empty.
     """
 
     def __init__(self, vocab_size: int, budget: int, tokenizer: str = "") -> None:
         if budget != 0 and not 2 * LIMIT <= budget <= LARGEST:
             raise UsageError(f"suffix outputs={budget} (tokens stored); allowed: 0, or {2 * LIMIT} to {LARGEST}")
         self.vocab_size, self.budget, self.tokenizer = vocab_size, budget, tokenizer
-        self._given: deque[array[int]] = deque()
+        self._seeded: deque[array[int]] = deque()
         self._older, self._newer = _Half(), _Half()
 
     @property
@@ -73,22 +73,22 @@ class SuffixStore:
             yield from (text.tolist() for text in half.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Store a text; where there is no room, drop the older half."""
+        """Store a text; if there is no room, drop the older half."""
         self._add(self._cut(tokens))
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
         """Store a user's texts, which outlive `reset`; raises UsageError for an id outside the vocabulary."""
         checked = [self._cut(self._ids(number, tokens)) for number, tokens in enumerate(texts)]
         for text in checked:
-            self._given.append(text)
+            self._seeded.append(text)
             self._add(text)
-        while sum(map(len, self._given)) > self.budget:
-            self._given.popleft()
+        while sum(map(len, self._seeded)) > self.budget:
+            self._seeded.popleft()
 
     def reset(self) -> None:
         """Drop all texts but those that were seeded and loaded."""
         self._older, self._newer = _Half(), _Half()
-        for text in self._given:
+        for text in self._seeded:
             self._add(text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -116,8 +116,8 @@ class SuffixStore:
             raise UsageError(f"store {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         except (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
             raise UsageError(
-                f"store {str(path)!r} cannot be read, so it is no store or damaged; allowed: a file that save has "
-                "written"
+                f"store {str(path)!r} cannot be read: it is not a store, or it is damaged; allowed: a file that save "
+                "has written"
             ) from error
         self._check(f"store {str(path)!r}", parts)
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
@@ -150,7 +150,7 @@ class SuffixStore:
         if [(part.dtype.kind, part.ndim) for part in sizes] != [("i", 0), ("i", 1), ("i", 1)]:
             raise UsageError(f"{name} is damaged: its sizes and tokens are not whole numbers in the shapes expected")
         if (parts["lengths"] < 0).any() or int(parts["lengths"].sum()) != len(parts["tokens"]):
-            raise UsageError(f"{name} is damaged: {len(parts['tokens'])} tokens, not those its texts should have")
+            raise UsageError(f"{name} is damaged: its texts' lengths do not fit its {len(parts['tokens'])} tokens")
         if int(parts["vocab_size"]) != self.vocab_size:
             raise UsageError(f"{name} has a vocabulary of {int(parts['vocab_size'])}; allowed: {self.vocab_size}")
         tokenizer = str(parts["tokenizer"])

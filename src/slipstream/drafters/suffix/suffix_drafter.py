@@ -1,4 +1,4 @@
-"""Suffix drafts: what most often followed the longest suffix of the text that occurred before, there or in old outputs.
+"""Suffix drafts: what most often followed the longest suffix of the text that occurred before, in it or in old outputs.
 
 The idea is that of Oliaro, Jia, Campos and Qiao, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
 Applications" (2024, arXiv:2411.04975): suffix trees of the request and of earlier outputs, drafts whose length grows
@@ -92,14 +92,14 @@ def candidates(automaton: SuffixAutomaton, place: Place) -> Iterator[tuple[int, 
 
 
 class Guess(NamedTuple):
-    """A draft that can be compared with what the text became, and where it should stand."""
+    """A draft and the position it was made for, to be compared with what the text became."""
 
     start: int
     nodes: list[Node]
 
 
 class Source(NamedTuple):
-    """The match that a draft continues. occurrences: of the match, and one more that went on in some other way."""
+    """The match that a draft continues. occurrences: of the match, the end of the text itself included."""
 
     automaton: SuffixAutomaton
     match: Match
@@ -120,7 +120,7 @@ class EndedOutput:
 
 
 class RowText:
-    """A row's text as far as it was read: its automaton, and its end's matches in the automata of the store."""
+    """A row's text as far as it was read: its automaton, and what its end matches in the automata of the store."""
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
@@ -137,8 +137,9 @@ class RowText:
         new = tokens[self._read :]
         prompt = max(0, self._prompt_length - self._read)
         self._read = len(tokens)
-        self.own.learn(new[:prompt], newest=False)  # what is copied is copied from its beginning on
-        self.own.learn(new[prompt:])  # what goes on as it did lately may do so again
+        # in the prompt the first continuation leads, as texts are copied from their beginning on
+        self.own.learn(new[:prompt], newest=False)
+        self.own.learn(new[prompt:])  # in the output the latest, which may well come again
         before, self._matches = self._matches, {}
         for automaton in stored:
             size, match = before.get(automaton, (-1, NOTHING))
@@ -147,7 +148,7 @@ class RowText:
             self._matches[automaton] = automaton.num_tokens, match
 
     def source(self) -> Source:
-        """The longest match that goes on somewhere; of equally long ones the row's own, then that in newer outputs."""
+        """The longest match that something has followed; on a tie the row's own, then the one in newer outputs."""
         match = self.own.followed(self.own.end)
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
@@ -170,7 +171,8 @@ class SuffixDrafter:
     tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
     acceptance_model: replaces the threshold; drafts are then as long as they can be and have acceptance probabilities,
     learned from earlier tokens of their kinds. Every draft is compared with what the text became, verified or not.
-    branches: for trees that the user spelled, with an acceptance model: how many tokens stand beside each of the chain.
+    branches: how many alternatives stand beside each token of the chain, in trees that the user asked for; needs an
+    acceptance model.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
@@ -211,7 +213,7 @@ class SuffixDrafter:
         text = self._texts.get(row)
         if text is None or self.acceptance_model is None:
             return [], []
-        text.read(row.tokens, self._stores.of(row.group).automata)  # no draft of its own may have been asked for
+        text.read(row.tokens, self._stores.of(row.group).automata)  # `propose` reads them only if it drafts
         match = text.own.followed(text.own.find(tokens, text.own.end))
         if match.length < self.shortest:
             return [], []
@@ -308,18 +310,18 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
     if percent is not None and int(percent) > 100:
         raise UsageError(f"drafter='{before}{argument}': p={percent}; allowed: p=0 to p=100")
     if percent is not None and setup.fixed_tree:
-        raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments but p=PERCENT")
+        raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments other than p=PERCENT")
     path = Path(file).expanduser() if file else None
     kinds = [*prior(), *(RUNNER_UP for _ in prior())]
-    judges = percent is None and (setup.acceptance_probs or setup.fixed_tree)
+    uses_model = percent is None and (setup.acceptance_probs or setup.fixed_tree)
     drafter = SuffixDrafter(
         setup.vocab_size,
         SHORTEST if shortest is None else int(shortest),
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel(kinds, shared=False) if judges else None,
-        branches=setup.siblings if setup.fixed_tree else 0,  # beside a match they bring less than finding them takes
+        acceptance_model=AcceptanceModel(kinds, shared=False) if uses_model else None,
+        branches=setup.siblings if setup.fixed_tree else 0,  # alternatives to a match save less than finding them costs
     )
     if path is not None:
         if not drafter.outputs:
