@@ -68,7 +68,7 @@ function askKey() {
 	return asking;
 }
 
-// The server cannot be reached, or went away in the middle of an answer.
+// The server cannot be reached, or the connection broke in the middle of an answer.
 class Lost extends Error {}
 
 const GONE = "The server does not answer.";
@@ -79,7 +79,7 @@ async function reach(path, options, message) {
 		return await fetch(path, options);
 	} catch (error) {
 		if (options.signal?.aborted) throw error;
-		wake(); // the line at the top is not to wait for the next look
+		wake(); // so that the line at the top changes at once
 		throw new Lost(message);
 	}
 }
@@ -92,9 +92,9 @@ async function call(path, body, signal) {
 		const method = body ? "POST" : "GET";
 		const answer = await reach(path, { method, headers, signal, body: body && JSON.stringify(body) }, GONE);
 		if (answer.ok) return answer;
-		const told = await answer.json().catch(() => ({}));
+		const refusal = await answer.json().catch(() => ({}));
 		if (answer.status === 401 && (await askKey())) continue;
-		const error = new Error(told.error?.message ?? `the server answered with status ${answer.status}`);
+		const error = new Error(refusal.error?.message ?? `the server answered with status ${answer.status}`);
 		error.status = answer.status;
 		throw error;
 	}
@@ -161,7 +161,7 @@ function schema() {
 
 let model = "";
 
-// The page draws seeds itself, so that every receipt can be replayed: JavaScript rounds larger ones than these.
+// The page draws seeds itself, so that every receipt can be replayed: JavaScript would round the server's larger seeds.
 function makeRequest(messages) {
 	for (const name of FIELDS) $(name).removeAttribute("aria-invalid");
 	$("settings-problem").hidden = true;
@@ -207,7 +207,7 @@ function asPython(value, indent = "    ") {
 
 function showRaw() {
 	const asked = history();
-	while (asked.at(-1)?.role === "assistant") asked.pop(); // the last request again, unless a new one is written
+	while (asked.at(-1)?.role === "assistant") asked.pop(); // shows the last request again, unless a new one is typed
 	const typed = $("ask").value.trim();
 	if (typed) asked.splice(0, asked.length, ...history(), { role: "user", content: typed });
 	const request = makeRequest(asked.length ? asked : [{ role: "user", content: EXAMPLES[0] }]);
@@ -249,9 +249,11 @@ function download(name, value) {
 
 // ---- answers
 
-// Spaces and line ends that can be seen; tokens whose text alone says nothing; the class of a token.
+// A text with visible spaces, tabs and line ends.
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+// Whether a token has no text of its own, such as a part of a character.
 const broken = (text) => !text || text.includes("\ufffd") || text.startsWith("token_id:");
+// The class of a token: its origin, or "prediction".
 const kind = (seg) => (seg.origin === "accepted" && seg.source === "prediction" ? "prediction" : seg.origin);
 const meaning = (name) => document.querySelector(`.legend .${name}`)?.parentNode.textContent.replace(" ", ": ") ?? "";
 
@@ -269,16 +271,16 @@ class Answer {
 	take(chunk) {
 		const choice = chunk.choices?.[0];
 		const content = choice?.delta?.content ?? "";
-		const told = chunk.slipstream;
+		const report = chunk.slipstream;
 		this.text += content;
 		this.#open += content;
-		if (told?.round) {
-			const kept = told.tokens.slice(0, told.round.accepted).map((token) => token.text);
-			this.rounds.push({ ...told.round, kept, cells: told.tokens.map(kind) });
-			this.ids.push(...told.tokens.map((token) => token.id));
-			this.#held.push(...told.tokens.map((token) => ({ ...token, round: this.rounds.length - 1 })));
+		if (report?.round) {
+			const kept = report.tokens.slice(0, report.round.accepted).map((token) => token.text);
+			this.rounds.push({ ...report.round, kept, cells: report.tokens.map(kind) });
+			this.ids.push(...report.tokens.map((token) => token.id));
+			this.#held.push(...report.tokens.map((token) => ({ ...token, round: this.rounds.length - 1 })));
 		}
-		this.receipt = told?.receipt ?? this.receipt;
+		this.receipt = report?.receipt ?? this.receipt;
 		this.finish = choice?.finish_reason ?? this.finish;
 		return this.#place(this.finish !== null);
 	}
@@ -291,7 +293,7 @@ class Answer {
 		return ["drafted", "accepted"].map((name) => this.rounds.reduce((sum, round) => sum + round[name], 0));
 	}
 
-	// Give text to tokens. Some tokens are parts of a character or have no text: they go with the next that can be found.
+	// Assign the text to tokens. A token that is part of a character or has no text joins the next one found in the text.
 	#place(over) {
 		const placed = [];
 		const held = this.#held;
@@ -366,7 +368,7 @@ class AnswerView {
 		while (this.ticker.children.length < this.answer.rounds.length) this.#tick(this.answer.rounds[this.ticker.children.length]);
 	}
 
-	// What was drafted where the target went another way: shown struck through, and no part of the text.
+	// The draft tokens that the target rejected: shown struck through, and no part of the text.
 	#rejected(round) {
 		return this.answer.rounds[round]?.rejected.filter((text) => !broken(text)).join("").replaceAll("\n", "↵") || null;
 	}
@@ -458,12 +460,12 @@ function receiptNode(message) {
 		currentTarget.disabled = true;
 		result.replaceChildren("Replaying without drafts ...");
 		try {
-			const told = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
-			message.replay = told;
-			result.replaceChildren(told.identical
-				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * told.seconds)} instead of ${seconds(message.ms)}: the same.`,
-					`${((1000 * told.seconds) / message.ms).toFixed(2)}×`)
-				: seal(false, "Different", `The first difference is at token ${told.first_difference + 1}.`));
+			const outcome = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
+			message.replay = outcome;
+			result.replaceChildren(outcome.identical
+				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * outcome.seconds)} instead of ${seconds(message.ms)}: the same.`,
+					`${((1000 * outcome.seconds) / message.ms).toFixed(2)}×`)
+				: seal(false, "Different", `The first difference is at token ${outcome.first_difference + 1}.`));
 		} catch (error) {
 			result.replaceChildren(h("p.problem", error.message));
 		}
@@ -486,24 +488,24 @@ function lineDiff(before, after) {
 	for (let i = a.length - 1; i >= 0; i--)
 		for (let j = b.length - 1; j >= 0; j--)
 			common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
-	const found = [];
+	const lines = [];
 	let [i, j] = [0, 0];
 	while (i < a.length || j < b.length) {
-		if (i < a.length && j < b.length && a[i] === b[j]) found.push([" ", a[i++], j++]);
-		else if (j >= b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) found.push(["−", a[i++]]);
-		else found.push(["+", b[j++]]);
+		if (i < a.length && j < b.length && a[i] === b[j]) lines.push([" ", a[i++], j++]);
+		else if (j >= b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) lines.push(["−", a[i++]]);
+		else lines.push(["+", b[j++]]);
 	}
-	return found;
+	return lines;
 }
 
 function diffNode(prediction, text) {
-	const found = lineDiff(prediction.trim(), text.trim());
+	const lines = lineDiff(prediction.trim(), text.trim());
 	const tags = { " ": "span", "−": "del", "+": "ins" };
-	const body = found
-		? h("pre", { tabindex: "0" }, ...found.map(([sign, line]) => h(tags[sign], {}, `${sign} ${line}`)))
+	const body = lines
+		? h("pre", { tabindex: "0" }, ...lines.map(([sign, line]) => h(tags[sign], {}, `${sign} ${line}`)))
 		: h("p", "These texts are too long to be compared line by line.");
-	const same = found?.filter(([sign]) => sign === " ").length ?? "some";
-	const title = `Difference to the prediction: ${same} of ${text.trim().split("\n").length} lines are its own`;
+	const same = lines?.filter(([sign]) => sign === " ").length ?? "some";
+	const title = `Difference to the prediction: ${same} of ${text.trim().split("\n").length} lines are the same`;
 	return h("details.diff", { open: true }, h("summary", title), body);
 }
 
@@ -517,7 +519,7 @@ function readStore(name, otherwise) {
 	try {
 		return JSON.parse(localStorage.getItem(name)) ?? otherwise;
 	} catch {
-		return otherwise; // not ours, or cut short
+		return otherwise; // somebody else's value, or an incomplete one
 	}
 }
 
@@ -634,7 +636,7 @@ function answerNode(message) {
 	return { node, grow, finish };
 }
 
-// An answer by a JSON schema is code, whatever is in it.
+// An answer in the form of a JSON schema is shown as code, even if it contains Markdown.
 function asMarkdown(message) {
 	const text = message.text || message.answer.text;
 	return message.request?.response_format ? `\`\`\`\`\`\`json\n${text}\n` : text;
@@ -808,14 +810,14 @@ async function race(work) {
 		if (!racing.signal.aborted) $("verdict").replaceChildren(h("p.problem", error.message));
 	}
 	$("race-status").textContent = racing.signal.aborted ? "stopped" : "";
-	racing.abort(); // the other run
+	racing.abort(); // ends the other run if one has failed
 	$("race-stop").hidden = true;
 	$("race-go").disabled = false;
 	$("race-again").hidden = !recorded;
 	racing = null;
 }
 
-// Salts keep the second run from what the first one cached and taught the drafter.
+// With different salts, neither run finds what the other cached or taught the drafter.
 function startRace() {
 	const prompt = $("race-ask").value;
 	const request = prompt.trim() && makeRequest([{ role: "user", content: prompt }]);
@@ -945,7 +947,7 @@ async function look() {
 		const answer = await fetch("health", { cache: "no-store", signal: AbortSignal.timeout(4000) });
 		state = answer.ok ? "up" : ((await answer.json().catch(() => ({}))).status ?? "not ready");
 	} catch {
-		// nobody answers, which is what was asked
+		// no answer: the state stays "down"
 	}
 	if (state !== served) await changed(state);
 	return state === "up";

@@ -4,7 +4,7 @@
 
 import { h } from "./elements.js";
 
-const MOST_DEPTH = 16; // of lists and quotes in one another; deeper ones are text
+const MOST_DEPTH = 16; // of nested lists and quotes; deeper ones are shown as text
 const MOST_INLINE = 8000; // characters of a paragraph that are searched for emphasis and links
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
@@ -22,7 +22,7 @@ const INLINE = new RegExp([
 	/(?<!\w)(_{1,3})(?=[^\s_])([\s\S]*?[^\s\\_])\10(?!\w)/, // 10, 11: emphasis
 ].map((part) => part.source).join("|"), "g");
 
-// The blocks of a text. codeTools: makes what stands beside the language of a block of code.
+// The blocks of a text. codeTools: makes the buttons of a code block, which stand beside its language.
 export function markdown(text, codeTools = () => null) {
 	return blocks(text.replaceAll("\r\n", "\n").split("\n"), codeTools, 0);
 }
@@ -83,7 +83,8 @@ function codeBlock(language, code, codeTools) {
 	return h("div.code-block", h("div.bar", h("span.hint", {}, language || "code"), codeTools(code)), pre);
 }
 
-// Items of one kind of mark at one depth; what is indented below a mark belongs to its item.
+// The list that begins at a line, and the line after it: items with one kind of mark at one depth. Lines that are
+// indented below a mark belong to its item.
 function listFrom(lines, start, codeTools, depth) {
 	const [, margin, mark] = lines[start].match(ITEM);
 	const ordered = /\d/.test(mark);
@@ -138,10 +139,10 @@ function inline(text, depth = 0) {
 	if (text.length > MOST_INLINE || depth > MOST_DEPTH) return [text];
 	const nodes = [];
 	let from = 0;
-	for (const found of text.matchAll(INLINE)) {
-		const [whole, escaped, , code, label, address, plain, bare, stars, starred, bars, barred] = found;
-		nodes.push(text.slice(from, found.index));
-		from = found.index + whole.length;
+	for (const match of text.matchAll(INLINE)) {
+		const [whole, escaped, , code, label, address, plain, bare, stars, starred, bars, barred] = match;
+		nodes.push(text.slice(from, match.index));
+		from = match.index + whole.length;
 		if (escaped) nodes.push(escaped);
 		else if (code !== undefined) nodes.push(h("code", {}, code.replace(/^ (.*) $/s, "$1").replaceAll("\n", " ")));
 		else if (label !== undefined) nodes.push(link(address, label ? inline(label, depth + 1) : [address], whole));
@@ -155,7 +156,7 @@ function inline(text, depth = 0) {
 	return [...nodes, text.slice(from)].filter((node) => node !== "");
 }
 
-// Addresses of the web and of mail only; others stay text.
+// A link to the web or to a mail address; other addresses stay text.
 function link(address, children, whole) {
 	const url = URL.canParse(address) ? new URL(address) : null;
 	if (!["http:", "https:", "mailto:"].includes(url?.protocol)) return whole;
