@@ -87,7 +87,7 @@ def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path,
     monkeypatch.setattr(Meter, "unit", slow)
     code, out, err = run(capsys, monkeypatch, *small, "--batch-sizes", "1,2")
     assert code == 0 and "batch 1: " in out and "batch 2: " not in out
-    assert "batch 2: the budget was over before it; give more --budget" in err
+    assert "batch 2: not measured, as the budget was used up; give more --budget" in err
     assert json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["unmeasured"] == [2]
 
 
