@@ -94,7 +94,7 @@ class Lineup:
 
     @cached_property
     def _plain_models(self) -> tuple[Any, Any]:
-        """Target and draft model as transformers loads them, the draft model None where there is none."""
+        """Target and draft model as transformers loads them, the draft model None if there is none."""
         decoder, config = self.decoder, self.decoder.config
         options = LoadOptions(config.dtype, config.device, False, config.load_options)
         draft = self._draft_model and plain_model(self._draft_model, options.for_draft(config.dtype))

@@ -78,7 +78,7 @@ class LlamaCppModel:
         self.reserve(CONTEXT)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens; what the cache holds is lost if it must grow."""
+        """Make room for so many tokens; a cache that must grow loses its content."""
         if tokens <= self._room:
             return
         self._free_context()

@@ -75,7 +75,7 @@ def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
 
 
 def groups(prompts: Sequence[BenchPrompt], batch: int, name: str = "batch size") -> list[Group]:
-    """Every prompt in a group of exactly `batch` different ones, of one family where that is possible.
+    """Every prompt in a group of exactly `batch` different ones, of one family if possible.
 
     Prompts that are left over in their families are grouped together; a last group that is too small is filled up with
     prompts from the beginning of the list, which are then measured twice at this batch size. name: of `batch`, in

@@ -27,7 +27,7 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure or words. low, high: the ends of the figure's interval; empty where it has none."""
+    """A figure or words. low, high: the ends of the figure's interval; empty if it has none."""
 
     text: str
     low: str = ""
@@ -40,7 +40,7 @@ class Cell:
 
 
 def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:
-    """An estimate with its interval; a dash where there is none."""
+    """An estimate with its interval; a dash without one."""
     if estimate is None:
         return Cell(NONE)
     text = f"{estimate.value:{form}}{unit}"
@@ -115,7 +115,7 @@ class TerminalTable:
 
 
 def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
-    """The columns' widths, None where they do not fit; columns of words share what the others leave."""
+    """The columns' widths, None if they do not fit; columns of words share the room that the others leave."""
     rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
     columns = list(zip(table.columns, *rows, strict=True))
     widest, least = [], []

@@ -30,7 +30,7 @@ RunsByRepeat = dict[int, Run]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; low and high are None where a single measurement gives none."""
+    """A value and its 95 % interval; low and high are None if a single measurement gives none."""
 
     value: float
     low: float | None = None
@@ -80,7 +80,7 @@ class _Draws:
 
     @staticmethod
     def of(seconds: RepeatedSeconds) -> _Draws | None:
-        """The draws for a table of this shape; None where there is nothing to draw from."""
+        """The draws for a table of this shape; None if there is nothing to draw from."""
         lengths = np.array([len(row) for row in seconds])
         groups, repeats = len(lengths), int(lengths.max())
         if groups == 1 and repeats == 1:
@@ -147,7 +147,7 @@ class ArmSummary:
 
     @property
     def speed_up(self) -> Estimate | None:
-        """Against the reference arm; None where it or this arm has no speed."""
+        """Against the reference arm; None if it or this arm has no speed."""
         return None if self.speed is None else self.speed.speed_up
 
     @property
@@ -162,7 +162,7 @@ class ArmSummary:
 
     @property
     def block_efficiency(self) -> float | None:
-        """Output tokens per forward of the target and row; None where that is not known."""
+        """Output tokens per forward of the target and row; None if that is not known."""
         if self.stats is None or not self.stats.num_rounds:
             return self.tokens_per_forward
         return self.stats.block_efficiency

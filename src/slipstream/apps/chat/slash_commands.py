@@ -54,7 +54,7 @@ def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def value_of(name: str, text: str) -> Any:
-    """A typed value: JSON where it is JSON, else the text itself."""
+    """A typed value, read as JSON if it is JSON, else as text."""
     if text == "none":
         return getattr(SamplingParams(), name)
     try:

@@ -42,7 +42,7 @@ class ApiKeys:
     def read(file: str) -> ApiKeys:
         """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out.
 
-        UsageError for an invalid key, and for a name or key that occurs twice: owners could not be told apart.
+        UsageError for an invalid key, and for a name or key that occurs twice: nobody could tell its owners apart.
         """
         if not file:
             return ApiKeys()

@@ -199,7 +199,8 @@ class BatchLines:
             self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
             self._suspects = list[Line]()
-            pending, expired = (line for line in self._source if str(line.id) not in output.answered), False
+            pending = (line for line in self._source if str(line.id) not in output.answered)
+            expired = False
             failure: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -208,7 +209,8 @@ class BatchLines:
                     ):
                         expired = await self._begin(lines, tasks)
                 for line in self._suspects:  # each may have killed a server, so one at a time
-                    if expired := expired or self._is_expired:
+                    expired = expired or self._is_expired
+                    if expired:
                         break
                     if (prepared := await self._prepared(line)) is not None:
                         await self._answer(prepared)

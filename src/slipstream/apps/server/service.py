@@ -35,7 +35,7 @@ class BackgroundWork(Protocol):
         """The models are loaded."""
 
     def stop(self, *, orderly: bool) -> None:
-        """No more requests; orderly: the server was told to end, and the engine has not failed."""
+        """Make no more requests. orderly: the server ends on request, and not because the engine failed."""
 
     def close(self) -> None:
         """Give back files and locks."""
@@ -168,7 +168,7 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which no row has begun."""
+        """Requests without a row that has begun."""
         return len(self.admission)
 
     def check_ready(self) -> None:

@@ -232,7 +232,7 @@ NAMES = {
 
 
 def settings_table(header: Header) -> Rows:
-    """What was run; options of the decoder and of sampling only where they are not the defaults."""
+    """What was run; options of the decoder and of sampling only if they differ from the defaults."""
     settings = header.settings
     params: Mapping[str, Any] = settings.get("params", {})
     families = Counter(str(prompt).rpartition("/")[0] for prompt in settings.get("prompts", {}))

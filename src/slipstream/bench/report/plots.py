@@ -1,7 +1,7 @@
 """The charts of a report, drawn with matplotlib: PNG and SVG files for a paper, inline SVG for the page.
 
-Colours are Okabe and Ito's (2008), told apart by colour-blind readers; markers and dashes differ as well, so that a
-grey print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
+Colours are Okabe and Ito's (2008), which colour-blind readers can distinguish; markers and dashes differ as well, so
+that a grey print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _columns(points: tuple[Point, ...]) -> tuple[list[float], list[float]]:
 
 
 def _errors(points: tuple[Point, ...]) -> list[list[float]]:
-    """Distances from the values down and up to the ends of their intervals; nothing where there is none."""
+    """Distances from the values down and up to the ends of their intervals; 0 without an interval."""
     below = [0.0 if p.low is None else max(0.0, p.value - p.low) for p in points]
     above = [0.0 if p.high is None else max(0.0, p.high - p.value) for p in points]
     return [below, above]

@@ -89,7 +89,7 @@ def efficiency(arm: ArmSummary) -> str:
 def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
     """sum(above) / sum(below), each with one number per prompt (or group of prompts), and the ratio's 95 % interval.
 
-    A resample draws prompts with replacement. None where the sum below is 0; no interval for a single prompt.
+    A resample draws prompts with replacement. None if the sum below is 0; no interval for a single prompt.
     """
     upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     if not lower.sum():

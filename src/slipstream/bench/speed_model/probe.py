@@ -243,7 +243,7 @@ class _Probe:
         for batch, timed in shapes.items():
             for times, tokens, draft in timed:
                 seconds = self._round(draft, batch, draft.size).seconds
-                # on a GPU the host waits for the forward where it accepts
+                # on a GPU the host waits for the forward during acceptance
                 forward = seconds.verify + (seconds.accept if self._backend.device.type != "cpu" else 0.0)
                 times.add((batch, tokens), forward, seconds.total - seconds.prefill - seconds.draft - forward)
             for levels in (FEW, self._many):

@@ -294,8 +294,8 @@ def tune(
     screened = screen(space, meter, work[batches[0]], batches, longest)
     by_batch: dict[int, Advice | None] = {}
     for number, batch in enumerate(batches):
-        until = meter.budget.now + meter.budget.left / (len(batches) - number)
-        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], until)
+        deadline = meter.budget.now + meter.budget.left / (len(batches) - number)
+        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], deadline)
     advice = tuple(of_batch for of_batch in by_batch.values() if of_batch is not None)
     if not advice:
         raise too_little(meter)
@@ -303,12 +303,12 @@ def tune(
 
 
 def _batch(
-    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], until: float
+    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], deadline: float
 ) -> Advice | None:
     """The advice for one batch size; None if there was no time for the units that an interval needs."""
     named, batch = {space.name(entry.candidate): entry for entry in entries}, len(work[0].prompts)
     arms = [space.plain, *(space.arm(entry.candidate) for entry in entries if entry.out is None)]
-    runs: list[Run] = search(meter, arms, work, batch, until)
+    runs: list[Run] = search(meter, arms, work, batch, deadline)
     if sum(run.arm == PLAIN for run in runs) < MIN_UNITS and all(run.error is None for run in runs):
         return None
     return advise(batch, named, runs)

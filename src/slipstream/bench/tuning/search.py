@@ -47,7 +47,7 @@ log = logging.getLogger("slipstream")
 class Measures(Protocol):
     """Runs all arms once on a group of prompts, as `Meter` does."""
 
-    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, deadline: float) -> list[Run] | None:
         """The runs; None if there is no time left."""
 
 
@@ -59,15 +59,16 @@ def in_turn(groups: Sequence[Group]) -> list[Group]:
     return [group for line in zip_longest(*families.values()) for group in line if group is not None]
 
 
-def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, until: float) -> list[Run]:
-    """Measure until the budget's second `until`, or until the best arm's interval is narrow or no rival is left.
+def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, deadline: float) -> list[Run]:
+    """Measure until the deadline, or until the best arm's interval is narrow or no rival is left.
 
-    arms: plain decoding first, which is never dropped. Returns the runs of whole units.
+    arms: plain decoding first, which is never dropped. deadline: in seconds of the budget. Returns the runs of whole
+    units.
     """
     runs: list[Run] = []
     active, rung = list(arms), FIRST_RUNG
     for units, (repeat, group) in enumerate(_order(groups), 1):
-        unit_runs = meter.unit(active, group, batch, repeat, until)
+        unit_runs = meter.unit(active, group, batch, repeat, deadline)
         if unit_runs is None:
             return runs
         runs += unit_runs
@@ -232,17 +233,16 @@ class Meter:
         self._runs = Runner(lineup, self._plan, folder).run([])
         self._seen: dict[int, dict[str, list[float]]] = {}
 
-    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
-        """All arms in turn on one group of prompts; None if they are not done, or will not be, by the budget's second
-        `until`.
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, deadline: float) -> list[Run] | None:
+        """All arms in turn on one group of prompts; None if they have not ended by the deadline, or are not going to.
 
-        The runs of a unit that was cut short stay on the disk, but are not compared.
+        deadline: in seconds of the budget. Runs of a unit that was cut short stay on the disk, but are not compared.
         """
-        if self.budget.now + self.expected(arms, batch) > until:
+        if self.budget.now + self.expected(arms, batch) > deadline:
             return None
         runs = []
         for arm in arms:
-            if self.budget.now + self.expected([arm], batch) > until:
+            if self.budget.now + self.expected([arm], batch) > deadline:
                 return None
             stage = "screening" if repeat == SCREENING else f"batch size {batch}"
             self.show_progress(stage, f"{group.ids[0]} {arm.name}")
@@ -250,7 +250,7 @@ class Meter:
             self._plan.append(Measurement(arm, group, batch, repeat))
             runs.append(next(self._runs))
             self._seen.setdefault(batch, {}).setdefault(arm.name, []).append(self.budget.now - begun)
-        return None if self.budget.now > max(until, self.budget.seconds) else runs
+        return None if self.budget.now > max(deadline, self.budget.seconds) else runs
 
     def expected(self, arms: Sequence[Arm], batch: int) -> float:
         """Seconds that these arms will take, judging by their runs; an arm without one counts as the slowest."""
@@ -323,8 +323,8 @@ def screen(
     arms = [space.plain, *(space.arm(replace(kind, length=longest)) for kind in kinds)]
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
-        until = meter.budget.seconds * (RUNS_SHARE if number else 1)
-        group_runs = meter.unit(arms, group, batches[0], SCREENING, until)
+        deadline = meter.budget.seconds * (RUNS_SHARE if number else 1)
+        group_runs = meter.unit(arms, group, batches[0], SCREENING, deadline)
         if group_runs is None:
             break
         runs += group_runs

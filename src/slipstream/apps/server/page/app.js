@@ -31,7 +31,7 @@ const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-function say(text) {
+function announce(text) {
 	$("live").append(h("p", text));
 	while ($("live").children.length > 5) $("live").firstChild.remove();
 }
@@ -41,9 +41,9 @@ function sentences() {
 	let open = "";
 	return (text, over = false) => {
 		open += text;
-		const done = over ? open : (open.match(/^[\s\S]*[.!?\n]["')]?\s/)?.[0] ?? "");
-		open = open.slice(done.length);
-		if (done.trim()) say(done.trim());
+		const finished = over ? open : (open.match(/^[\s\S]*[.!?\n]["')]?\s/)?.[0] ?? "");
+		open = open.slice(finished.length);
+		if (finished.trim()) announce(finished.trim());
 	};
 }
 
@@ -57,10 +57,10 @@ function askKey() {
 		dialog.returnValue = "";
 		dialog.addEventListener("close", () => {
 			asking = null;
-			const given = dialog.returnValue === "ok" ? $("key").value.trim() : "";
-			if (given) sessionStorage.setItem("slipstream.key", given);
+			const entered = dialog.returnValue === "ok" ? $("key").value.trim() : "";
+			if (entered) sessionStorage.setItem("slipstream.key", entered);
 			$("key").value = "";
-			resolve(Boolean(given));
+			resolve(Boolean(entered));
 		}, { once: true });
 		dialog.showModal();
 		$("key").focus();
@@ -140,20 +140,20 @@ function refuse(name, message) {
 
 function number(name) {
 	const [label, low, high, whole] = NUMBERS[name];
-	const given = $(name).value.trim();
-	if (!given) return undefined;
-	const value = Number(given);
+	const typed = $(name).value.trim();
+	if (!typed) return undefined;
+	const value = Number(typed);
 	if (!(value >= low && value <= high) || (whole && !Number.isInteger(value)) || (name === "top_p" && !value)) {
-		refuse(name, `${label}: ${given}; allowed: a ${whole ? "whole " : ""}number from ${name === "top_p" ? "above 0" : low} to ${high}`);
+		refuse(name, `${label}: ${typed}; allowed: a ${whole ? "whole " : ""}number from ${name === "top_p" ? "above 0" : low} to ${high}`);
 	}
 	return value;
 }
 
 function schema() {
-	const given = $("schema").value.trim();
-	if (!given) return undefined;
+	const typed = $("schema").value.trim();
+	if (!typed) return undefined;
 	try {
-		return { type: "json_schema", json_schema: { name: "answer", strict: true, schema: JSON.parse(given) } };
+		return { type: "json_schema", json_schema: { name: "answer", strict: true, schema: JSON.parse(typed) } };
 	} catch (error) {
 		return refuse("schema", `JSON schema: ${error.message}; allowed: a JSON object`);
 	}
@@ -198,7 +198,7 @@ function asPython(value, indent = "    ") {
 	if (typeof value === "boolean") return value ? "True" : "False";
 	if (typeof value !== "object") return JSON.stringify(value);
 	const list = Array.isArray(value);
-	const items = Object.entries(value).map(([key, one]) => (list ? "" : `${JSON.stringify(key)}: `) + asPython(one, deeper));
+	const items = Object.entries(value).map(([key, item]) => (list ? "" : `${JSON.stringify(key)}: `) + asPython(item, deeper));
 	if (!items.length) return list ? "[]" : "{}";
 	const joined = items.join(", ");
 	const body = joined.length < 80 ? joined : `\n${deeper}${items.join(`,\n${deeper}`)},\n${indent}`;
@@ -220,7 +220,7 @@ function showRaw() {
 		+ `  -H 'content-type: application/json' \\\n  -d '${quoted}'`;
 	const { num_draft_tokens, slipstream, ...known } = request;
 	const ours = JSON.parse(JSON.stringify({ num_draft_tokens, slipstream }));
-	const options = Object.entries({ ...known, extra_body: ours }).map(([key, one]) => `    ${key}=${asPython(one)},\n`);
+	const options = Object.entries({ ...known, extra_body: ours }).map(([key, item]) => `    ${key}=${asPython(item)},\n`);
 	const key = hasKey ? `os.environ["SLIPSTREAM_KEY"]` : `"none"`;
 	const python = `${hasKey ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(base)}, `
 		+ `api_key=${key})\nchunks = client.chat.completions.create(\n`
@@ -300,13 +300,13 @@ class Answer {
 		while (this.#open && (held.length || over)) {
 			const first = held[0]?.text ?? "";
 			let count = 1;
-			let text = [first, ` ${first}`, first.trimStart()].find((one) => !broken(one) && this.#open.startsWith(one));
+			let text = [first, ` ${first}`, first.trimStart()].find((candidate) => !broken(candidate) && this.#open.startsWith(candidate));
 			if (!text) {
-				let at = -1;
-				for (; count < held.length && at < 0; count++) at = broken(held[count].text) ? -1 : this.#open.indexOf(held[count].text);
-				if (at >= 0) count -= 1;
+				let position = -1;
+				for (; count < held.length && position < 0; count++) position = broken(held[count].text) ? -1 : this.#open.indexOf(held[count].text);
+				if (position >= 0) count -= 1;
 				else if (!over && held.length < 12) break;
-				text = at >= 0 ? this.#open.slice(0, at) : this.#open;
+				text = position >= 0 ? this.#open.slice(0, position) : this.#open;
 			}
 			const { origin = "unknown", source, round = -1 } = held[0] ?? {};
 			held.splice(0, Math.max(count, 1));
@@ -332,7 +332,7 @@ function showTip(near, ...children) {
 
 function aboutRound(round) {
 	if (!round) return [];
-	const time = Object.values(round.seconds).reduce((sum, one) => sum + one, 0) * 1000;
+	const time = Object.values(round.seconds).reduce((sum, part) => sum + part, 0) * 1000;
 	const codes = (name, texts) => (texts.length ? h("div", `${name}: `, ...texts.flatMap((text) => [h("code", visible(text)), " "])) : null);
 	const counts = round.drafted ? `drafted ${round.drafted}${round.source ? ` by ${round.source}` : ""}, accepted ${round.accepted}` : "nothing drafted";
 	return [
@@ -344,7 +344,7 @@ function aboutRound(round) {
 
 // An answer on the page: its tokens, and the ticker of its rounds.
 class AnswerView {
-	#at = -1;
+	#selected = -1;
 
 	constructor(answer) {
 		this.answer = answer;
@@ -380,16 +380,16 @@ class AnswerView {
 	}
 
 	#mark(round) {
-		for (const one of this.node.children) one.classList.toggle("same", Number(one.dataset.round) === round);
-		[...this.ticker.children].forEach((one, index) => one.classList.toggle("on", index === round));
+		for (const span of this.node.children) span.classList.toggle("same", Number(span.dataset.round) === round);
+		[...this.ticker.children].forEach((node, index) => node.classList.toggle("on", index === round));
 	}
 
-	#show(at, spoken = false) {
-		const node = this.node.children[at];
+	#show(index, spoken = false) {
+		const node = this.node.children[index];
 		if (!node) return;
-		this.node.children[this.#at]?.classList.remove("on");
-		this.#at = at;
-		const seg = this.answer.segs[at];
+		this.node.children[this.#selected]?.classList.remove("on");
+		this.#selected = index;
+		const seg = this.answer.segs[index];
 		this.#mark(seg.round);
 		if (spoken) {
 			node.classList.add("on");
@@ -397,7 +397,7 @@ class AnswerView {
 		}
 		showTip(node, h("div", h("code", visible(seg.text))), h("div", meaning(kind(seg))),
 			...aboutRound(this.answer.rounds[seg.round]));
-		if (spoken) say([...$("tip").children].map((one) => one.textContent).join(". "));
+		if (spoken) announce([...$("tip").children].map((line) => line.textContent).join(". "));
 	}
 
 	#showRound(node) {
@@ -409,13 +409,13 @@ class AnswerView {
 
 	#hide() {
 		$("tip").hidden = true;
-		this.node.children[this.#at]?.classList.remove("on");
+		this.node.children[this.#selected]?.classList.remove("on");
 		this.#mark(-2);
 	}
 
 	#key(event) {
 		const last = this.node.children.length - 1;
-		const to = { ArrowRight: this.#at + 1, ArrowLeft: this.#at - 1, Home: 0, End: last }[event.key];
+		const to = { ArrowRight: this.#selected + 1, ArrowLeft: this.#selected - 1, Home: 0, End: last }[event.key];
 		if (to === undefined || last < 0) return;
 		event.preventDefault();
 		this.#show(Math.max(0, Math.min(last, to)), true);
@@ -534,7 +534,7 @@ function writeStore(name, value) {
 
 // Another tab may have saved other chats: they are read again before they are written.
 function save(own = chat) {
-	const others = readStore("slipstream.chats", []).filter((one) => one.id !== own.id);
+	const others = readStore("slipstream.chats", []).filter((other) => other.id !== own.id);
 	chats = own.messages.length ? [own, ...others] : others;
 	chats.length = Math.min(chats.length, MOST_CHATS);
 	while (!writeStore("slipstream.chats", chats) && chats.length) chats.pop(); // the oldest makes room
@@ -542,14 +542,14 @@ function save(own = chat) {
 }
 
 function listChats() {
-	const name = (one) => one.messages[0]?.text.slice(0, 40) || "New chat";
-	const shown = chats.some((one) => one.id === chat.id) ? chats : [chat, ...chats];
-	$("chats").replaceChildren(...shown.map((one) => h("option", { value: one.id, selected: one.id === chat.id }, name(one))));
+	const name = (entry) => entry.messages[0]?.text.slice(0, 40) || "New chat";
+	const shown = chats.some((entry) => entry.id === chat.id) ? chats : [chat, ...chats];
+	$("chats").replaceChildren(...shown.map((entry) => h("option", { value: entry.id, selected: entry.id === chat.id }, name(entry))));
 }
 
-function openChat(one) {
+function openChat(saved) {
 	running?.abort();
-	chat = one ?? { id: crypto.randomUUID?.() ?? String(Math.random()), messages: [] };
+	chat = saved ?? { id: crypto.randomUUID?.() ?? String(Math.random()), messages: [] };
 	listChats();
 	showChat();
 }
@@ -559,8 +559,8 @@ function showChat() {
 	$("hello").hidden = chat.messages.length > 0;
 }
 
-const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((one) => one.text)
-	.map((one) => ({ role: one.role, content: one.text }));
+const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((message) => message.text)
+	.map((message) => ({ role: message.role, content: message.text }));
 
 function messageNode(message) {
 	return message.role === "user" ? userNode(message) : answerNode(message).node;
@@ -744,10 +744,10 @@ async function measure(request, lane, signal) {
 	const chunks = [];
 	const begun = performance.now();
 	for await (const chunk of stream("v1/chat/completions", request, signal)) {
-		const at = performance.now() - begun;
-		chunks.push([at, chunk]);
+		const elapsed = performance.now() - begun;
+		chunks.push([elapsed, chunk]);
 		lane.take(chunk);
-		lane.tick(at);
+		lane.tick(elapsed);
 	}
 	const ms = chunks.at(-1)?.[0] ?? 0;
 	lane.end(ms);
@@ -778,23 +778,23 @@ function replay(runs, signal) {
 	});
 }
 
-function firstDifference(one, other) {
-	const shorter = Math.min(one.length, other.length);
-	for (let at = 0; at < shorter; at++) if (one[at] !== other[at]) return at;
-	return one.length === other.length ? null : shorter;
+function firstDifference(first, second) {
+	const shorter = Math.min(first.length, second.length);
+	for (let index = 0; index < shorter; index++) if (first[index] !== second[index]) return index;
+	return first.length === second.length ? null : shorter;
 }
 
 function verdict([plain, quick], request) {
-	const at = firstDifference(plain.answer.text, quick.answer.text);
+	const character = firstDifference(plain.answer.text, quick.answer.text);
 	const token = firstDifference(plain.answer.ids, quick.answer.ids);
 	const times = `${(plain.ms / quick.ms).toFixed(2)}×`;
-	if (at === null && token === null) {
+	if (character === null && token === null) {
 		const bytes = new TextEncoder().encode(plain.answer.text).length;
 		return seal(true, "Identical", `${bytes} bytes of ${plain.answer.ids.length} tokens, seed ${request.seed}: equal to the last byte.`, times);
 	}
-	const near = (text) => JSON.stringify(text.slice(Math.max(0, at - 15), at + 25));
-	const where = at === null ? `the texts are equal, but token ${token + 1} is another`
-		: `the first difference is at character ${at + 1}: plain ${near(plain.answer.text)}, speculative ${near(quick.answer.text)}`;
+	const near = (text) => JSON.stringify(text.slice(Math.max(0, character - 15), character + 25));
+	const where = character === null ? `the texts are equal, but token ${token + 1} is another`
+		: `the first difference is at character ${character + 1}: plain ${near(plain.answer.text)}, speculative ${near(quick.answer.text)}`;
 	return seal(false, "Different", `With seed ${request.seed} ${where}.`, times);
 }
 
@@ -853,7 +853,7 @@ const speeds = [];
 
 function spark() {
 	const most = Math.max(...speeds, 1);
-	const points = speeds.map((one, at) => `${(at * 100) / 59},${29 - (27 * one) / most}`).join(" ");
+	const points = speeds.map((speed, second) => `${(second * 100) / 59},${29 - (27 * speed) / most}`).join(" ");
 	const line = svg("polyline", { points, "vector-effect": "non-scaling-stroke" });
 	return svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" }, line);
 }
@@ -871,7 +871,7 @@ function card(title, size, ...children) {
 function laneRows(state) {
 	const rows = h("div.rows");
 	for (let lane = 0; lane < state.places.most; lane++) {
-		const row = state.running.find((one) => one.lane === lane);
+		const row = state.running.find((taken) => taken.lane === lane);
 		rows.append(h("span.figure", `place ${lane + 1}`));
 		if (!row) rows.append(h("span.idle", "free"));
 		else rows.append(meter(row.tokens / row.max_tokens), h("span.figure", `${row.tokens} of ${row.max_tokens} tokens`
@@ -889,8 +889,8 @@ function showEngine(state) {
 	const positions = state.acceptance_by_position.slice(0, 16);
 	const parts = Object.entries(state.round_shares);
 	const stack = h("div.stack", { "aria-hidden": "true" });
-	parts.forEach(([, share], at) => {
-		const part = h(`i.p${at}`);
+	parts.forEach(([, share], index) => {
+		const part = h(`i.p${index}`);
 		part.style.flexGrow = share;
 		stack.append(part);
 	});
@@ -901,15 +901,15 @@ function showEngine(state) {
 		gauge("Waiting", state.waiting, state.queue.most),
 		gauge("Prompt tokens from the cache", state.cache.cached_tokens, state.cache.prompt_tokens),
 		card("Rows under way", ".all", laneRows(state)),
-		card("Acceptance by drafter", ".half", sources.length ? h("div.rows", ...sources.flatMap(([name, one]) => [
-			h("span", name), meter(one.rate), h("span.figure", `${percent(one.rate, 1)} of ${one.drafted}`)])) : none),
+		card("Acceptance by drafter", ".half", sources.length ? h("div.rows", ...sources.flatMap(([name, source]) => [
+			h("span", name), meter(source.rate), h("span.figure", `${percent(source.rate, 1)} of ${source.drafted}`)])) : none),
 		card("Acceptance by position in the draft", ".half", positions.length ? h("ol.cols", ...positions.map((share) => {
 			const column = h("i", { "aria-hidden": "true" });
 			column.style.height = `${100 * share}%`;
 			return h("li", String(Math.round(100 * share)), column);
 		})) : none, positions.length ? h("p.hint", "Per cent accepted of the 1st, 2nd, ... token of a draft.") : null),
-		card("Where a round's time goes", ".all", stack, h("ul.facts", ...parts.map(([name, share], at) => h("li",
-			h(`span.swatch.p${at}`), `${name} `, h("b", `${(100 * share).toFixed(1)} %`))))),
+		card("Where a round's time goes", ".all", stack, h("ul.facts", ...parts.map(([name, share], index) => h("li",
+			h(`span.swatch.p${index}`), `${name} `, h("b", `${(100 * share).toFixed(1)} %`))))),
 		h("p.hint.all", `${state.model}${state.draft ? `, draft model ${state.draft}` : ""}, drafter ${state.drafter}, `
 			+ `${state.fingerprint}, version ${state.version}`),
 	);
@@ -954,7 +954,7 @@ async function look() {
 }
 
 async function changed(state) {
-	if (served === "down" && state === "up") say("The server is back.");
+	if (served === "down" && state === "up") announce("The server is back.");
 	served = state;
 	$("lost").hidden = state !== "down";
 	$("served").classList.toggle("down", state === "down");
@@ -989,7 +989,7 @@ async function keepLooking() {
 
 function route() {
 	const name = location.hash.match(/^#(race|engine)$/)?.[1] ?? "chat";
-	for (const one of ["chat", "race", "engine"]) $(`${one}-view`).hidden = one !== name;
+	for (const view of ["chat", "race", "engine"]) $(`${view}-view`).hidden = view !== name;
 	for (const link of document.querySelectorAll(".tabs a")) {
 		link.ariaCurrent = link.hash === `#${name}` ? "page" : null;
 	}
@@ -1020,7 +1020,7 @@ function start() {
 	for (const name of FIELDS) {
 		$(name).value = kept[name] ?? $(name).value;
 		$(name).addEventListener("change", () => writeStore("slipstream.settings",
-			Object.fromEntries(FIELDS.map((one) => [one, $(one).value]))));
+			Object.fromEntries(FIELDS.map((field) => [field, $(field).value]))));
 	}
 	if (matchMedia("(max-width: 60rem)").matches) $("options").open = false;
 	on("settings", "submit", (event) => event.preventDefault());
@@ -1051,7 +1051,7 @@ function start() {
 		save();
 		openChat(chats[0]);
 	});
-	on("chats", "change", () => openChat(chats.find((one) => one.id === $("chats").value)));
+	on("chats", "change", () => openChat(chats.find((entry) => entry.id === $("chats").value)));
 
 	$("race-ask").value = RACE_EXAMPLE;
 	$("race-lanes").append(...lanes.map((lane) => lane.node));
