@@ -70,7 +70,7 @@ class Baseline:
         return torch.tensor(ids, device=self.model.device), torch.tensor(mask, device=self.model.device)
 
     def _options(self, params: SamplingParams, ends: list[int]) -> dict[str, Any]:
-        """All options of `generate`, so that none of the model's own defaults applies."""
+        """Every option is set, so that none of the model's own defaults applies."""
         sampled = params.temperature > 0
         options: dict[str, Any] = {
             "do_sample": sampled,

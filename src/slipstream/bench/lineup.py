@@ -253,9 +253,7 @@ class Judge:
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
         """The first difference of an arm's text from the one expected, explained; None if they are equal."""
         difference, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
-        if (
-            difference is None or arm.baseline in OF_LLAMA_CPP
-        ):  # our rounding explains nothing about llama.cpp's arithmetic
+        if difference is None or arm.baseline in OF_LLAMA_CPP:  # our rounding cannot explain llama.cpp's arithmetic
             return difference
         same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
         try:

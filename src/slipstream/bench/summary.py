@@ -261,7 +261,7 @@ def _speed(groups: Mapping[Group, RunsByRepeat], base: Mapping[Group, RunsByRepe
     ]
     pairs = [pair for pair in pairs if pair[2]]
     ratio = None
-    if len(pairs) == len(groups):  # else an arm would be compared only on the prompts that it managed
+    if len(pairs) == len(groups):  # else an arm would be compared on some prompts only
         ratio = speed_up(
             [_tokens(repeats) for repeats, _, _ in pairs],
             [[repeats[number].seconds for number in both] for repeats, _, both in pairs],

@@ -114,9 +114,8 @@ class Access:
             scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])
         except ApiError as error:
             response = error.response()
-            for origin in filter(
-                self._is_listed, _headers(scope, b"origin")
-            ):  # else the browser hides the answer from the page
+            # without these headers the browser would hide the answer from the page
+            for origin in filter(self._is_listed, _headers(scope, b"origin")):
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
             await response(scope, receive, self._counting_send(scope, send))
             return

@@ -180,7 +180,7 @@ class EngineThread:
                 self._step_begun = None
                 self._publish(rounds)
         except BaseException as reason:  # whatever it is, every request must learn of it
-            if not isinstance(reason, SlipstreamError):  # the message of one is enough
+            if not isinstance(reason, SlipstreamError):  # its message is enough
                 log.error("the engine has stopped", exc_info=reason)
             error = reason
         self._call(self._on_end, error)

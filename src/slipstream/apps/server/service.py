@@ -287,11 +287,7 @@ class Service:
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
-            log.warning(
-                "drain_timeout=%g has passed: %d requests end",
-                self.settings.drain_timeout,
-                len(self.live),
-            )
+            log.warning("drain_timeout=%g has passed: %d requests end", self.settings.drain_timeout, len(self.live))
             for live in self.live:
                 self._fail(live, ApiError(503, "the server is shutting down", code="not_ready"))
             for _ in range(50):  # their answers are being written

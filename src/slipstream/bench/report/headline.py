@@ -47,7 +47,7 @@ def headline(data: Data) -> str:
 def text_verdicts(data: Data) -> str:
     """The verdicts on the texts of the headline's arm, or of all others if plain decoding was the fastest.
 
-    Such as "3 of 3 texts are identical to plain decoding's".
+    For example "3 of 3 texts are identical to plain decoding's".
     """
     usable = _usable(data, min(arm.batch for arm in data.summaries))
     best = _fastest(usable)

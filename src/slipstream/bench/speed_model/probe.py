@@ -34,7 +34,7 @@ from slipstream.reproducibility.timing import Fastest, wait_for_device
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
 
-POINTS = 6  # most numbers of tokens at which unpadded rounds and trees are timed
+POINTS = 6  # unpadded rounds and trees are timed at this many numbers of tokens, at most
 MIN_TURNS, MAX_TURNS = 3, 40
 CONTEXT = 128  # tokens of the prompts
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond

@@ -380,9 +380,7 @@ def _with_costs(
                 chains = space.decoder(drafter.candidate).using(num_draft_tokens="chain")  # trees are not predicted
                 seconds = time_left / (len(screened) - number)
                 costs = measure_costs(chains, batches, own_widths, seconds=seconds)
-            except (
-                UsageError
-            ) as error:  # the context is too short for the probe: the drafter is measured without a prediction
+            except UsageError as error:  # a context too short for the probe: the drafter is measured unpredicted
                 log.warning("no prediction for %s: %s", space.name(drafter.candidate), error)
             else:
                 first = first or costs
