@@ -72,7 +72,7 @@ def test_a_gain_within_the_interval_is_not_sold_as_one() -> None:
     (series,) = series_of(summarise_by_temperature(runs, "none~0"))
     best = best_of(series)
     assert best is not None and best.length == 2 and not best.certain
-    assert best.sentence.endswith("the measurement does not tell it from plain decoding")
+    assert best.sentence.endswith("the measurement cannot distinguish it from plain decoding")
 
 
 def test_no_advice_without_plain_decoding() -> None:

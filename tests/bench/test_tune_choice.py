@@ -214,7 +214,7 @@ class Scripted:
         self.asked: list[tuple[list[str], str, int]] = []
         self._rng = np.random.default_rng(0)
 
-    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, deadline: float) -> list[Run] | None:
         if len(self.asked) == self.left:
             return None
         self.asked.append(([arm.name for arm in arms], group.ids[0], repeat))

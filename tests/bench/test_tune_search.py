@@ -85,7 +85,7 @@ def test_the_budget_is_kept(tmp_path: Path, seconds: float) -> None:
 def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: float) -> None:
     with pytest.raises(
         UsageError,
-        match=r"^--budget .* without a comparison of all candidates on two groups of prompts; allowed: more seconds",
+        match=r"^--budget .* before a comparison of all candidates on two groups of prompts; allowed: more seconds",
     ):
         tuned(tmp_path, seconds, tick=0.004)
 

@@ -1,6 +1,4 @@
-"""Arms as users write them, `model@4/rejection` for example, what is refused before anything is measured, and arms in
-words.
-"""
+"""Arms: how users write them (`model@4/rejection`, for example), which ones are refused, and how they read in words."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from slipstream.sampling.params import SamplingParams
 
 PLAIN = "none"
 HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-lookup"
-LLAMA, LLAMA_LOOKUP = "llama", "llama-lookup"  # of the same file in llama.cpp
+LLAMA, LLAMA_LOOKUP = "llama", "llama-lookup"  # llama.cpp on the same file
 OF_LLAMA_CPP = (LLAMA, LLAMA_LOOKUP)
 BASELINES = (HF, ASSISTED, TUNED, LOOKUP, *OF_LLAMA_CPP)
-BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7, LLAMA_LOOKUP: 7}  # as our own drafters of these kinds draft
+BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7, LLAMA_LOOKUP: 7}  # as many as our own drafters of these kinds
 SYNTAX = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMPERATURE], for example none, ngram@7, model@4/rejection, "
     "model@4x2 (a tree), auto@chain (no trees), none.plain (unpacked weights), auto.predicted (given the prompts' "
@@ -46,10 +44,10 @@ _BASELINES = {
 class Arm:
     """One way of generating. name: as the user wrote it, unique within a run.
 
-    drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
-    they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
-    as they are. baseline: which generation of another project this is (then the others do not apply), None for our own.
-    predicted: given the predictions of the prompts.
+    drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: False for weights that
+    are never packed. In these and in temperature, None keeps the run's setting. baseline: which generation of another
+    project this is (drafter, acceptance and fast then do not apply), None for our own. predicted: whether the arm gets
+    the predictions of the prompts.
     """
 
     name: str
@@ -143,7 +141,7 @@ def _baseline(text: str, parts: re.Match[str], length: int | str | None, tempera
 
 
 def label(name: str, *, temperature: bool = True) -> str:
-    """An arm's name in words. temperature: whether to say it, where the arm has one of its own."""
+    """An arm's name in words. temperature: whether to name the arm's own temperature, if it has one."""
     arm = parse_arm(name)
     parts = [_BASELINES.get(arm.baseline or "") or ("plain" if arm.drafter == PLAIN else str(arm.drafter))]
     if isinstance(arm.num_draft_tokens, str):

@@ -16,7 +16,7 @@ from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams
 
-# what `generate` is told; other options mean something else there, or nothing
+# options that are passed to `generate`; others mean something else there, or nothing
 SUPPORTED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "max_tokens"}
 SUPPORTED |= {"stop_token_ids", "ignore_eos", "seed"}
 
@@ -37,8 +37,8 @@ class Baseline:
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
         """The new token ids of each prompt, its end token included, and how many forwards of the target they took.
 
-        Several prompts are padded on the left. params: one per prompt, alike but for the seed; of several the first
-        seed counts.
+        Several prompts are padded on the left. params: one per prompt, which differ only in the seed; the first seed of
+        a batch counts.
         """
         texts: list[list[int]] = []
         forwards = 0
@@ -70,7 +70,7 @@ class Baseline:
         return torch.tensor(ids, device=self.model.device), torch.tensor(mask, device=self.model.device)
 
     def _options(self, params: SamplingParams, ends: list[int]) -> dict[str, Any]:
-        """Everything is said, so that no default of the model's own comes in."""
+        """Every option is set, so that none of the model's own defaults applies."""
         sampled = params.temperature > 0
         options: dict[str, Any] = {
             "do_sample": sampled,
@@ -134,7 +134,7 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
 
 
 def check_params(arm: str, params: SamplingParams, supported: Collection[str] = SUPPORTED) -> None:
-    """Refuse options that an arm does not apply: the arms would not do the same work. arm: as messages name it."""
+    """Refuse options that an arm does not apply, as arms must do the same work. arm: how messages name it."""
     for f in fields(SamplingParams):
         if f.name not in supported and getattr(params, f.name) != getattr(SamplingParams(), f.name):
             allowed = ", ".join(sorted(supported))
@@ -142,7 +142,7 @@ def check_params(arm: str, params: SamplingParams, supported: Collection[str] = 
 
 
 def no_hf_model(arm: Arm, target: str) -> UsageError:
-    """What is said of an arm that needs what the target is not."""
+    """The error for an arm that needs a Hugging Face model, with a target that is none."""
     return UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {target!r} is none")
 
 

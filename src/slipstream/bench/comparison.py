@@ -2,7 +2,7 @@
 
 Arms are warmed up on the first prompt and take turns, in an order that is reversed from one run to the next, so that a
 machine that becomes slower or faster favours none of them. Times are geometric means of the repeats. The interval of a
-speed-up is Student's, from the scatter of the repeats: how far the same prompts would give another figure.
+speed-up is Student's, from the scatter of the repeats: it shows how far another run of the same prompts may differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:
 
 
 def within_noise(estimate: Estimate) -> bool:
-    """Whether the measurement does not tell it from 1."""
+    """Whether the interval contains 1, so that the measurement shows no difference."""
     return estimate.low is not None and estimate.high is not None and estimate.low <= 1 <= estimate.high
 
 
@@ -105,10 +105,10 @@ def compare(
     """Run every prompt through every arm, arms interleaved, and yield a comparison per prompt.
 
     The arms are "plain", "speculative" and "hf generate": `Comparison.runs` has a `Run` of each by its name.
-    Prompt number i is sampled with seed + i, 0 where none is given. Each run starts with an empty KV cache. With
-    `repeats` > 1 an arm's time is the geometric mean of its runs. with_hf: also run transformers' own
-    `generate`; options that it would not apply as we do are refused. on_run: told before each run what it is, warm-ups
-    included: `num_runs` of them in all.
+    Prompt number i is sampled with seed + i; without a seed, with i. Each run starts with an empty KV cache. With
+    `repeats` > 1 an arm's time is the geometric mean of its runs. with_hf: also run transformers' own `generate`;
+    options that it would not apply as we do are refused. on_run: called before each run, warm-ups included, with a
+    description; `num_runs` calls in all.
     """
     if isinstance(prompts, str):
         raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")
@@ -140,7 +140,7 @@ def num_runs(prompts: int, repeats: int, *, with_hf: bool = False) -> int:
 
 
 def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], runs: Sequence[Run]) -> Run:
-    """The first of an arm's repeats with the times of all and the first difference found in any of them."""
+    """The first of an arm's repeats, with the times of all of them and the first difference that any of them has."""
     differences = [judge.difference(arm, prompt, expected, run.token_ids) for run in runs]
     first = next((difference for difference in differences if difference is not None), None)
     seconds = tuple(run.seconds for run in runs)
@@ -150,14 +150,14 @@ def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], ru
 def compare_batch(
     decoder: SpeculativeDecoder, comparisons: Sequence[Comparison], params: SamplingParams, *, chat: bool = True
 ) -> dict[str, Any]:
-    """All prompts in one batch against one by one: total tokens per second, and each row against the row alone."""
+    """Compare all prompts in one batch with one by one: total tokens per second, and the text of every prompt."""
     arm = ARMS[SPECULATIVE]
     lineup = Lineup(decoder, [arm], params, chat=chat)
     judge, prompts = Judge(lineup), name_prompts([comparison.prompt for comparison in comparisons])
     alone = [comparison.runs[SPECULATIVE] for comparison in comparisons]
-    each = [lineup.params_of(arm, prompt) for prompt in prompts]
+    options = [lineup.params_of(arm, prompt) for prompt in prompts]
     ids, at_once = [lineup.encode(prompt) for prompt in prompts], min(len(prompts), decoder.config.max_batch_size)
-    output, seconds = TimedRuns(lineup).run(arm, ids, each, at_once)
+    output, seconds = TimedRuns(lineup).run(arm, ids, options, at_once)
     differences = [
         judge.difference(arm, prompt, run.token_ids, text)
         for prompt, run, text in zip(prompts, alone, output.texts, strict=True)

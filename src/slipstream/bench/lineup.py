@@ -40,9 +40,9 @@ log = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class Output:
-    """What an arm made of a group of prompts: token ids per prompt, and how.
+    """What an arm generated for a group of prompts: token ids per prompt, and statistics.
 
-    results: one per prompt, of our own arms; num_forwards: of the target, of baselines; parts: see `Run`.
+    results: one per prompt, for our own arms; num_forwards: of the target, for baselines; parts: see `Run`.
     """
 
     texts: list[list[int]]
@@ -94,7 +94,7 @@ class Lineup:
 
     @cached_property
     def _plain_models(self) -> tuple[Any, Any]:
-        """Target and draft model as transformers loads them, the draft model None where there is none."""
+        """Target and draft model as transformers loads them, the draft model None if there is none."""
         decoder, config = self.decoder, self.decoder.config
         options = LoadOptions(config.dtype, config.device, False, config.load_options)
         draft = self._draft_model and plain_model(self._draft_model, options.for_draft(config.dtype))
@@ -159,7 +159,7 @@ class Lineup:
         return coupled(self.decoders[arm.name], params)
 
     def same_bits(self, arm: Arm) -> bool:
-        """Whether no rounding can tell the arm's text from plain decoding's: one copy, in shapes that agree."""
+        """Whether rounding cannot make the arm's text differ from plain decoding's: same weights, shapes that agree."""
         if arm.baseline is not None or self.decoders[arm.name].target is not self.decoder.target:
             return False
         return self.decoder.reproducible or self.decoder.target.model is None
@@ -200,9 +200,9 @@ class TimedRuns:
     def run(
         self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch: int = 1
     ) -> tuple[Output, float]:
-        """What the arm makes of these prompts, and in how many seconds, prompt processing included.
+        """What the arm generates for these prompts, and in how many seconds, prompt processing included.
 
-        batch: how many prompts are decoded together; before the first run of an arm at a batch size it makes a few
+        batch: how many prompts are decoded together; before its first run at a batch size, an arm generates a few
         untimed tokens.
         """
         if (arm.name, batch) not in self._warm:
@@ -210,7 +210,7 @@ class TimedRuns:
             self._warm.add((arm.name, batch))
         self.lineup.forget(arm)
         wait_for_device(self.lineup.decoder.target.backend.device)  # what is queued belongs to whatever ran before
-        with paused_collection():  # a full one takes a third of a second, which one arm would be charged with
+        with paused_collection():  # a full collection takes a third of a second, which would count against one arm
             started = perf_counter()
             output = self.lineup.generate(arm, prompts, params)
             return output, perf_counter() - started
@@ -223,7 +223,7 @@ def _shortened(params: SamplingParams) -> SamplingParams:
 
 @dataclass
 class Judge:
-    """Compares with plain decoding of each prompt alone: the first text of the arm `none`, or one made here, untimed.
+    """Compares texts with plain decoding of each prompt alone: the first text of arm `none`, or one made here, untimed.
 
     Greedy texts must be identical or part at a tie; so must sampled ones where every token is the target's own draw.
     Elsewhere sampled texts are not compared.
@@ -253,7 +253,7 @@ class Judge:
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
         """The first difference of an arm's text from the one expected, explained; None if they are equal."""
         difference, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
-        if difference is None or arm.baseline in OF_LLAMA_CPP:  # arithmetic of its own: no rounding of ours explains it
+        if difference is None or arm.baseline in OF_LLAMA_CPP:  # our rounding cannot explain llama.cpp's arithmetic
             return difference
         same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
         try:
@@ -293,7 +293,7 @@ def _word_for(difference: Difference | None) -> VerdictName:
 
 @dataclass
 class Runner:
-    """Makes the measurements of a plan that are not made yet, in the plan's order."""
+    """Makes the missing measurements of a plan, in the plan's order."""
 
     lineup: Lineup
     plan: Sequence[Measurement]

@@ -27,20 +27,20 @@ from slipstream.sampling.params import SamplingParams
 PACKAGE = "llama-cpp-python"
 NEEDED = "{} needs llama-cpp-python; run: pip install llama-cpp-python"
 ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
-CONTEXT = 4096  # tokens that there is room for without asking
+CONTEXT = 4096  # tokens that the cache has room for from the start
 BATCH = 512  # tokens of a prompt in one call, llama.cpp's own default
-ERRORS: list[str] = []  # what llama.cpp last complained of
+ERRORS: list[str] = []  # llama.cpp's error messages since they were last cleared
 SUPPORTED = {"max_tokens", "stop_token_ids", "ignore_eos", "seed"}
 NGRAM = 2  # tokens that prompt lookup compares, the binding's default
 
 
 def bindings(what: str) -> Any:
-    """The module of C functions. what: who needs it, for the error where it is not installed."""
+    """The module of C functions. what: who needs it, named in the error if it is not installed."""
     try:
         import llama_cpp
     except ImportError as error:
         raise SlipstreamError(NEEDED.format(what)) from error
-    _listen()
+    _keep_errors()
     return llama_cpp
 
 
@@ -51,7 +51,7 @@ def versions(what: str) -> dict[str, str]:
 
 
 def gguf_file(source: str, what: str) -> Path:
-    """The file of a target that is one; `UsageError` for any other."""
+    """The .gguf file that a target names; `UsageError` for any other target."""
     file = Path(source).expanduser()
     if not is_gguf(source):
         raise UsageError(f"{what} needs a .gguf file; target {source!r} is none")
@@ -78,7 +78,7 @@ class LlamaCppModel:
         self.reserve(CONTEXT)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens; what the cache holds is lost if it must grow."""
+        """Make room for so many tokens; a cache that must grow loses its content."""
         if tokens <= self._room:
             return
         self._free_context()
@@ -134,17 +134,17 @@ class LlamaCppModel:
 
 
 @cache
-def _listen() -> Any:
-    """Keep llama.cpp's errors for messages of ours and silence the rest; the callback lives as long as the process."""
+def _keep_errors() -> Any:
+    """Keep llama.cpp's errors for our own messages and silence the rest; the callback lives as long as the process."""
     import llama_cpp
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-    def heard(level: int, text: bytes, _: Any) -> None:
+    def on_log(level: int, text: bytes, _: Any) -> None:
         if level == ERROR_LEVEL:
             ERRORS.append(text.decode(errors="replace").strip())
 
-    llama_cpp.llama_log_set(heard, ctypes.c_void_p(0))
-    return heard
+    llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
+    return on_log
 
 
 def _last_error() -> str:
@@ -156,7 +156,7 @@ Drafts = Callable[[list[int]], list[int]]
 
 @dataclass
 class Parts:
-    """Seconds of reading prompts, of drafting and of the forwards that verify. forwards: a prompt counts as one."""
+    """Seconds of reading prompts, drafting and verifying. forwards: how many these took; a prompt counts as one."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -165,14 +165,14 @@ class Parts:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add what the block takes to one of them."""
+        """Add the seconds of the block to the part `name`."""
         started = perf_counter()
         yield
         setattr(self, name, getattr(self, name) + perf_counter() - started)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """As a run's record has them."""
+        """The seconds as a run's record has them."""
         return {"prefill": self.prefill, "draft": self.draft, "verify": self.verify}
 
 
@@ -214,7 +214,7 @@ class LlamaBaseline:
 
 
 def require_llama(arms: Sequence[Arm], target: str) -> None:
-    """Raise where an arm of llama.cpp cannot run: another kind of target, or nothing installed."""
+    """Raise if an arm of llama.cpp cannot run: the target is no .gguf file, or llama.cpp is not installed."""
     for arm in arms:
         if arm.baseline in OF_LLAMA_CPP:
             gguf_file(target, f"arm {arm.name!r}")
@@ -222,7 +222,7 @@ def require_llama(arms: Sequence[Arm], target: str) -> None:
 
 
 def _drafts_of(arm: Arm) -> Drafts:
-    """What drafts: nothing, or the binding's own prompt lookup over the prompt and the text so far."""
+    """A function that drafts nothing, or the binding's own prompt lookup over the prompt and the text so far."""
     if arm.baseline != LLAMA_LOOKUP:
         return lambda tokens: []
     bindings(f"arm {arm.name!r}")

@@ -27,7 +27,7 @@ class BenchPrompt:
 
     @property
     def digest(self) -> str:
-        """Tells whether two runs had the same text under this name."""
+        """A hash of the text and the prediction, which shows whether two runs had the same prompt under this name."""
         return sha256((self.text + (self.prediction or "")).encode()).hexdigest()[:12]
 
 
@@ -75,10 +75,11 @@ def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
 
 
 def groups(prompts: Sequence[BenchPrompt], batch: int, name: str = "batch size") -> list[Group]:
-    """Every prompt in a group of exactly `batch` different ones, of one family where that is possible.
+    """Every prompt in a group of exactly `batch` different ones, of one family if possible.
 
-    What is left over of the families is grouped together; a last group that is too small is filled up with prompts
-    from the beginning of the list, which are then measured twice at this batch size. name: of the number, in errors.
+    Prompts that are left over in their families are grouped together; a last group that is too small is filled up with
+    prompts from the beginning of the list, which are then measured twice at this batch size. name: of `batch`, in
+    errors.
     """
     if not 1 <= batch <= len(prompts):
         raise UsageError(f"{name} {batch}; allowed: 1 to {len(prompts)}, the number of prompts")
@@ -104,7 +105,7 @@ def plan(
 ) -> list[Measurement]:
     """All measurements in order. Baselines that decode one prompt at a time are left out of larger batches.
 
-    at_once: how many prompts a call is given; by default as many as it decodes together.
+    at_once: how many prompts a call gets; by default as many as it decodes together.
     """
     if at_once is not None and at_once < max(batches):
         raise UsageError(f"--at-once {at_once}; allowed: at least the batch size, {max(batches)}")

@@ -1,7 +1,7 @@
 """What a measurement leaves behind: `runs.jsonl` in a folder, one header line, then one line per finished run.
 
 A line is written whole and flushed to the disk before the next measurement begins, so a killed process loses only the
-measurement it was in. The header holds settings, versions and the machine; runs under others are not mixed in.
+measurement it was in. The header holds settings, versions and the machine; no run under others is added to the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.version import __version__
 
 FILE = "runs.jsonl"
-LATER = {"num_forwards", "parts", "prompts", "command"}  # fields that folders written before may lack
+LATER = {"num_forwards", "parts", "prompts", "command"}  # fields that older folders may lack
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
 
 
@@ -40,8 +40,8 @@ VerdictName = Literal["identical", "tie", "different", "reference", "not compare
 class Header:
     """What all runs of a folder share. settings: everything that a resumed run must have in common.
 
-    prompts: the texts of the prompts by the names that runs call them by. command: what repeats the run, "" if it was
-    not begun from the command line.
+    prompts: the texts of the prompts by the names that runs give them. command: the command line that repeats the run,
+    "" if it was not begun from one.
     """
 
     settings: dict[str, Any]
@@ -59,8 +59,8 @@ class Run:
     seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
     num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
     verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for baselines.
-    num_forwards: of the target, for baselines; None for our own, whose rounds tell. parts: seconds of "prefill",
-    "draft" and "verify", for baselines that tell. error: why it failed, in one line.
+    num_forwards: of the target, for baselines; None for our own arms, whose rounds are recorded. parts: seconds of
+    "prefill", "draft" and "verify", for baselines that report them. error: why it failed, in one line.
     """
 
     arm: str
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """What tells this measurement from every other one of its folder."""
+        """Identifies the measurement in its folder."""
         return self.arm, tuple(self.prompts), self.batch, self.repeat
 
     @property
@@ -120,7 +120,7 @@ def exists(folder: Path) -> bool:
 
 
 def start(folder: Path, header: Header) -> None:
-    """Make the folder and write the header, in place of one that no run has followed."""
+    """Make the folder and write the header; a header that no run follows is replaced."""
     if exists(folder) and read_records(folder)[1]:
         raise UsageError(f"{str(folder)!r} holds runs already; allowed: an empty folder, or going on with the runs")
     try:
@@ -182,7 +182,7 @@ def make_header(
     command: str = "",
     **settings: Any,
 ) -> Header:
-    """The header of a run. models: target and draft as the user named them; command: what repeats the run."""
+    """The header of a run. models: target and draft as the user named them; command: the line that repeats the run."""
     llama = next((arm.name for arm in arms if arm.baseline in OF_LLAMA_CPP), None)
     return Header(
         settings={
@@ -207,11 +207,11 @@ def make_header(
 
 
 def machine() -> dict[str, Any]:
-    """Processor, usable cores, torch's threads, memory and accelerator."""
+    """Processor, cores, torch's threads, memory and accelerator."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": os.cpu_count(),  # the affinity of this thread says less: it may be bound to one of them
+        "cores": os.cpu_count(),  # not this thread's affinity, as it may be bound to one core
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -219,12 +219,12 @@ def machine() -> dict[str, Any]:
 
 
 def open_folder(folder: Path, header: Header) -> list[Run]:
-    """Begin a folder of runs, or go on with one of the same settings; the runs it holds already.
+    """Begin a folder of runs, or continue one that has the same settings; returns the runs that it holds already.
 
-    Other settings, versions or machines are refused, naming the first that differs.
+    UsageError names the first setting, version or fact about the machine that differs.
     """
     before, runs = read_records(folder) if exists(folder) else (header, [])
-    if not runs:  # nothing is finished that other settings could spoil
+    if not runs:  # other settings can spoil nothing
         start(folder, header)
         return []
     for part in ("settings", "versions", "machine"):
@@ -237,7 +237,7 @@ def open_folder(folder: Path, header: Header) -> list[Run]:
 
 
 def differences(now: Any, then: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The leaves in which two settings differ, as (dotted name, mine, theirs); compared as JSON holds them."""
+    """The leaves in which two settings differ, as (dotted name, now, then); compared as JSON values."""
     now, then = json.loads(json.dumps(now)), json.loads(json.dumps(then))
     if not (isinstance(now, dict) and isinstance(then, dict)):
         if now != then:
@@ -248,7 +248,7 @@ def differences(now: Any, then: Any, name: str = "") -> Iterator[tuple[str, Any,
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells."""
+    """The processor's name, or its architecture if the system does not know the name."""
     return processor().model_name or platform.processor() or platform.machine()
 
 

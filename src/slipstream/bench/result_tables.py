@@ -20,14 +20,14 @@ from slipstream.bench.records import Run
 from slipstream.bench.summary import PARTS, ArmSummary, Estimate
 from slipstream.text.round_view import percent
 
-MAX_PROMPT_NAMES = 8  # that a line lists
+MAX_PROMPT_NAMES = 8  # that a progress line lists
 STYLES = {"": "", "good": "green", "best": "bold green", "slower": "red", "bad": "bold red", "faint": "dim"}
 NONE = "-"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure or words. low, high: the ends of the figure's interval; empty where it has none."""
+    """A figure or words. low, high: the ends of the figure's interval; empty if it has none."""
 
     text: str
     low: str = ""
@@ -40,7 +40,7 @@ class Cell:
 
 
 def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:
-    """An estimate with its interval; a dash where there is none."""
+    """An estimate with its interval; a dash without one."""
     if estimate is None:
         return Cell(NONE)
     text = f"{estimate.value:{form}}{unit}"
@@ -115,7 +115,7 @@ class TerminalTable:
 
 
 def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
-    """The columns' widths, None where they do not fit; columns of words share what the others leave."""
+    """The columns' widths, None if they do not fit; columns of words share the room that the others leave."""
     rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
     columns = list(zip(table.columns, *rows, strict=True))
     widest, least = [], []
@@ -174,7 +174,7 @@ def markdown_table(table: Table) -> str:
 
 
 def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
-    """How many texts came out how. promised: whether a different text breaks a promise, which is said loudly."""
+    """Counts of texts by verdict. promised: whether a different text breaks a promise; if so, in capitals."""
     counts = {name: count for name, count in verdicts.items() if count}
     broken = promised and "different" in counts
     words = [f"{count} {'DIFFERENT' if broken and name == 'different' else name}" for name, count in counts.items()]
@@ -222,7 +222,7 @@ def speed_cells(arm: ArmSummary) -> list[Cell]:
 
 
 def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
-    """Acceptance rate, alpha and tokens per forward. missing: where nothing is known, as of baselines."""
+    """Acceptance rate, alpha and tokens per forward. missing: what stands for unknown figures, as of baselines."""
     efficiency = missing if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
     if arm.stats is None or not arm.stats.num_rounds:
         return [Cell(missing), Cell(missing), Cell(efficiency)]
@@ -248,7 +248,7 @@ def _time(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def time_shares(arm: ArmSummary) -> list[str] | None:
-    """What each of `PARTS` and the overhead took of the time, and the overhead of a round; None where it is unknown."""
+    """The shares of `PARTS` and of the overhead in the time, and the overhead of a round; None if they are unknown."""
     if arm.time_split is None:
         return None
     shares = [f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")]

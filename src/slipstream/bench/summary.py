@@ -19,7 +19,7 @@ from slipstream.bench.records import Run, VerdictName
 from slipstream.text.results import Stats
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
-# of several repeats the verdict that says least in favour counts
+# from the most favourable on; of several repeats the least favourable verdict counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
 PARTS = ("prefill", "draft", "verify", "accept")
 Floats = NDArray[np.float64]
@@ -30,7 +30,7 @@ RunsByRepeat = dict[int, Run]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; low and high are None where a single measurement gives none."""
+    """A value and its 95 % interval; low and high are None if a single measurement gives none."""
 
     value: float
     low: float | None = None
@@ -80,7 +80,7 @@ class _Draws:
 
     @staticmethod
     def of(seconds: RepeatedSeconds) -> _Draws | None:
-        """The draws for a table of this shape; None where there is nothing to draw from."""
+        """The draws for a table of this shape; None if there is nothing to draw from."""
         lengths = np.array([len(row) for row in seconds])
         groups, repeats = len(lengths), int(lengths.max())
         if groups == 1 and repeats == 1:
@@ -130,8 +130,8 @@ class ArmSummary:
     speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
-    that is not in PARTS; None for baselines that do not tell. tokens_per_forward: of baselines, where a forward serves
-    one row; else None.
+    that is not in PARTS; None for baselines that do not report them. tokens_per_forward: of baselines at batch size 1;
+    else None.
     """
 
     arm: str
@@ -147,7 +147,7 @@ class ArmSummary:
 
     @property
     def speed_up(self) -> Estimate | None:
-        """Against the reference arm; None where it or this arm has no speed."""
+        """Against the reference arm; None if it or this arm has no speed."""
         return None if self.speed is None else self.speed.speed_up
 
     @property
@@ -162,14 +162,14 @@ class ArmSummary:
 
     @property
     def block_efficiency(self) -> float | None:
-        """Output tokens per forward of the target and row; None where that is not known."""
+        """Output tokens per forward of the target and row; None if that is not known."""
         if self.stats is None or not self.stats.num_rounds:
             return self.tokens_per_forward
         return self.stats.block_efficiency
 
     @property
     def round_overhead(self) -> float | None:
-        """What rounds spent on anything but drafting, verifying and accepting, as a share of their time."""
+        """The share of rounds' time that is neither drafting nor verifying nor accepting."""
         if self.stats is None or self.stats.total_seconds <= self.stats.prefill_seconds:
             return None
         return self.stats.overhead_seconds / (self.stats.total_seconds - self.stats.prefill_seconds)
@@ -183,7 +183,7 @@ class ArmSummary:
         return [accepted / drafted for accepted, drafted in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and what follows from them, as JSON has them."""
+        """The fields, and figures derived from them, as JSON has them."""
         stats = None if self.stats is None else self.stats.to_dict()
         derived = ("acceptance_by_position", "round_overhead", "block_efficiency")
         return asdict(self) | {"stats": stats} | {name: getattr(self, name) for name in derived}
@@ -261,7 +261,7 @@ def _speed(groups: Mapping[Group, RunsByRepeat], base: Mapping[Group, RunsByRepe
     ]
     pairs = [pair for pair in pairs if pair[2]]
     ratio = None
-    if len(pairs) == len(groups):  # an arm is not compared on the prompts that suit it
+    if len(pairs) == len(groups):  # else an arm would be compared on some prompts only
         ratio = speed_up(
             [_tokens(repeats) for repeats, _, _ in pairs],
             [[repeats[number].seconds for number in both] for repeats, _, both in pairs],

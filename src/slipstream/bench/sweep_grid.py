@@ -5,7 +5,7 @@
     series = series_of(summarise_by_temperature(runs, "none~0"))
     [best_of(entry) for entry in series]
 
-A sweep is a benchmark whose arms form a grid; it leaves the same records and is gone on with in the same way.
+A sweep is a benchmark whose arms form a grid; it leaves the same records and continues in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept over. Length 0, plain decoding, is measured once per temperature whether it is given or not."""
+    """The drafters, lengths and temperatures of a sweep.
+
+    Length 0, plain decoding, is measured once per temperature whether it is given or not.
+    """
 
     drafters: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -83,7 +86,7 @@ class Series:
 class Best:
     """The draft length with the highest speed-up over plain decoding. length 0: do not speculate.
 
-    certain: whether the interval of the speed-up lies above 1. parity: what became of the texts, counted.
+    certain: whether the interval of the speed-up lies above 1. parity: counts of texts by verdict.
     """
 
     series: str
@@ -103,7 +106,7 @@ class Best:
         if self.speed_up.low is not None and self.speed_up.high is not None:
             text += f" ({self.speed_up.low:.2f} to {self.speed_up.high:.2f})"
         text += f", {self.tokens_per_second:.1f} tok/s, texts: {self.parity}"
-        return text if self.certain else f"{text}; the measurement does not tell it from plain decoding"
+        return text if self.certain else f"{text}; the measurement cannot distinguish it from plain decoding"
 
 
 def references(names: Sequence[str], default: str) -> dict[str, str]:
@@ -117,7 +120,7 @@ def references(names: Sequence[str], default: str) -> dict[str, str]:
 
 
 def summarise_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSummary]:
-    """As `summarise`, each arm against the reference that `references` names for it."""
+    """Like `summarise`, but each arm against its own reference, see `references`."""
     base = references(list(dict.fromkeys(run.arm for run in runs)), default)
     summaries: list[ArmSummary] = []
     for reference in dict.fromkeys(base.values()):
@@ -127,7 +130,7 @@ def summarise_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSumma
 
 
 def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
-    """Every drafter with two lengths or more, of which plain decoding at its temperature and weights is length 0."""
+    """Every drafter with two lengths or more. Plain decoding at the same temperature and weights is length 0."""
     cells: dict[tuple[Arm, int], list[Cell]] = {}
     plain: dict[tuple[float | None, bool | None, int], ArmSummary] = {}
     for summary in summaries:
@@ -147,7 +150,7 @@ def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
 
 
 def best_of(series: Series) -> Best | None:
-    """The fastest length, the shortest of equals; None where plain decoding was not run or an arm of the series failed.
+    """The fastest length, the shortest of equals; None if plain decoding was not run or an arm of the series failed.
 
     Lengths are compared by their speed-ups, which pair the prompts and repeats of both arms.
     """
@@ -165,7 +168,7 @@ def best_of(series: Series) -> Best | None:
 
 
 def parity_of(summaries: Iterable[ArmSummary]) -> str:
-    """How many texts came out how, over all these arms, as "5 identical, 1 tie"."""
+    """Counts of texts by verdict, over all these arms, such as "5 identical, 1 tie"."""
     total: Counter[str] = Counter()
     for arm in summaries:
         total.update(arm.verdicts)
@@ -186,5 +189,5 @@ def sweep_report(series: Sequence[Series]) -> list[dict[str, Any]]:
 
 
 def _number(temperature: float) -> str:
-    """As short as possible and never with an exponent, which names of arms do not have."""
+    """A temperature in few characters and without an exponent, which names of arms cannot have."""
     return f"{temperature:.6f}".rstrip("0").rstrip(".")

@@ -21,7 +21,7 @@ ATTRIBUTE = "_slipstream_decoder"
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings:
-    """What a decoder over loaded models is made with; see `SpeculativeDecoder`. The models are used as they are."""
+    """Arguments of a decoder over loaded models; see `SpeculativeDecoder`. The models are used as they are."""
 
     draft: Any = None
     tokenizer: Any = None
@@ -56,7 +56,7 @@ def cached_settings(target: Module) -> DecoderSettings | None:
 
 
 def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder:
-    """The model's decoder over the models as they are now; made anew for other settings."""
+    """The decoder that the model keeps, over the models as they are now; made anew if the settings differ."""
     cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
     if cached is not None and cached.settings == settings:
         cached.decoder.renew()

@@ -87,13 +87,13 @@ def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path,
     monkeypatch.setattr(Meter, "unit", slow)
     code, out, err = run(capsys, monkeypatch, *small, "--batch-sizes", "1,2")
     assert code == 0 and "batch 1: " in out and "batch 2: " not in out
-    assert "batch 2: the budget was over before it; give more --budget" in err
+    assert "batch 2: not measured, as the budget was used up; give more --budget" in err
     assert json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["unmeasured"] == [2]
 
 
 def test_the_command_says_so_with_exit_code_2(capsys, monkeypatch, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--budget", "0.000001")
-    assert code == 2 and out == "" and "error: --budget 1e-06 is over after" in err
+    assert code == 2 and out == "" and "error: --budget 1e-06 was used up after" in err
 
 
 def test_a_wrong_text_is_not_advised_and_fails_the_command(capsys, monkeypatch, tmp_path: Path, small) -> None:

@@ -440,7 +440,7 @@ def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
 
     monkeypatch.setattr(owner, name, full)
     with monkeypatch.context() as short:
-        short.setattr("slipstream.apps.server.batch_runner.ROOM_SECONDS", 0.001)
+        short.setattr("slipstream.apps.server.batch_runner.FULL_DISK_SECONDS", 0.001)
         with server.openai() as client:
             batch = begun(client, LINES)
             assert server.text("A heron", max_tokens=4)

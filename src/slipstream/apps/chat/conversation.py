@@ -1,8 +1,7 @@
-"""A conversation: its turns, settings and answers, and what can be said about it afterwards. Knows no terminal and no
-slash command.
+"""A conversation: its turns, settings and answers, and reports about it. Knows no terminal and no slash command.
 
 Every prompt is made anew from all turns, by the chat template or, for a model without one, as running text. The
-decoder's session compares it with its cache, token by token, and reads only what is new.
+decoder's session compares the prompt with its cache, token by token, and reads only what is new.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class ChatDisplay(Protocol):
 class Turn:
     """A question, its answer, and how the answer came about.
 
-    params: as used, with the seed that was chosen. prefilled: prompt tokens the target had to read, the others being in
-    its KV cache; the last few of a prompt are read together with the first draft and not counted. coupled: every token
-    was the target's own draw.
+    params: as used, with the seed that was chosen. prefilled: prompt tokens that the target had to read, since its KV
+    cache lacked them; the last few of a prompt are read together with the first draft and not counted. coupled: every
+    token was the target's own draw.
     """
 
     user: str
@@ -112,7 +111,7 @@ class Chat:
     _target_without_template: str | None = None  # the target whose lack of a chat template has been mentioned
 
     def __post_init__(self) -> None:
-        _refuse_wordless(self.decoder)
+        _refuse_without_tokenizer(self.decoder)
 
     @property
     def active(self) -> SpeculativeDecoder:
@@ -133,7 +132,7 @@ class Chat:
         return messages
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the prompt in which the user says `text` next."""
+        """Token ids of the conversation so far, with `text` as the user's next message."""
         tokenizer = self.decoder.tokenizer
         if tokenizer is not None and tokenizer.has_chat_template:
             return self.decoder.encode([*self.messages, {"role": "user", "content": text}])
@@ -146,7 +145,7 @@ class Chat:
         return self.decoder.encode("\n".join([*texts, text]), chat=False)
 
     def ask(self, text: str) -> Turn | None:
-        """Answer `text`, piece by piece; an interrupted answer stays as far as it came, unless nothing came."""
+        """Answer `text`, piece by piece. What came of an interrupted answer is kept; None if nothing came."""
         decoder, ids = self.active, self.encode(text)
         params = self._fitting(len(ids))
         if not self.cache:
@@ -215,7 +214,7 @@ class Chat:
         draft = None if self.decoder.draft is None else self.decoder.draft.name
         with self._loading(name if draft is None else f"{name} and {draft}"):
             decoder = SpeculativeDecoder(name, draft, **vars(self.decoder.config))
-            _refuse_wordless(decoder)
+            _refuse_without_tokenizer(decoder)
         self.decoder = decoder
 
     def load_draft(self, name: str | None) -> None:
@@ -225,7 +224,7 @@ class Chat:
 
     @contextmanager
     def _loading(self, names: str | None) -> Iterator[None]:
-        """Say what is loaded; running out of memory or files is one line too."""
+        """Announce what is loaded; failures such as a lack of memory become `SlipstreamError`, too."""
         if names is not None:
             self.display.remark(f"loading {names} ...")
         try:
@@ -234,7 +233,7 @@ class Chat:
             raise SlipstreamError(f"{names} could not be loaded: {first_line(error)}") from error
 
 
-def _refuse_wordless(decoder: SpeculativeDecoder) -> None:
+def _refuse_without_tokenizer(decoder: SpeculativeDecoder) -> None:
     if decoder.tokenizer is None:
         raise UsageError(f"model {decoder.target.name!r} has no tokenizer; allowed: a model that can read text")
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
 
-MIN_SECONDS, RENDERING_SHARE = 0.06, 0.2  # between two pictures; of the time, at most, that rendering takes
+MIN_SECONDS, RENDERING_SHARE = 0.06, 0.2  # least time between two redraws; most of the time that they may take
 FENCES = ("```", "~~~")
 
 
@@ -29,24 +29,24 @@ def finished_blocks(text: str) -> int:
 
 
 class MarkdownStream:
-    """Prints finished blocks for good and shows the one under way below them, as far as the screen is high."""
+    """Prints finished blocks for good; below them it redraws the unfinished one, or as much of its end as fits."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._text, self._is_first = console, "", True
         self._shown = Live(console=console, auto_refresh=False, transient=True)
-        self._next_picture = 0.0
+        self._next_redraw = 0.0
 
     def write(self, text: str) -> None:
         self._text += text
         if end := finished_blocks(self._text):
             self._print(self._text[:end])
-            self._text, self._next_picture = self._text[end:], 0.0
+            self._text, self._next_redraw = self._text[end:], 0.0
         began = perf_counter()
-        if began >= self._next_picture:
+        if began >= self._next_redraw:
             self._shown.start()
             self._shown.update(_Lines(self._text, is_tail=True), refresh=True)
             now = perf_counter()
-            self._next_picture = now + max(MIN_SECONDS, (now - began) / RENDERING_SHARE)
+            self._next_redraw = now + max(MIN_SECONDS, (now - began) / RENDERING_SHARE)
 
     def end(self) -> None:
         """Print what is left; the next text begins on a new line."""

@@ -1,5 +1,5 @@
-"""A conversation with a model behind OpenAI's API, this project's server or any other. Whatever goes wrong there is one
-line.
+"""A conversation with a model behind OpenAI's API, on this project's server or any other. Every failure there becomes
+one line.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
-REASONS = ("error", "message", "detail", "msg", "errors", "reason")  # what went wrong, as servers name it
-ENDS = ("stop", "length")  # of answers that need no remark
-MAX_WHOLE_BYTES = 4 << 20  # of an answer that comes whole
+REASONS = ("error", "message", "detail", "msg", "errors", "reason")  # fields in which servers report what went wrong
+ENDS = ("stop", "length")  # finish reasons that need no remark
+MAX_WHOLE_BYTES = 4 << 20  # of an answer that is not streamed
 MAX_PAGE_LENGTH = 1 << 14  # characters of a page that are read
 MAX_EXCERPT_LENGTH = 300  # characters of what came instead of an answer
 TAGS = re.compile(r"(?is)<(script|style)\b.*?</\1>|<[^<>]{0,1000}>")
-TIMEOUT_SECONDS = 600.0  # without a sign of life
-ALWAYS = ("temperature", "max_tokens")  # the defaults of servers differ
+TIMEOUT_SECONDS = 600.0  # during which the server sends nothing
+ALWAYS = ("temperature", "max_tokens")  # sent even at their default, as the defaults of servers differ
 LEFT_OUT = ("n", "logprobs", "logits_processors")  # a chat has one text, shows no probabilities and sends no code
-COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
+COMMANDS = {"/help": "list the commands", "/reset": "forget the conversation", "/quit": "leave"}
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """The key is for the address that was given, so no answer sends it elsewhere."""
+    """Follows no redirect: the key is meant for the given address only."""
 
     def http_error_302(self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage) -> None:
         """Refuse: the answer becomes an error."""
@@ -60,7 +60,7 @@ class RemoteApi:
     def at(url: str) -> RemoteApi:
         """The server of an address, with or without /v1, and the key of the environment. UsageError for no address."""
         if not _is_address(url):
-            shown = "with a user or password" if "@" in url else repr(url)  # which is for nobody else to see
+            shown = "with a user or password" if "@" in url else repr(url)  # which must not be shown
             raise UsageError(f"--url {shown}; allowed: an address such as http://127.0.0.1:8000")
         name = next((name for name in KEYS if os.environ.get(name)), None)
         key = None if name is None else os.environ[name]
@@ -117,12 +117,12 @@ class RemoteApi:
                 return
             chunk = _object(data)
             self._raise_error_in(chunk)
-            if not chunk:  # text would be missing without a word
+            if not chunk:  # skipping it could lose text unnoticed
                 raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(data)}")
             yield chunk
 
     def _raise_error_in(self, answer: dict[str, Any]) -> None:
-        """SlipstreamError if this says what went wrong: in OpenAI's form, vLLM's, FastAPI's, or those of others."""
+        """Raise SlipstreamError if an answer reports an error, in the form of OpenAI, vLLM, FastAPI or others."""
         failed = [choice for choice in _dictionaries(answer.get("choices")) if choice.get("finish_reason") == "error"]
         if answer.get("error") or failed or ("choices" not in answer and any(map(answer.get, REASONS))):
             holder = answer if answer.get("error") or not failed else failed[0]
@@ -137,7 +137,7 @@ class RemoteApi:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Failures of the connection and of the other end as `SlipstreamError`."""
+        """Raise failures of the connection and of the server as `SlipstreamError`."""
         try:
             yield
         except HTTPError as error:
@@ -152,12 +152,12 @@ class RemoteApi:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        named = bool((parts.hostname or "").encode("idna")) and parts.port != 0
-    except ValueError:  # of hosts and ports that cannot be
+        has_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # an impossible host or port
         return False
-    more = "@" in parts.netloc or parts.query or parts.fragment
-    plain = url.isascii() and url.isprintable() and " " not in url
-    return parts.scheme in ("http", "https") and named and plain and not more
+    has_more = "@" in parts.netloc or parts.query or parts.fragment
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    return parts.scheme in ("http", "https") and has_host and is_plain and not has_more
 
 
 @dataclass
@@ -199,7 +199,7 @@ def _text(value: Any) -> str:
 
 def _reason(error: HTTPError) -> str:
     if 300 <= error.code < 400:
-        return _harmless(f"it is elsewhere: {error.headers.get('location')}")
+        return _harmless(f"it redirects to {error.headers.get('location')}")
     try:
         data = error.read().decode(errors="replace")
     except (OSError, HTTPException):  # the status was all that came
@@ -214,13 +214,13 @@ def _object(data: bytes | str) -> dict[str, Any]:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, list) and len(value) == 1:  # as some servers wrap what went wrong
+    if isinstance(value, list) and len(value) == 1:  # some servers wrap an error in a list
         value = value[0]
     return value if isinstance(value, dict) else {}
 
 
 def _reason_in(fields: dict[str, Any]) -> str:
-    """What the other end says went wrong; where it is no text, its JSON."""
+    """The reason that a server's error object gives, as JSON if it is not a text."""
     value = next((value for value in map(fields.get, REASONS) if value and value is not True), None)
     if isinstance(value, dict):
         return _reason_in(value)
@@ -228,17 +228,17 @@ def _reason_in(fields: dict[str, Any]) -> str:
 
 
 def _excerpt(text: str) -> str:
-    """The beginning of a text, or of what a page says, in one line that does nothing to a terminal."""
+    """The beginning of a text or of a page's text, as one line without control characters."""
     return _harmless(TAGS.sub(" ", text[:MAX_PAGE_LENGTH]))[:MAX_EXCERPT_LENGTH]
 
 
 def _harmless(text: str) -> str:
-    """One line that does nothing to a terminal."""
+    """A text as one line without control characters."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
 
 
 def request_fields(params: SamplingParams) -> dict[str, Any]:
-    """The options that differ from their defaults; UsageError names what no request can say."""
+    """The options that differ from their defaults; UsageError names one that cannot be sent."""
     plain, request = SamplingParams(), dict[str, Any]()
     for option in fields(params):
         value = getattr(params, option.name)
@@ -278,7 +278,7 @@ def _form(constraint: Constraint) -> dict[str, Any]:
 
 @dataclass
 class RemoteChat:
-    """url: of the server, with or without /v1. model: as the server calls it, "" for the first it lists."""
+    """A conversation with a server's model. url: with or without /v1; model: "" for the first that the server lists."""
 
     url: str
     display: ChatDisplay
@@ -312,7 +312,7 @@ class RemoteChat:
     def _command(self, name: str) -> None:
         if name == "/reset":
             self.turns.clear()
-            self.display.show("begun anew")
+            self.display.show("the conversation is empty")
         elif name in ("/quit", "/exit"):
             self.closed = True
         elif name == "/help":
@@ -322,7 +322,7 @@ class RemoteChat:
             raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}{near}")
 
     def _ask(self, text: str) -> None:
-        """Answer `text`; an interrupted answer stays as far as it came, unless nothing came."""
+        """Answer `text`; what came of an interrupted answer is kept, unless nothing came."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*system, *self.turns, question], "stream": True}

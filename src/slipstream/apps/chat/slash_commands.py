@@ -20,7 +20,7 @@ from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
 
 KEEP_ALL: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-# per method what its numbers mean, in order, and what they are if left out
+# for each method its numbers, in the order in which they are typed, with their defaults
 METHODS: dict[str, dict[str, float]] = {
     "greedy": {},
     "multinomial": {"temperature": 1.0, "min_p": 0.0},
@@ -35,7 +35,7 @@ ALIASES = {"/gamma": "/draft-length", "/length-of-draft": "/draft-length", "/exi
 
 
 def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
-    """The options that a method and its numbers stand for; numbers come in order or as NAME=VALUE."""
+    """The sampling options of a method; its numbers come in the order of `METHODS` or as NAME=VALUE."""
     meaning = METHODS[method]
     chosen, order = dict(meaning), iter(meaning)
     allowed = f"allowed: /sampling {method} [{'] ['.join(meaning)}], each a number or NAME=NUMBER"
@@ -54,7 +54,7 @@ def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def value_of(name: str, text: str) -> Any:
-    """A typed value: JSON where it is JSON, else the text itself."""
+    """A typed value, read as JSON if it is JSON, else as text."""
     if text == "none":
         return getattr(SamplingParams(), name)
     try:
@@ -74,7 +74,7 @@ Choices = Sequence[str] | Callable[[], Sequence[str]]
 
 @dataclass(frozen=True)
 class Command:
-    """A slash command. run: given the conversation and the text after the name; choices: what that text may be."""
+    """A slash command. run: called with the conversation and the text after the name; choices: for that text."""
 
     usage: str
     help: str
@@ -94,7 +94,7 @@ def _command(usage: str, text: str, choices: Choices = ()) -> Callable[[Run], Ru
 
 
 def find(name: str) -> Command:
-    """The command called `name`, slash included; near matches are named if there is none."""
+    """The command called `name`, slash included; UsageError suggests similar names if there is none."""
     names = [*COMMANDS, *ALIASES]
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
@@ -217,8 +217,8 @@ def _cache(chat: Chat, text: str) -> None:
     if text in ("off", "clear"):
         chat.decoder.forget()
     target, draft = chat.decoder.tokens_in_memory()
-    both = f"{target} tokens cached" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
-    chat.display.show(f"cache: {_word(chat.cache)}; {both}")
+    counts = f"{target} tokens cached" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
+    chat.display.show(f"cache: {_word(chat.cache)}; {counts}")
 
 
 @_command("/debug on|off", "after each answer what was accepted and rejected, round by round", SWITCH)

@@ -56,7 +56,7 @@ def main() -> None:
     # where Python lacks fcntl, a lock is a file, which filelock removes once its owner has ended
     warnings.filterwarnings("ignore", "only soft file lock")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error escapes what its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does on standard error
     handler = logging.StreamHandler()
     handler.setFormatter(_Harmless("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
@@ -71,7 +71,7 @@ def main() -> None:
         _exit(str(error), 2)
     except SlipstreamError as error:
         _exit(str(error), 1)
-    except OSError as error:  # of writing what was printed; commands tell of their files themselves
+    except OSError as error:  # printing failed; commands report failures of their files themselves
         _exit(f"{error.filename or 'standard output'}: {error.strerror or first_line(error)}", 1)
     except (KeyboardInterrupt, typer.Abort):
         _exit("interrupted", 130)
@@ -86,7 +86,7 @@ def _exit(message: str, code: int) -> None:
 
 
 def _close(stream: Any) -> None:
-    """Drop what cannot be written, so that the interpreter does not try again when it ends."""
+    """Drop output that cannot be written, so that the interpreter does not try again when it ends."""
     try:
         stream.flush()
     except OSError:

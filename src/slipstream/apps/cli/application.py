@@ -82,9 +82,9 @@ def quiet_libraries() -> None:
 
 
 def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = False) -> SpeculativeDecoder:
-    """Load a decoder and say so on a terminal, unless the command has; warn if its rule is lossy."""
-    if (useless := config.contradiction()) is not None:
-        raise UsageError(useless)
+    """Load a decoder, announced on a terminal unless the command has done so; warn if its rule is lossy."""
+    if (contradiction := config.contradiction()) is not None:
+        raise UsageError(contradiction)
     drafters.check_name(config.drafter)
     if config.acceptance != "auto":
         check_rule(config.acceptance)
@@ -100,7 +100,7 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
 
 
 def announce_loading(models: Models) -> None:
-    """Say what is loaded. What is done once per machine (fetching, converting, calibrating) has bars of its own."""
+    """Say what is loaded. Work that is done once per machine (download, conversion, calibration) shows its own bars."""
     err.sentence(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
 
 
@@ -110,7 +110,7 @@ def warn_lossy(acceptance: str) -> None:
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
-    """The settings of --config, or those of the flags. defaults: the command's own, for both; None: the class's."""
+    """The settings of --config, or those of the flags. defaults: the command's; None: those of `DecoderConfig`."""
     if file is None:
         return flags
     if flags != (defaults or DecoderConfig()):
@@ -144,7 +144,7 @@ def prompts_of_file(path: Path, categories: list[str], limit: int | None) -> lis
 
 
 def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
-    """The prompts of the command line, of --prompt-file, or standard input where it is no terminal."""
+    """The prompts of the command line or of --prompt-file; without either, standard input if it is no terminal."""
     texts = [*source.words, *source.prompt]
     if texts and source.prompt_file is not None:
         raise UsageError(
@@ -161,14 +161,15 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
     if any(not text.strip() for text in texts):
         raise UsageError("prompt is empty; allowed: a text")
     return [
-        named_prompt("standard input", standard_input()) if text == "-" else NamedPrompt(text) for text in texts or "-"
+        named_prompt("standard input", standard_input()) if text == "-" else NamedPrompt(text)
+        for text in texts or ["-"]
     ]
 
 
 def standard_input() -> str:
     """All of standard input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="strict")  # where Python would keep wrong bytes as lone surrogates
+        sys.stdin.reconfigure(errors="strict")  # else Python may keep wrong bytes as lone surrogates
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.line_formats import JobOptions
 
-LINE_SECONDS = 60.0  # between lines about a job where no terminal shows a bar
+LINE_SECONDS = 60.0  # between two progress lines, if there is no terminal for a bar
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
     Path,
-    typer.Argument(metavar="OUT", help="answers, in the order in which they end; an OUT that was begun is continued"),
+    typer.Argument(
+        metavar="OUT", help="file of answers, in the order in which they finish; an unfinished one is continued"
+    ),
 ]
 Errors = Annotated[
     Path | None,
@@ -78,16 +80,16 @@ def batch_command(
 ) -> None:
     """Answer a file of requests, line by line.
 
-    Exit code 1 if some failed. A job that was interrupted continues when the same command is run again.
+    Exit code 1 if a line failed. A job that was interrupted continues when the same command is run again.
     """
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.job_output import JobOutput
 
     config = config_from(config, models.config_file, SERVED)
     files = JobFiles.of(source, output, errors)
-    if files.output.exists():  # whatever it holds is refused before a model is loaded
+    if files.output.exists():  # refuse a file of something else before a model is loaded
         JobOutput(files.output).close()
-    if err.is_terminal and not cluster.ray:  # before a second of imports
+    if err.is_terminal and not cluster.ray:  # now, as the imports below take a second
         announce_loading(models)
     from slipstream.jobs.line_formats import JobOptions
 
@@ -144,7 +146,7 @@ def _speed(report: JobReport) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar with speed, acceptance and the time left on terminals; elsewhere, as in logs, a line a minute."""
+    """On a terminal a bar with speed, acceptance and the time left; elsewhere, as in logs, a line per minute."""
     if not err.is_terminal:
         printed = monotonic()
 

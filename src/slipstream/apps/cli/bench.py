@@ -1,4 +1,4 @@
-"""`slipstream bench`: arms in turn on the same prompts, texts compared, every round recorded."""
+"""`slipstream bench`: runs arms in turn on the same prompts, compares their texts and records every round."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ class BenchOptions:
 
     arms: Annotated[
         str | None,
-        option(MEASURING, "--arms", text=f"what to compare, with commas between: {ARMS}", metavar="ARMS"),
+        option(MEASURING, "--arms", text=f"what to compare, separated by commas: {ARMS}", metavar="ARMS"),
     ] = None
     reference: Annotated[
         str | None,
         option(
-            MEASURING, "--reference", text="arm that speed-ups refer to; default: none, else the first", metavar="ARM"
+            MEASURING,
+            "--reference",
+            text="arm that speed-ups refer to; default: the arm `none`, else the first",
+            metavar="ARM",
         ),
     ] = None
     batch_sizes: BatchSizes = "1"
@@ -60,7 +63,7 @@ class BenchOptions:
         option(
             MEASURING,
             "--at-once",
-            text="prompts of one call, where those that finish make room for the next",
+            text="prompts of one call, more than are decoded together: each that finishes makes room for the next",
             metavar="N",
         ),
     ] = None
@@ -89,10 +92,10 @@ def bench_command(
     """Measure several drafters against each other, with intervals.
 
     An arm is a drafter with its settings, or another engine. Prints speeds, whether the texts are the same, and where
-    the time went. Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold
-    for arms that say nothing else. A run that was killed continues where it stopped; a finished folder prints its
-    tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm
-    failed.
+    the time went. Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance
+    apply to arms that do not set their own. A run that was killed continues where it stopped; a finished folder prints
+    its tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an
+    arm failed.
     """
     config = config_from(config, models.config_file)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)

@@ -84,7 +84,7 @@ def _converse(
     url: str,
     history: Path | None,
 ) -> None:
-    """history: of a terminal; None for lines from a pipe."""
+    """Answer lines until the user leaves. history: file of lines typed at a terminal; None: they come from a pipe."""
     if url:
         _check_remote(models, config)
         model = "" if models.target == EMBEDDED else models.target
@@ -111,7 +111,7 @@ def _check_remote(models: Models, config: DecoderConfig) -> None:
 
 
 def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
-    """history: of a terminal; None for lines from a pipe."""
+    """The same with a server. history: as in `_converse`."""
     conversation.display.remark(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
     for line in _piped() if history is None else _lines(_session(history, lambda text: [])):
         conversation.handle(line)
@@ -120,7 +120,7 @@ def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
 
 
 class Screen:
-    """Answers, and what was asked for, on standard output; everything else on standard error.
+    """Writes answers and what commands show to standard output, everything else to standard error.
 
     On a terminal answers are rendered as Markdown; in a pipe they are as the model wrote them.
     """
@@ -172,7 +172,7 @@ def _piped() -> Iterator[str]:
 
 
 def _check_terminal(history: Path) -> None:
-    """Refuse at once what would only fail later: a missing package, a history that cannot be written."""
+    """Refuse a missing package or an unwritable history now, before models are loaded."""
     if find_spec("prompt_toolkit") is None:
         raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
     try:

@@ -1,4 +1,4 @@
-"""Commands as typer makes them, with help that fits the terminal and wrong use told in one line of our own wording."""
+"""Typer's commands with help that fits the terminal, and with one line in our own words for wrong use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slipstream.apps.cli.consoles import out, to_standard_error
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 
 WIDTH = 100  # columns of help, at most
-MAX_NAME_COLUMNS = 30  # of an option and its value, beside which its help begins
-NARROW, MAX_NARROW_NAME_COLUMNS = 76, 22  # on terminals with fewer columns than this
+MAX_NAME_COLUMNS = 30  # of an option and its value; with more, its help begins on the next line
+NARROW, MAX_NARROW_NAME_COLUMNS = 76, 22  # the same on terminals with fewer columns than NARROW
 COMMANDS = {
     "Generate text": ("generate", "chat", "serve", "batch"),
     "Check": ("demo", "compare", "verify", "models", "doctor"),
@@ -94,17 +94,18 @@ class Command(_Worded, TyperCommand):
         return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections: what is asked and of which model, then how, then what is written."""
+        """Write the options in sections, in the order of `FIRST` and `LAST`."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
-            usual = "Arguments" if option.param_type_name == "argument" else "Options"
+            default_title = "Arguments" if option.param_type_name == "argument" else "Options"
             record = option.get_help_record(ctx)
             if record is not None:
                 name = _argument(option) if option.param_type_name == "argument" else record[0]
                 text = record[1]
                 for pattern, plain in RANGES.items():
                     text = re.sub(pattern, plain, text)
-                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append((name, text))
+                title = getattr(option, "rich_help_panel", None) or default_title
+                sections.setdefault(title, []).append((name, text))
         others = [title for title in sections if title not in (*FIRST, *LAST)]
         _write(formatter, {title: sections[title] for title in (*FIRST, *others, *LAST) if title in sections})
 
@@ -141,7 +142,7 @@ class Group(_Worded, TyperGroup):
 
 
 def _needs_text(option: Any) -> bool:
-    """Whether an empty value would be taken for none, or for the folder that one is in."""
+    """Whether an empty value is refused, as it would count as no value, or as the current folder."""
     return _is_path(option) or (_kind(option) is not None and option.default == "" and option.metavar != "TEXT")
 
 
@@ -161,7 +162,7 @@ def _argument(param: Any) -> str:
 
 
 def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
-    """What to say of a command that a group does not have."""
+    """The error for a command that a group does not have."""
     names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
     if ctx.parent is not None and group.invoke_without_command:
@@ -207,12 +208,12 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
 
 
 def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str:
-    """What to say of a value that an option cannot have, or of a missing argument."""
+    """The message about a value that an option cannot have, or about a missing argument."""
     if error.param is None:
         return _reworded(error.format_message(), ctx)
     values = _values(words, error.param.opts)
     if not values and error.param.name in (ctx.default_map or {}):
-        values = [str(ctx.default_map[error.param.name])]  # of a plan
+        values = [str(ctx.default_map[error.param.name])]  # from a plan file
     if not values:
         return _reworded(error.format_message(), ctx)
     allowed = error.message
@@ -224,7 +225,7 @@ def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str
 
 
 def _reworded(message: str, ctx: Any) -> str:
-    """A message of the parser in our wording; one that is not known here only begins in lower case."""
+    """A message of the parser in our words; an unknown message only gets a lower-case beginning."""
     options = {name: option for option in ctx.command.params for name in (*option.opts, *option.secondary_opts)}
     if match := re.match(r"No such option:? '?(-[^\s']*)", message):
         near = did_you_mean(match[1], *(name for name in options if name.startswith("--")))

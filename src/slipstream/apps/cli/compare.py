@@ -24,9 +24,9 @@ class Arms:
     """What is run besides plain and speculative decoding, and how often."""
 
     hf: Annotated[bool, option(MEASURING, "--hf", text="also run Hugging Face `generate`")] = False
-    batch: Annotated[bool, option(MEASURING, "--batch", text="also run all prompts as a batch against one by one")] = (
-        False
-    )
+    batch: Annotated[
+        bool, option(MEASURING, "--batch", text="also decode all prompts as one batch, compared with one by one")
+    ] = False
     repeats: Annotated[
         int,
         option(MEASURING, "--repeats", text="runs of each on each prompt; an interval needs two", metavar="N", min=1),
@@ -92,7 +92,7 @@ def compare_command(
 
 
 def _check_hf(models: Models, params: SamplingParams) -> None:
-    """Refuse what Hugging Face `generate` would not do as we do, before models are loaded."""
+    """Refuse options that Hugging Face `generate` would treat differently, before models are loaded."""
     from slipstream.bench.baselines import check_params, no_hf_model
     from slipstream.bench.comparison import ARMS, HF
     from slipstream.models.loaded import is_toy
@@ -149,7 +149,7 @@ def comparison_dict(
 
 
 def fail_on_difference(decoder: SpeculativeDecoder, summary: dict[str, Any]) -> None:
-    """Texts of a lossless rule must agree; sampled ones are compared only where the rule couples them."""
+    """SlipstreamError if a lossless rule's text is wrong; sampled texts are compared only if the rule couples them."""
     from slipstream.bench.comparison import SPECULATIVE
 
     wrong = summary["arms"][SPECULATIVE]["different"]

@@ -20,13 +20,13 @@ from rich.text import Text
 
 from slipstream.text.terminal_text import harmless
 
-PIPE_COLUMNS = 120  # of tables in files and pipes
+PIPE_COLUMNS = 120  # width of tables in files and pipes
 WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"  # scripts whose lines are broken between any two characters
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 
 
 class Stream(Console):
-    """A console that raises when its pipe is closed, as for any other failure to write.
+    """A console that raises an error when its pipe is closed, as after any other failure to write.
 
     Texts are never markup, and their control characters become pictures: see `harmless`.
     """
@@ -191,13 +191,13 @@ class RunBar:
         self._task = self._progress.add_task("", total=total)
 
     def show(self, doing: str) -> None:
-        """Say what is begun now; what was begun before is finished."""
+        """Show which run begins now; the one before it counts as finished."""
         self._started += 1
         self._progress.update(self._task, description=doing, completed=self._started)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """The bar gone, so that something can be printed."""
+        """Hide the bar inside the block, so that something can be printed."""
         self._progress.stop()
         yield
         self._progress.start()

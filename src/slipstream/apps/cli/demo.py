@@ -18,7 +18,7 @@ from slipstream.text.prompt_sets import NamedPrompt
 if TYPE_CHECKING:
     from slipstream.bench.comparison import Comparison
 
-NOTICEABLE = 0.05  # a speed-up nearer to 1 than this is called the same speed
+NOTICEABLE = 0.05  # a speed-up that differs from 1 by less is called "as fast"
 NEXT_STEPS = (
     "",
     "Next:",

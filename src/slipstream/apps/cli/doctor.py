@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "slipstream-lm"
 SHOWN = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub")
-# package, what it is for, what brings it
+# module, what it is for, the packages to install for it
 OPTIONAL = (
     ("matplotlib", "plots in reports", "matplotlib jinja2"),
     ("pyarrow", "Parquet files", "pyarrow"),

@@ -1,7 +1,7 @@
 """Command-line flags made from dataclasses, so that a default and its help text have one home.
 
-Options that several commands share are here too, and plan files: JSON whose keys count as flags, which those on the
-command line override.
+Options that several commands share are here too, and plan files: JSON whose keys are flags. Flags on the command line
+override them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHORT = {
     "acceptance": "auto, or a rule: block, rejection, match, ...",
     "temperature": "0 takes the likeliest token (greedy); more is more varied",
     "top_p": "choose among the likeliest tokens that reach this probability",
-    "max_tokens": "length of the text, at most",
+    "max_tokens": "longest text, in tokens",
     "stop": "end the text before this string",
     "seed": "random seed; default: a fresh one, printed with the result (measuring commands: 0)",
 }
@@ -101,12 +101,15 @@ def _prediction(path: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A field whose flag is written differently from its Python value."""
+    """A field whose flag is written differently from its Python value.
+
+    kind: the type that typer reads; parse: makes the field's value of it; more: added to the field's help.
+    """
 
     kind: Any
     parse: Callable[[Any], Any]
     metavar: str
-    more: str = ""  # after the field's help
+    more: str = ""
 
 
 def _completes(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -153,14 +156,14 @@ WRITTEN = {
 HELP_ALL = "help_all"
 FULL = {
     f.name: f.metadata["help"] + (WRITTEN[f.name].more if f.name in WRITTEN else "")
-    for cls in reversed(SECTIONS)
+    for cls in reversed(SECTIONS)  # if two classes share a field, the help of the first one stays
     for f in fields(cls)
     if f.name in SHORT
 }
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
-    """Print the help with the options, and the parts of their help, that `--help` leaves out."""
+    """Print the help with all options and their full texts, some of which `--help` leaves out."""
     if is_asked:
         for option in context.command.params:
             setattr(option, "hidden", False)  # noqa: B010  # arguments have none
@@ -182,8 +185,8 @@ def flags(
     """Replaces parameters that are annotated with a dataclass by one flag per field.
 
     A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. If two classes share a
-    field, the flag is the first one's. defaults: this command's own defaults. also: fields of NOT_FLAGS that are flags
-    here; without: fields that are not.
+    field, the flag belongs to the first. defaults: this command's own defaults. also: fields of NOT_FLAGS that are
+    flags of this command; without: fields that are not.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +283,9 @@ DraftModel = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    option(MODELS, "--config", text="decoder settings as JSON, instead of their flags", metavar="FILE", hidden=True),
+    option(
+        MODELS, "--config", text="JSON file of decoder settings, instead of their flags", metavar="FILE", hidden=True
+    ),
 ]
 PromptWords = Annotated[
     list[str],
@@ -314,7 +319,7 @@ def _limit(**more: Any) -> Any:
 
 Category = Annotated[list[str], _category()]
 Limit = Annotated[int | None, _limit()]
-# where a --prompt-file is one way of several
+# for commands that also take prompts in other ways than --prompt-file
 FileCategory = Annotated[list[str], _category(hidden=True)]
 FileLimit = Annotated[int | None, _limit(hidden=True)]
 Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompt")]
@@ -459,7 +464,7 @@ class Structure:
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
-    """Make the file's values the defaults of the command. UsageError for a key that is none of its options."""
+    """Make the file's values the defaults of the command. UsageError for a key that names no option of it."""
     if value is None:
         return None
     allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
@@ -481,7 +486,7 @@ Plan = Annotated[
         callback=read_plan,
         is_eager=True,
         metavar="FILE",
-        help='options as a JSON file, {"target": "toy", "repeats": 2, ...}; flags given beside it win',
+        help='options as a JSON file, {"target": "toy", "repeats": 2, ...}; flags on the command line override it',
     ),
 ]
 
@@ -492,7 +497,7 @@ def _key(option: Any) -> str:
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
-    """A value as the flag would be written; a list is several flags, or one value with commas between."""
+    """A value as its flag would be written; a list is several flags, or one value separated by commas."""
     if isinstance(item, list):
         parts = [_word(where, part) for part in item]
         return parts if multiple else ",".join(parts)

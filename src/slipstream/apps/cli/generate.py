@@ -1,4 +1,4 @@
-"""`slipstream generate`."""
+"""`slipstream generate`: answers one prompt as a stream, several as a batch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def generate_command(
 def _stream(
     decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, *, chat: bool, debug: bool
 ) -> dict[str, Any]:
-    """Print as it comes; Ctrl-C ends the text, not the report."""
+    """Print the text while it is generated; Ctrl-C ends the text, but not the report."""
     from slipstream.text.results import Stats
 
     chunks, interrupted, writer = [], False, TextWriter()
@@ -111,7 +111,7 @@ def _batch(
     chat: bool,
     debug: bool,
 ) -> list[dict[str, Any]]:
-    """All texts together; neither Ctrl-C nor a text that fails takes the others' report."""
+    """Generate all texts together; after Ctrl-C, or if a text fails, the others are still reported."""
     from slipstream.text.results import Stats
 
     groups = decoder.sample_rows(requests, [params_for(prompt, params) for prompt in prompts], chat=chat)

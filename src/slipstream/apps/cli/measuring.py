@@ -1,4 +1,4 @@
-"""A benchmark run from the command line: measured, watched, interrupted and continued. Used by `bench` and `sweep`."""
+"""Runs a benchmark for `bench` and `sweep`: shows its progress, and continues one that was interrupted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Benchmark:
     chat: bool = True
 
     def run(self, folder: Path) -> tuple[Header, list[Run]]:
-        """Measure what the folder lacks; no model is loaded where it lacks nothing."""
+        """Make the measurements that the folder lacks; if it lacks none, no model is loaded."""
         planned, header = plan(self.arms, self.prompts, self.batches, self.repeats, self.at_once), self._header()
         earlier = open_folder(folder, header)
         if finished(earlier) >= {measurement.key for measurement in planned}:
@@ -75,7 +75,7 @@ class Benchmark:
 
 
 def command_line() -> str:
-    """The command as it was typed, without the folder of its results: repeated it measures anew, in another folder."""
+    """The command as it was typed, without --out: repeated, it measures anew, in another folder."""
     arguments = iter(sys.argv[1:])
     kept = []
     for argument in arguments:
@@ -93,14 +93,14 @@ def _announce_lossy(lineup: Lineup) -> None:
 
 
 def report_folder(folder: Path, header: Header, *, page: bool) -> None:
-    """Write the report if it was asked for, and say what lies where."""
+    """Write the report if it was asked for, and print where the files are."""
     if page:
         err.print(f"report: {write_report(folder, target_tokenizer(header))}", soft_wrap=True)
     err.print(f"raw runs: {folder / FILE}", soft_wrap=True)
 
 
 def fail_on_wrong_texts(summaries: Sequence[ArmSummary]) -> None:
-    """Texts of a lossless arm are plain decoding's own, but for ties."""
+    """SlipstreamError if a text of a lossless arm differs from plain decoding's by more than a tie."""
     for arm in wrong_texts(summaries):
         raise SlipstreamError(
             f"arm {arm.arm}, batch {arm.batch}: {arm.verdicts['different']} of {sum(arm.verdicts.values())} texts "
@@ -109,7 +109,7 @@ def fail_on_wrong_texts(summaries: Sequence[ArmSummary]) -> None:
 
 
 def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequence[Run]) -> Iterator[Run]:
-    """The runs as they come: a progress bar on a terminal, elsewhere a line per finished group of prompts."""
+    """Pass the runs on, with a progress bar on a terminal, elsewhere with a line per finished group of prompts."""
     if earlier:
         err.print(f"{len(earlier)} of {len(planned)} measurements are in the folder already")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -126,7 +126,7 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequen
 
 
 class _Groups:
-    """Gathers the runs of a group of prompts until all arms and repeats are there."""
+    """Collects the runs of each group of prompts until all arms and repeats are there."""
 
     def __init__(self, planned: Sequence[Measurement], earlier: Sequence[Run]) -> None:
         self._runs: dict[tuple[int, tuple[str, ...]], list[Run]] = {}
@@ -135,7 +135,7 @@ class _Groups:
             self.add(run)
 
     def add(self, run: Run) -> str | None:
-        """The line of the group that this run completes."""
+        """Add a run; returns the line about its group if the run completes it."""
         key = run.batch, tuple(run.prompts)
         runs = self._runs.setdefault(key, [])
         runs.append(run)

@@ -82,18 +82,20 @@ def check(
     text: Annotated[
         Path | None, typer.Option("--text", help="try drafts through bytes on this file's text", metavar="FILE")
     ] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="all that was compared, and what follows")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="show all that was compared, and what follows from it")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Can DRAFT draft for TARGET? The answer comes first.
 
     Compares tokens, heads, special tokens and templates; weights are loaded only for a draft head. A draft model of
-    another vocabulary drafts through bytes; how much of its drafts that can lose is tried on a text. A draft head
-    guesses the target's tokens, as its config.json says and as that may have been meant. Exit code 1 if DRAFT cannot
-    draft at all.
+    another vocabulary drafts through bytes; how much of its drafts is lost that way is tried on a text. A draft head
+    guesses tokens of the target, with the settings of its config.json and with others that may have been meant. Exit
+    code 1 if DRAFT cannot draft at all.
     """
     quiet_libraries()
-    if _is_checked_as_head(target, draft, text, json_file):
+    if _check_as_head(target, draft, text, json_file):
         return
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
     from slipstream.text.prompt_sets import read_prompts
@@ -113,7 +115,7 @@ def check(
 
 
 def _print_finding(line: str) -> None:
-    """A line of a report: its third column keeps its place on a wide terminal, and is indented on a narrow one."""
+    """Print a line of a report, whose third column stays in place on a wide terminal and follows on a narrow one."""
     if not out.is_terminal:
         out.print(line, soft_wrap=True)
         return
@@ -124,8 +126,8 @@ def _print_finding(line: str) -> None:
     out.print("\n".join(wrap(line, out.width, subsequent_indent=" " * indent, break_long_words=False)), markup=False)
 
 
-def _is_checked_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
-    """Whether this is a draft head, which has then guessed tokens of its target."""
+def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
+    """Check DRAFT as a draft head, if it is one: let it guess tokens of the target. Returns whether it is one."""
     from slipstream.models.heads.head_check import agreement
     from slipstream.models.heads.head_files import head_files
     from slipstream.models.heads.load import load_head

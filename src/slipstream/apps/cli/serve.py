@@ -29,12 +29,12 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 def serve_command(models: Models, settings: ServerSettings, config: DecoderConfig) -> None:
     """Serve a model to OpenAI's clients and to browsers.
 
-    Ctrl-C lets running requests finish; twice ends at once.
+    Ctrl-C lets running requests finish; a second Ctrl-C ends them.
     """
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
-    if err.is_terminal:  # before seconds of imports
+    if err.is_terminal:  # now, as the imports below take seconds
         announce_loading(models)
     from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
@@ -67,5 +67,5 @@ def _banner(server: Server) -> None:
     err.print(
         f"  curl {server.url}/v1/chat/completions {authorization}-H 'content-type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Name three birds."}]}'""",
-        soft_wrap=True,  # to be copied: a line end would end the command
+        soft_wrap=True,  # users copy it, and a line break would end the command
     )

@@ -27,16 +27,16 @@ PAPER, GRID = "Costs on paper", "What is predicted"
 
 @dataclass(frozen=True)
 class Measured:
-    """A target whose costs are measured."""
+    """A pair of models whose costs are measured, or a file of costs that were measured before."""
 
     target: Annotated[
         str | None,
-        option(MODELS, "-m", "--target", "--model", text=f"measure the costs of it: {NAMED}", metavar="MODEL"),
+        option(MODELS, "-m", "--target", "--model", text=f"measure the costs of this target: {NAMED}", metavar="MODEL"),
     ] = None
     draft: DraftModel = None
     seconds: Annotated[float, option(MEASURING, "--seconds", text="time for measuring", metavar="SECONDS")] = 20.0
     costs_file: Annotated[
-        Path | None, option(MEASURING, "--costs", text="or take the costs of this file", metavar="FILE")
+        Path | None, option(MEASURING, "--costs", text="read the costs from this file instead", metavar="FILE")
     ] = None
 
 
@@ -79,10 +79,12 @@ class Grid:
     ] = None
     stats: Annotated[
         Path | None,
-        option(GRID, "--stats", text="or what a run accepted: a folder of bench, --json of compare", metavar="RUN"),
+        option(
+            GRID, "--stats", text="or the acceptance of a run: a folder of bench, or --json of compare", metavar="RUN"
+        ),
     ] = None
     arm: Annotated[
-        str | None, option(GRID, "--arm", text="the arm of that folder, if several draft", metavar="ARM")
+        str | None, option(GRID, "--arm", text="the arm in that folder, if several draft", metavar="ARM")
     ] = None
     length: Annotated[
         list[int],
@@ -95,10 +97,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class RecordedArm:
-    """How far the drafts of an arm got in a run.
+    """An arm's acceptance in a run.
 
-    arm: None where the run was no benchmark. stats, plain: by batch size, the statistics of the arm and of plain
-    decoding in that run, as `Stats.to_dict()`.
+    arm: None if the run was no benchmark. stats, plain: by batch size, the statistics of the arm and of plain decoding
+    in that run, as `Stats.to_dict()`.
     """
 
     acceptance: Acceptance
@@ -137,7 +139,7 @@ def simulate_command(
 ) -> None:
     """Predict the speed-up of a pair of models before trying it.
 
-    Says the best length, and where speculation stops paying. Without options: an example on paper.
+    Prints the best length, and where speculation stops paying. Without options: an example on paper.
     """
     _refuse_two_acceptances(grid)
     is_example = not paper.is_given and measured == Measured()
@@ -216,7 +218,7 @@ def _refuse_two_acceptances(grid: Grid) -> None:
 
 
 def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
-    """The arm of a benchmark's folder, or of a JSON file: that of `compare --json`, or `Stats.to_dict()` alone."""
+    """The arm in the folder of a benchmark, or in a JSON file of `compare --json` or of `Stats.to_dict()`."""
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if path.is_dir():
@@ -230,7 +232,7 @@ def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
 
 
 def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
-    """name: of the arm; None for the only one that drafts."""
+    """The arm called `name` in the folder of a benchmark; None: the only one that drafts."""
     from slipstream.bench.arms import PLAIN, parse_arm
     from slipstream.bench.records import read_records
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
@@ -259,7 +261,7 @@ def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
 
 
 def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, float]]:
-    """What the run took beside what is predicted of its own rounds, for the batch sizes that the costs cover."""
+    """Print the run's speed-up beside the one predicted from its rounds, for the batch sizes that the costs cover."""
     from slipstream.bench.speed_model.formula import predict_from_stats
 
     observed = {}
@@ -269,11 +271,11 @@ def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, 
         try:
             prediction = predict_from_stats(stats, costs, plain=recorded.plain[batch])
         except UsageError as error:
-            err.sentence(f"batch {batch}: nothing is predicted of this run: {error}")
+            err.sentence(f"batch {batch}: no prediction for this run: {error}")
             continue
         out.sentence(
             f"batch {batch}: this run was {prediction.observed:.2f}x plain decoding, "
-            f"{prediction.predicted:.2f}x is predicted of its rounds"
+            f"{prediction.predicted:.2f}x is predicted from its rounds"
         )
         observed[batch] = prediction.to_dict()
     return observed

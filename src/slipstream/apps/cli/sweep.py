@@ -28,16 +28,20 @@ from slipstream.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is swept over, and how."""
+    """The settings that the sweep varies, and how it measures."""
 
     drafters: Annotated[
-        str, option(MEASURING, "--drafters", text="with commas between; default: the decoder's own", metavar="NAMES")
+        str,
+        option(
+            MEASURING, "--drafters", text="drafters, separated by commas; default: the decoder's own", metavar="NAMES"
+        ),
     ] = ""
     lengths: Annotated[
         str, option(MEASURING, "--lengths", text="draft lengths, e.g. 0-8 or 0,1,2,4,8", metavar="RANGES")
     ] = "0-8"
     temperatures: Annotated[
-        str, option(MEASURING, "--temperatures", text="with commas between, e.g. 0,0.8", metavar="NUMBERS")
+        str,
+        option(MEASURING, "--temperatures", text="temperatures, separated by commas, e.g. 0,0.8", metavar="NUMBERS"),
     ] = "0"
     batch_size: Annotated[
         int, option(MEASURING, "--batch-size", text="prompts decoded together", metavar="N", min=1)
@@ -65,8 +69,8 @@ def sweep_command(
 ) -> None:
     """Find the best draft length of each drafter and temperature.
 
-    Says also where speculation does not pay. Plain decoding is length 0 and always measured. Exit code 1 if a lossless
-    setting's text differs by more than a tie.
+    Prints also where speculation does not pay. Plain decoding is length 0 and always measured. Exit code 1 if a
+    lossless setting's text differs by more than a tie.
     """
     config = config_from(config, models.config_file)
     _refuse_single_settings(config, params)
@@ -99,7 +103,7 @@ def sweep_command(
 
 
 def _refuse_single_settings(config: DecoderConfig, params: SamplingParams) -> None:
-    """Refuse flags that name one setting of what is swept over."""
+    """Refuse flags that fix a setting which the sweep varies."""
     if config.num_draft_tokens != "auto":
         raise UsageError(f"--num-draft-tokens {config.num_draft_tokens} names one length; allowed: --lengths")
     if params.temperature != SamplingParams().temperature:
@@ -107,7 +111,7 @@ def _refuse_single_settings(config: DecoderConfig, params: SamplingParams) -> No
 
 
 def _drafters(text: str, config: DecoderConfig, draft: str | None) -> tuple[str, ...]:
-    """Those of --drafters, or the one that the decoder would use at a number of draft tokens."""
+    """The drafters of --drafters, or the one that the decoder would use with a fixed draft length."""
     if text and config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} beside --drafters; allowed: one of the two")
     if text:

@@ -35,7 +35,7 @@ from slipstream.text.round_view import percent
 from slipstream.tokenization.tokenizer import Tokenizer
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "red", "bonus": "cyan", "plain": ""}
-SIDE_BY_SIDE = 76  # columns from which two texts stand beside each other
+SIDE_BY_SIDE = 76  # columns from which on two texts stand beside each other
 MEANINGS = {
     "accepted": "accepted draft token",
     "forced": "forced by the constraint",
@@ -58,7 +58,7 @@ def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> 
 
 
 def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
-    """Say what the colours of speculative texts mean, as far as they occur; nothing where the console has none."""
+    """Explain the colours that occur in speculative texts; print nothing if the console has no colours."""
     if console.color_system is None or console.no_color:
         return
     results = [comparison.runs[SPECULATIVE].result for comparison in comparisons]
@@ -69,7 +69,10 @@ def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
 
 
 def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
-    """Plain text left, speculative text right, in the colours of its tokens' origins; below each other where narrow."""
+    """Plain text left, speculative text right, coloured by the origins of tokens.
+
+    On a narrow console they stand one above the other, or once if they are equal.
+    """
     plain, fast = comparison.runs[PLAIN], comparison.runs[SPECULATIVE]
     assert plain.result is not None and fast.result is not None
     plain_title = f"plain, {plain.tokens_per_second:.1f} tok/s"

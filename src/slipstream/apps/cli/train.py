@@ -32,7 +32,7 @@ TRAINING = "Training"
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 FEWEST_TOKENS = 1000
 LOG_SECONDS = 60.0  # between two lines of a log
-# settings that a training chooses itself
+# decoder settings that the training chooses itself
 CHOSEN = (
     *("drafter", "num_draft_tokens", "acceptance", "reproducible"),
     *("draft_dtype", "draft_vocabulary", "draft_context"),
@@ -118,7 +118,7 @@ def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json 
 
 
 def _job(options: TrainOptions) -> TrainingJob:
-    """The job, as far as it can be checked before a model is loaded."""
+    """The job, after the checks that need no loaded model."""
     if options.out_folder is None:
         raise UsageError("--out is missing; allowed: --out FOLDER")
     tokens = _number(options.tokens)
@@ -154,9 +154,9 @@ def _number(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """A line with what is done, how far it is, the time left and the last judgement, redrawn on a terminal.
+    """A function that shows what is being done, how far it is, the time left and the latest judgement of the head.
 
-    Elsewhere lines: at first, after every minute, and for each judgement.
+    On a terminal it redraws one line; elsewhere it prints a line at first, every minute, and for each judgement.
     """
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 

@@ -51,7 +51,7 @@ class TuneOptions:
 
     target: Target = EMBEDDED
     draft: Annotated[
-        list[str], option(MODELS, "--draft", text="draft model; may be given several times, or not", metavar="MODEL")
+        list[str], option(MODELS, "--draft", text="draft model to try; may be given several times", metavar="MODEL")
     ] = ()  # type: ignore[assignment]
     config_file: ConfigFile = None
     batch_sizes: BatchSizes = "1"
@@ -67,7 +67,8 @@ class TuneOptions:
         ),
     ] = 8
     budget: Annotated[
-        float, option(MEASURING, "--budget", text="seconds to measure, loading not counted", metavar="SECONDS")
+        float,
+        option(MEASURING, "--budget", text="seconds for measuring, without the time for loading", metavar="SECONDS"),
     ] = 300.0
     raw: Raw = False
     out_folder: Annotated[
@@ -107,7 +108,7 @@ def tune_command(
     candidate failed or its text differs from plain decoding's by more than a tie.
     """
     config = config_from(config, options.config_file)
-    _refuse(config, options.budget)
+    _refuse_fixed_settings(config, options.budget)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
     named = prompt_set(choice)
@@ -142,8 +143,8 @@ def tune_command(
     _finish(tuned, space, folder, header, json_file)
 
 
-def _refuse(config: DecoderConfig, budget: float) -> None:
-    """Refuse settings that would answer what is asked here, and rules that change the text."""
+def _refuse_fixed_settings(config: DecoderConfig, budget: float) -> None:
+    """Refuse a useless budget, and settings that fix what tune must find."""
     if not 0 < budget < float("inf"):
         raise UsageError(f"--budget {budget:g}; allowed: a number of seconds above 0")
     if config.drafter != "auto":
@@ -160,7 +161,7 @@ def _refuse_lossy(config: DecoderConfig) -> None:
 
 
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
-    """Print, write, and fail where a candidate failed."""
+    """Print and write the advice; SlipstreamError if a candidate failed."""
     from slipstream.bench.records import FILE
     from slipstream.bench.result_tables import TerminalTable
     from slipstream.bench.tuning.advice import advice_table, positions
@@ -173,7 +174,7 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
         if advice.best is not None:
             out.sentence(f"  {positions(advice)}")
     for batch in tuned.unmeasured:
-        err.sentence(f"batch {batch}: the budget was over before it; give more --budget")
+        err.sentence(f"batch {batch}: not measured, as the budget was used up; give more --budget")
     result = asdict(header) | tuned.to_dict()
     early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
     paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
@@ -193,8 +194,8 @@ def _command(advice: Advice, header: Header, folder: Path) -> str:
     return shlex.join([*words, "--config", str(folder / "slipstream.json")])
 
 
-class _Left(ProgressColumn):
-    """The time left of the budget, which the task's total is."""
+class _TimeLeft(ProgressColumn):
+    """The time that is left of the budget; the budget is the task's total."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{max(0.0, (task.total or 0.0) - (task.elapsed or 0.0)):.0f} s left")
@@ -203,7 +204,7 @@ class _Left(ProgressColumn):
 @contextmanager
 def _watched(budget: float) -> Iterator[ShowProgress]:
     """A function that shows what is being done: a bar over the budget; elsewhere a line when a stage begins."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Left())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft())
     with progress_bar(*columns) as progress:
         task, begun = progress.add_task("starting", total=budget), perf_counter()
         stages: set[str] = set()

@@ -1,6 +1,7 @@
 """Who may call: keys, the name a server is called by, and the sites whose pages may call it.
 
-Everything is checked on `scope["path"]`, the address that the routes see, and everything is closed that is not listed.
+All checks read `scope["path"]`, the address that the routes match. If there are keys, every address needs
+one unless it is listed as open.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from slipstream.errors import UsageError
 
 Count = Callable[[Scope, int], None]  # called with the status of every answer
 
-OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
+OPEN = frozenset({"/", "/health", "/live", "/ping"})  # these need no key, nor do the page's own files
 PAGE = "/page/"
 FILES = "/v1/files"
-ENDLESS = "/v1/slipstream/events"  # whose GET has no end, so that it cannot answer HEAD
+ENDLESS = "/v1/slipstream/events"  # its GET never ends, so HEAD is not served through it
 MIN_KEY_LENGTH = 8
-UNNAMED = "sha256:"  # how the owner of a key without a name begins
+UNNAMED = "sha256:"  # prefix of the name given to the owner of an unnamed key
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ApiKeys:
     def read(file: str) -> ApiKeys:
         """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out.
 
-        UsageError for what is no key, and for names and keys that come twice: their owners could not be told apart.
+        UsageError for an invalid key, and for a name or key that occurs twice: nobody could tell its owners apart.
         """
         if not file:
             return ApiKeys()
@@ -95,8 +96,8 @@ def _digest(key: str) -> bytes:
 class Access:
     """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
 
-    It adds to `scope["state"]`: owner, the name of the key; caller, for fair turns: the owner, or the client's address
-    if there are no keys.
+    It adds two names to `scope["state"]`: `owner`, the key's, and `caller`, by which callers take turns: the owner, or
+    the client's address if there are no keys.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
@@ -113,36 +114,37 @@ class Access:
             scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])
         except ApiError as error:
             response = error.response()
-            for origin in filter(self._is_listed, _headers(scope, b"origin")):  # or a page there would not see why
+            # without these headers the browser would hide the answer from the page
+            for origin in filter(self._is_listed, _headers(scope, b"origin")):
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
-            await response(scope, receive, self._finished(scope, send))
+            await response(scope, receive, self._counting_send(scope, send))
             return
-        await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
+        await self._app(scope, self._bounded_receive(scope, receive), self._counting_send(scope, send))
 
-    def _counted(self, scope: Scope, receive: Receive) -> Receive:
-        """Break off bodies that turn out too large, or that do not arrive in time."""
+    def _bounded_receive(self, scope: Scope, receive: Receive) -> Receive:
+        """A `receive` that raises once a body turns out too large, or does not arrive in time."""
         size, ended = 0, False
-        until = asyncio.get_running_loop().time() + self._settings.request_timeout
+        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout
 
         async def receiving() -> Message:
             nonlocal size, ended
             if ended:
                 return await receive()
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408) from None
             ended = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._largest(scope):
+            if size > self._max_body_bytes(scope):
                 raise HTTPException(413)
             return message
 
         return receiving
 
-    def _finished(self, scope: Scope, send: Send) -> Send:
-        """Count every answer, and add the header that forbids browsers to guess its type."""
+    def _counting_send(self, scope: Scope, send: Send) -> Send:
+        """A `send` that counts the answer, and adds the header that forbids browsers to guess its type."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -155,7 +157,7 @@ class Access:
     def _check(self, scope: Scope) -> str:
         host = self._check_host(_headers(scope, b"host"))
         self._check_origin(_headers(scope, b"origin"), host)
-        self._check_length(_headers(scope, b"content-length"), self._largest(scope))
+        self._check_length(_headers(scope, b"content-length"), self._max_body_bytes(scope))
         path: str = scope["path"]
         if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._is_allowed_preflight(scope):
             return ""
@@ -187,13 +189,13 @@ class Access:
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
-    def _largest(self, scope: Scope) -> int:
-        """The largest body that this address takes, in bytes."""
-        files = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
-        return self._settings.max_file_bytes if files else self._settings.max_body_bytes
+    def _max_body_bytes(self, scope: Scope) -> int:
+        """The largest body that this address takes."""
+        is_upload = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
+        return self._settings.max_file_bytes if is_upload else self._settings.max_body_bytes
 
     def _check_length(self, lengths: Sequence[str], largest: int) -> None:
-        """Refuse bodies that are too large before they are read; those without a length are cut while they are."""
+        """Refuse a body whose declared length is too large; `_bounded_receive` counts what really arrives."""
         if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
             raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 

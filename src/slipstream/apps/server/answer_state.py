@@ -39,7 +39,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class ChoiceState:
-    """One text of an answer, as the events of its job make it."""
+    """One text of an answer, as the events of its job make it.
+
+    cached: prompt tokens that were not read again. started, first, last: when the row left the queue, and when
+    its first and its latest tokens came, on the clock of `monotonic`.
+    """
 
     job: Job
     tokenizer: Tokenizer | None
@@ -69,7 +73,7 @@ class ChoiceState:
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the rounds so far. Rounds are added when first asked for, as streams rarely need them."""
+        """Statistics of the rounds so far. They are computed only when asked for, as streams rarely need them."""
         for round in self.rounds[self._stats.num_rounds :]:
             self._stats.add_step([round])
         return self._stats
@@ -117,10 +121,10 @@ def _failure(event: Ended, limits: str | None) -> ApiError:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What answers say of the model; it does not change while a server runs.
+    """What answers report about the model; it does not change while a server runs.
 
-    reproducible: whether a seed gives the same text whatever runs beside it. source: which drafter a round's own draft
-    is of. lossless: whether all texts keep the target's distribution. tokenizer: the event loop's own.
+    reproducible: whether a seed gives the same text whatever runs beside it. source: names the drafter of a round.
+    lossless: whether all texts keep the target's distribution. tokenizer: a copy for the event loop alone.
     """
 
     name: str
@@ -132,7 +136,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
-        """The facts of a decoder. name: by which it is served, "" for the target's own."""
+        """The facts of a decoder. name: under which it is served, "" for the target's own name."""
         return cls(
             name or decoder.target.name,
             fingerprint_of(decoder.target, decoder.shapes),
@@ -148,7 +152,7 @@ class ModelFacts:
             return None
         try:
             return self.tokenizer.bytes_of(token)
-        except UsageError:  # not every tokenizer tells
+        except UsageError:  # some tokenizers do not know the bytes of a token
             return None
 
     def added_bytes(self, token: int) -> bytes:
@@ -164,14 +168,14 @@ class ModelFacts:
 
 
 def without_folders(name: str) -> str:
-    """What clients see of a draft model or drafter: of a path on this machine the last part; hub ids as they are."""
+    """The name of a draft model or drafter as clients see it: only the last part of a local path; hub ids in full."""
     before, store, path = name.rpartition("store=")
     is_path = store or path[:1] in ("~", ".") or Path(path).is_absolute()
     return f"{before}{store}{Path(path).name if is_path else path}"
 
 
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
-    """The decoder's drafter in a round. is_mixed: it takes turns with a draft model."""
+    """The name of the drafter of a round. is_mixed: whether the decoder's drafter takes turns with a draft model."""
     if is_mixed:
         return MODEL if round.origin.source == MODEL else RETRIEVAL
     return drafter.partition(":")[0]

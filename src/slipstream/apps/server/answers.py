@@ -31,9 +31,9 @@ from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCallP
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
-SILENCE_SECONDS = 15.0  # after which one is sent
+SILENCE_SECONDS = 15.0  # after which such a comment is sent
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-encoded = to_json  # without spaces; in a third of the time of Python's own
+encoded = to_json  # JSON without spaces, three times faster than Python's `json.dumps`
 
 
 def event(data: bytes) -> bytes:
@@ -60,7 +60,7 @@ class AnswerWriter(ABC):
         self.choices = [ChoiceState(job, facts.tokenizer, facts.lossless) for job in live.jobs]
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
-        self._rounds = fields.slipstream is not None and fields.slipstream.rounds
+        self._shows_rounds = fields.slipstream is not None and fields.slipstream.rounds
         self._started: set[int] = set()
         self._created = int(time.time())
         self._head = {
@@ -79,7 +79,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds to `choices`, a chunk each: usually one part; none if there is nothing to send."""
+        """The parts of `choices` that a piece adds, one per chunk: usually one, none if there is nothing to send."""
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class AnswerWriter(ABC):
             parts += [] if opening is None else [opening]
         if piece is not None:
             new = self.parts(choice, piece)
-            if self._rounds or piece.finish_reason is not None:
+            if self._shows_rounds or piece.finish_reason is not None:
                 return self._with_reports(choice, piece, parts, new)
             parts += new
         return [self._chunk(part) for part in parts]
@@ -117,16 +117,16 @@ class AnswerWriter(ABC):
         self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The chunks of a piece, the last with the reports on its round, on a text that ends, and on the answer."""
-        showing = self._rounds and piece.round is not None
-        if not new and showing:
+        shows_round = self._shows_rounds and piece.round is not None
+        if not new and shows_round:
             new = [self.empty_part(choice)]
         chunks = [self._chunk(part) for part in (*earlier, *new)]
         if not new:
             return chunks
         chunk = chunks[-1]
-        if showing:
+        if shows_round:
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
-        if self._rounds and piece.finish_reason is not None:
+        if self._shows_rounds and piece.finish_reason is not None:
             chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
         if all(other.finish_reason is not None for other in self.choices):
             chunk |= self._report()
@@ -146,7 +146,7 @@ class AnswerWriter(ABC):
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)
         answer |= self._report()
-        if self._rounds:
+        if self._shows_rounds:
             receipts = [receipt(choice, self.facts) for choice in self.choices]
             answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
         return answer
@@ -195,7 +195,7 @@ class ToolWatch:
         return text
 
     def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
-        """The calls of a finished choice, and its text before them; tags that have no text are left to the parser."""
+        """The calls of a finished choice, and its text before them; the parser finds both if the tag has no text."""
         if self._opening is None or self._parser is None:
             return None
         parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
@@ -240,7 +240,7 @@ class ChatWriter(AnswerWriter):
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """New text, with its log-probabilities; calls come before the chunk with the reason, as clients expect them."""
+        """New text, with its log-probabilities; calls before the chunk with the finish reason, as clients expect."""
         watch = self._watches[piece.choice]
         text, parsed, reason = watch.passed(piece), None, piece.finish_reason
         if reason is not None:

@@ -24,7 +24,7 @@ from slipstream.errors import did_you_mean
 MAX_HEAD_BYTES = 8 << 10  # of a part's headers
 MAX_FIELD_BYTES = 1 << 10  # of a field that is no file
 MAX_PARTS = 16
-CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")  # of `filename*`; Python knows others, which are no character sets
+CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")  # of `filename*`; Python also has codecs that are not character sets
 LINES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}
 }
@@ -65,7 +65,7 @@ class UploadForm:
         self._between = b"\r\n--" + boundary.encode("latin-1", "replace")
         self._destination = destination
         self._buffer = b"\r\n"  # so that the first boundary looks like the others
-        self._name: str | None = None  # of the part under way
+        self._name: str | None = None  # of the part that is being read
         self._parts = 0
         self._ended = False
 
@@ -73,7 +73,7 @@ class UploadForm:
         """Read the whole body; ApiError if it is not a form with one file."""
         with open(self._destination, "wb") as file:
             async for piece in body:
-                if not self._ended:  # what stands behind the last boundary means nothing
+                if not self._ended:  # anything after the last boundary is ignored
                     self._buffer += piece
                     while self._advance(file):
                         pass
@@ -98,7 +98,7 @@ class UploadForm:
             return False
         if end < 0:
             if len(data) > head + MAX_HEAD_BYTES:
-                raise refused("a part of the form has too long headers", "file")
+                raise refused("the headers of a part of the form are too long", "file")
             return False
         self._put(file, data[:boundary])
         self._begin(data[head:end])
@@ -253,9 +253,7 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
     runner = _runner(http)
     record = owned(runner.store.batches, batch_id, http.state.owner, "batch")
     if record.status not in ("validating", "in_progress"):
-        raise ApiError(
-            409, f"batch {batch_id!r} is {record.status}; allowed: to cancel one under way", param="batch_id"
-        )
+        raise ApiError(409, f"batch {batch_id!r} is {record.status}; allowed: a batch under way", param="batch_id")
     with write_errors_named():
         runner.cancel(record)
     return record.to_dict()

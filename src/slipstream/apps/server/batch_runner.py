@@ -1,4 +1,4 @@
-"""Runs the batches of a server, behind the requests of those who wait for an answer.
+"""Runs the batches of a server, behind the requests of clients that wait for an answer.
 
 A batch's lines are requests of the server's endpoints, put in the order of `slipstream batch` and answered as there is
 room. An answer depends on nothing but its request and the model: what differs from run to run (times, the statistics
@@ -52,12 +52,12 @@ URLS: dict[str, type[ChatFields | CompletionFields]] = {
 }
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 TIMED_PARTS = ("timings", "metrics")  # parts of an answer that differ from run to run
-VARYING_USAGE = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
-FATAL = "servers ended while they answered this line; it is not tried again"
-MAX_ENDS = 2  # of servers while a line was under way, the second time alone in its batch
+VARYING_USAGE = ("prompt_tokens_details", "completion_tokens_details")  # parts of its usage that do
+FATAL = "the server died twice while it answered this line; it is not tried again"
+MAX_ENDS = 2  # how often a server may die while it answers a line; the second time the line was alone in its batch
 LINES_AT_ONCE = 1024  # lines read and put in order at a time
-MAX_PROBLEMS = 100  # that a batch repeats
-ROOM_SECONDS = 60.0  # after which a batch that found its disk full tries again
+MAX_PROBLEMS = 100  # invalid lines that a failed batch lists
+FULL_DISK_SECONDS = 60.0  # after which a batch that found its disk full tries again
 
 
 def read_fields(line: Line) -> ChatFields | CompletionFields:
@@ -89,7 +89,7 @@ def read_fields(line: Line) -> ChatFields | CompletionFields:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A line whose prompts are rendered, and the writer of its answer; nothing of it is queued."""
+    """A line whose prompts are rendered, and the writer of its answer; its rows are not queued yet."""
 
     line: Line
     digest: str
@@ -113,7 +113,7 @@ class OpenAIRequest(Prepared):
         return [job.row for job in self.live.jobs if job.generate]
 
     def answer(self) -> dict[str, Any]:
-        """The line of the output; ApiError or what a row failed with."""
+        """The line of the output; raises ApiError, or the error that a row failed with."""
         for job in self.live.jobs:
             row = job.row
             events: list[Any] = [Started(job.choice, 0, 0.0)]
@@ -157,7 +157,7 @@ class OpenAILines:
         self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
         self._facts = ModelFacts.of(decoder, options.model_name)
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
-        self._named = set[str]()  # fields without effect that the log has named
+        self._named = set[str]()  # fields without effect that are in the log already
 
     def request_of(self, line: Line, digest: str) -> OpenAIRequest:
         """The rows of a line; ApiError or UsageError says what is not allowed."""
@@ -178,11 +178,11 @@ class OpenAILines:
 
 
 class AnotherModelError(SlipstreamError):
-    """A batch holds answers of a model that is not the one that is loaded."""
+    """A batch has answers of another model than the loaded one."""
 
 
 class BatchLines:
-    """Answers the lines of one batch, as many at a time as the engine decodes."""
+    """Answers the lines of one batch, as many at a time as fit into the engine's batch."""
 
     def __init__(self, service: Service, runner: BatchRunner, record: BatchRecord) -> None:
         self._service, self._store, self._reader, self._record = service, runner.store, runner.reader, record
@@ -198,8 +198,9 @@ class BatchLines:
             self._check_answers()
             self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
-            self._last = list[Line]()
-            pending, expired = (line for line in self._source if str(line.id) not in output.answered), False
+            self._suspects = list[Line]()
+            pending = (line for line in self._source if str(line.id) not in output.answered)
+            expired = False
             failure: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -207,8 +208,9 @@ class BatchLines:
                         lines := await asyncio.to_thread(lambda: list(islice(pending, LINES_AT_ONCE)))
                     ):
                         expired = await self._begin(lines, tasks)
-                for line in self._last:  # any of them may have ended a server: one at a time
-                    if expired := expired or self._is_expired:
+                for line in self._suspects:  # each may have killed a server, so one at a time
+                    expired = expired or self._is_expired
+                    if expired:
                         break
                     if (prepared := await self._prepared(line)) is not None:
                         await self._answer(prepared)
@@ -227,7 +229,7 @@ class BatchLines:
                 if num_ends >= MAX_ENDS:
                     await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
                 elif num_ends:
-                    self._last.append(line)
+                    self._suspects.append(line)
                 elif (prepared := await self._prepared(line)) is not None:
                     waiting.append(prepared)
             waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
@@ -239,7 +241,7 @@ class BatchLines:
                 tasks.create_task(self._answer_beside(waiting.popleft()))
             return False
         finally:
-            for prepared in waiting:  # that never began
+            for prepared in waiting:  # these never began
                 self._service.release(prepared.live)
 
     @property
@@ -264,7 +266,7 @@ class BatchLines:
                 )
 
     async def _prepared(self, line: Line) -> Prepared | None:
-        """A line with its prompts rendered; None for a wrong one, which is in the error file then."""
+        """A line with its prompts rendered; None for an invalid line, which goes to the error file."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
         live: LiveRequest | None = None
         try:
@@ -294,9 +296,9 @@ class BatchLines:
             self._service.release(prepared.live)
 
     async def _refuse(self, line: Line, digest: str, error: BaseException) -> None:
-        """Write why a line has no answer to the error file; raises what is no fault of the line."""
-        elsewhere = isinstance(error, SlipstreamError | OSError) and not isinstance(error, UsageError)
-        if self._service.state != "ready" or elsewhere or not isinstance(error, Exception):
+        """Write to the error file why a line has no answer; re-raises an error that is not the line's fault."""
+        is_our_fault = isinstance(error, SlipstreamError | OSError) and not isinstance(error, UsageError)
+        if self._service.state != "ready" or is_our_fault or not isinstance(error, Exception):
             raise error
         await self._write(self._failed, {"line": line.number} | refusal_line(line, digest, error))
 
@@ -336,7 +338,7 @@ class BatchRunner:
                 self.begin(record)
 
     def begin(self, record: BatchRecord) -> None:
-        """Run a batch in a task of its own, unless the server ends."""
+        """Run a batch in a task of its own, unless the server is ending."""
         if not self._stopped:
             self._tasks[record.id] = asyncio.ensure_future(self._run(record))
 
@@ -354,7 +356,7 @@ class BatchRunner:
         if self._stopped:
             return
         try:
-            # since a restart the record may count less than there is
+            # after a restart the record may count fewer lines than the files have
             record.completed = _whole_lines(self.store.content(record.output))
             record.failed = _whole_lines(self.store.content(record.errors))
             self._publish(record)
@@ -363,13 +365,13 @@ class BatchRunner:
             log.warning("batch %s is cancelled when the server starts again: %s", record.id, first_line(error))
 
     def stop(self, *, orderly: bool) -> None:
-        """End all tasks; the next server over the folder goes on with them. orderly: no line is the reason."""
+        """End all tasks; the folder's next server goes on with the batches. orderly: no line caused the end."""
         self._stopped = True
         for task in self._tasks.values():
             task.cancel()
         try:
             self.under_way.close(orderly=orderly)
-        except OSError as error:  # the next server takes its lines for suspects, which costs a little time
+        except OSError as error:  # the next server suspects the lines under way, which costs a little time
             log.warning("the batch folder cannot be written: %s", first_line(error))
 
     def close(self) -> None:
@@ -380,7 +382,7 @@ class BatchRunner:
         """Take a batch from its current status to its end. While the disk is full, it waits."""
         try:
             while not await self._ended(record):
-                await asyncio.sleep(ROOM_SECONDS)
+                await asyncio.sleep(FULL_DISK_SECONDS)
         except OSError as error:
             log.warning("batch %s goes on when the server starts again: %s", record.id, first_line(error))
         finally:
@@ -414,12 +416,12 @@ class BatchRunner:
         except ApiError as error:  # the server ends
             log.info("batch %s goes on when the server does: %s", record.id, error.message)
         except Exception as error:
-            if not self._stopped:  # else it may be of the shutdown, and the next server tries again
+            if not self._stopped:  # else the shutdown may have caused it, and the next server tries again
                 self._fail(record, [_problem("batch_failed", as_api_error(error).message, None)])
         return True
 
     def _validated(self, record: BatchRecord) -> tuple[int, list[dict[str, object]]]:
-        """The number of lines, and the problems of those that do not belong to this batch; called in a thread."""
+        """The number of lines, and the problems of the invalid ones; called in a thread."""
         problems, line_numbers, total = [], dict[str, int](), 0
         for line in FileLines(self.store.content(record.input_file_id)):
             total += 1
@@ -457,13 +459,13 @@ class BatchRunner:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether a disk without room is the reason."""
+    """Whether a full disk caused the error."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return full or (error is not None and _is_full(error.__cause__))
 
 
 def _reason(error: Exception) -> str:
-    """Why a batch failed, as its owner may know it: the log alone names files of this machine."""
+    """Why a batch failed, in words for its owner: only the log names files of this machine."""
     if isinstance(error, AnotherModelError):
         return first_line(error)
     fault = error if isinstance(error, OSError) else error.__cause__

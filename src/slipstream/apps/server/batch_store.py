@@ -1,4 +1,4 @@
-"""The folder of a server's files and batches. Everything in it survives the server, however that ends.
+"""The folder of a server's files and batches. Everything in it survives the server, however the server ends.
 
 Files and batches are OpenAI's objects. Names in the folder are made here; nothing that a client sends becomes a part of
 a path.
@@ -40,7 +40,7 @@ def printable(name: str) -> str:
 
 @dataclass
 class FileRecord:
-    """A file. owner: the name of the key that it came with; filename: as its owner calls it, never a path of ours."""
+    """A file. owner: the name of the key that uploaded it; filename: the client's name for it, never a local path."""
 
     id: str
     owner: str
@@ -72,7 +72,7 @@ class BatchRecord:
     status: Status = "validating"
     metadata: dict[str, str] | None = None
     problems: list[dict[str, Any]] = field(default_factory=list)
-    times: dict[str, int] = field(default_factory=dict)  # of the statuses that it has had
+    times: dict[str, int] = field(default_factory=dict)  # when it entered each status
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -83,7 +83,7 @@ class BatchRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's object. Its files are named once it is finished."""
-        over = not self.is_unfinished and self.status != "failed"
+        has_files = not self.is_unfinished and self.status != "failed"
         shown: dict[str, Any] = {
             "id": self.id,
             "object": "batch",
@@ -92,8 +92,8 @@ class BatchRecord:
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status,
-            "output_file_id": self.output if over and self.completed else None,
-            "error_file_id": self.errors if over and self.failed else None,
+            "output_file_id": self.output if has_files and self.completed else None,
+            "error_file_id": self.errors if has_files and self.failed else None,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
         }
@@ -109,7 +109,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 class BatchStore:
     """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    max_bytes: of the files of one key together, from which on it may upload no more. under_way: lines that are being
+    max_bytes: a key whose files together have this many bytes may upload no more. under_way: the lines that are being
     answered.
     """
 
@@ -219,7 +219,7 @@ class BatchStore:
             (self.folder / "batches" / f"{batch.id}.json").unlink()
 
     def change(self, record: BatchRecord, status: Status) -> None:
-        """Give a batch another status, on the disk when this returns; where that fails, it keeps the one it has."""
+        """Set a batch's status, in the folder first: if writing fails, the batch keeps its old status."""
         changed = replace(record, status=status, times=record.times | {status: int(time.time())})
         self.save(changed)
         record.status, record.times = changed.status, changed.times
@@ -255,7 +255,7 @@ def write_errors_named() -> Iterator[None]:
 
 
 def folder_fault(error: OSError) -> str:
-    """What a client may know of it: not where the folder is."""
+    """An error of the folder in words for clients, which do not learn where the folder is."""
     return f"the batch folder cannot be used: {error.strerror or type(error).__name__}"
 
 
@@ -283,8 +283,8 @@ def _read(folder: Path, cls: type[Record]) -> list[Record]:
 class LinesUnderWay:
     """Counts for every line how many servers have died while they answered it: the line may be the cause.
 
-    Its beginning adds +1 to the file and its end -1, so the sum is the number of servers that died in between.
-    unfinished: the ids of batches that go on; what the file says of others is forgotten.
+    A line adds +1 to the file when it begins and -1 when it ends; the sum is the number of servers that died meanwhile.
+    unfinished: the ids of batches that go on; the counts of other batches are dropped.
     """
 
     def __init__(self, path: Path, unfinished: Collection[str]) -> None:
@@ -306,7 +306,7 @@ class LinesUnderWay:
             self._note(key, -1)
 
     def close(self, *, orderly: bool) -> None:
-        """Note nothing more. orderly: the server was told to end, which is no line's fault."""
+        """Record nothing more. orderly: the server ends on request, so no line is to blame."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -324,7 +324,7 @@ class LinesUnderWay:
         if self._file is None:
             return
         line = _change(key, change)
-        part = os.write(self._file, line)  # outlives the process; that is enough
+        part = os.write(self._file, line)  # it survives the process, which is enough; no sync
         if part < len(line):
             os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_END) - part)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

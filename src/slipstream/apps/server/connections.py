@@ -1,4 +1,4 @@
-"""Connections that must bring their requests in time, of which those without one make room for others."""
+"""Connections that are closed if no request arrives in time, or to make room for others while they have none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# for the head of a request, from the connection's beginning or the last answer
+# for the head of a request, counted from the start of the connection or from its last answer
 REQUEST_ARRIVAL_SECONDS = 20.0
 
 
@@ -74,7 +74,7 @@ class BoundedConnection(H11Protocol):
 
     def give_up(self) -> None:
         """Close the connection without an answer."""
-        self.connections.discard(self)  # at once, so that it is not given up twice
+        self.connections.discard(self)  # now, so that it is not given up twice
         self.transport.abort()
 
     def _await_request(self) -> None:

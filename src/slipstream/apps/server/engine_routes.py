@@ -96,9 +96,9 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
 
 
 def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
-    """The request without drafting and streaming, under the seed of the first time."""
+    """The request without drafting and streaming, under the seed of its first run."""
     kind: type[ChatFields | CompletionFields] = ChatFields if "messages" in fields.request else CompletionFields
-    changed: dict[str, Any] = {"num_draft_tokens": 0, "stream": False, "prediction": None}  # which is a draft
+    changed: dict[str, Any] = {"num_draft_tokens": 0, "stream": False, "prediction": None}  # predictions are drafts
     if fields.seed is not None:
         changed["seed"] = fields.seed
     try:

@@ -1,8 +1,8 @@
 """The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
 
-Nothing else touches models, caches and drafters, so no lock is waited for and the event loop never computes. Callers
-take turns, each caller's requests in order of arrival. A step reads as many prompt tokens as the rows under way may
-wait for.
+No other thread touches models, caches and drafters, so nobody waits for a lock and the event loop never computes.
+Callers take turns, each caller's requests in order of arrival. While rows are under way, a step reads only as many
+prompt tokens as they can wait for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
 PROMPT_SECONDS = 0.05  # that a step may spend on prompts while rows are under way
-FIRST_TOKENS = 128  # before anything has been measured
-MIN_TOKENS, MAX_TOKENS = 32, 2048  # fewer would be read at a price per token that is much higher
+FIRST_TOKENS = 128  # prompt tokens of a step before anything has been measured
+MIN_TOKENS, MAX_TOKENS = 32, 2048  # below the minimum each token costs much more
 LEARNING_RATE = 0.3  # how far one step moves the average
 GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for the rest of its burst
 SHORT_ROW_TOKENS = 256  # rows up to this length soon free their place
@@ -68,7 +68,7 @@ class FairQueue:
         requests.setdefault(job.request, deque()).append(job)
 
     def take(self, may_begin: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """The next job of those that may begin; its request and its caller are the last to be served again."""
+        """The next job that may begin; its caller, and its request among the caller's, go to the end of the line."""
         jobs = (line[0] for requests in self._callers.values() for line in requests.values())
         job = next(filter(may_begin, jobs), None)
         if job is not None:
@@ -172,21 +172,21 @@ class EngineThread:
             self._call(self._on_ready, self._decoder)
             while self._read_mail():
                 self._start_waiting_jobs()
-                self._publish([])  # who has begun no longer waits, however long the step takes
+                self._publish([])  # clients learn at once that their rows have begun, however long the step takes
                 self._step_begun = monotonic()
                 rounds = self._decode_step() if self._running else []
                 self._end_finished_rows(rounds)
                 self._score_prompt()
                 self._step_begun = None
                 self._publish(rounds)
-        except BaseException as reason:  # whatever it is, every request must be told
-            if not isinstance(reason, SlipstreamError):  # which says all there is to say
+        except BaseException as reason:  # whatever it is, every request must learn of it
+            if not isinstance(reason, SlipstreamError):  # its message is enough
                 log.error("the engine has stopped", exc_info=reason)
             error = reason
         self._call(self._on_end, error)
 
     def _read_mail(self) -> bool:
-        """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread is to end."""
+        """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread must end."""
         with self._wake:
             while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting):
                 self._wake.wait()
@@ -201,8 +201,8 @@ class EngineThread:
 
     def _gather(self) -> None:
         """Wait a moment for the rest of a burst after idleness: rows that begin together share all their rounds."""
-        until = monotonic() + GATHER_SECONDS
-        while not self._stopping and self._is_more_coming() and (remaining := until - monotonic()) > 0:
+        deadline = monotonic() + GATHER_SECONDS
+        while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
             self._wake.wait(remaining)
 
     def _cancel(self, job: Job) -> None:
@@ -217,7 +217,7 @@ class EngineThread:
         self._end(job, Ended(job.choice, "cancelled", monotonic()))
 
     def _start_waiting_jobs(self) -> None:
-        """Give free places to those that wait longest, each caller in turn."""
+        """Give free places to the jobs that have waited longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
             job = self._queue.take(self._may_begin) or self._take_background()
             if job is None:
@@ -230,20 +230,23 @@ class EngineThread:
                 self._decode(job)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """End a job with what it failed with; the others go on."""
+        """End a job with its error; the other jobs go on."""
         job.row.fail(error)
         self._running.pop(job.row.index, None)
         self._end(job, Ended(job.choice, "error", monotonic(), error))
 
     def _may_begin(self, job: Job) -> bool:
-        """The last place is kept from long rows of a request that has others: it could be minutes until one is free."""
+        """Whether a job may take a place: the last one is not for a long row of a request that has rows under way.
+
+        Otherwise it could take minutes until another caller gets a place.
+        """
         under_way = [*self._running.values(), *self._scoring]
         if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW_TOKENS:
             return True
         return all(other.request is not job.request for other in under_way)
 
     def _take_background(self) -> Job | None:
-        """The next job of a batch. Of several places the last is left to live requests."""
+        """The next job of a batch. If there are several places, the last is left to live requests."""
         under_way = [*self._running.values(), *self._scoring]
         num_taken = sum(job.request.background for job in under_way)
         return self._background_queue.take() if num_taken < max(1, self._scheduler.max_batch_size - 1) else None
@@ -263,12 +266,12 @@ class EngineThread:
         self._scheduler.add(job.row)
 
     def _decode_step(self) -> list[Round]:
-        """One round of every row; reads as much of new prompts as the rows may wait for."""
-        read = self._decoder.num_prefilled_tokens
+        """One round of every row; reads as much of new prompts as the rows can wait for."""
+        tokens_before = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
         try:
             rounds = self._scheduler.step()
-        except Exception as error:  # before the round itself, as where there is no memory for those who have begun
+        except Exception as error:  # raised before the round, for instance for lack of memory for new rows
             new = [job for job in self._running.values() if not job.row.rounds]
             engine = self._scheduler.engine
             if not new or not isinstance(engine, GuardedEngine):
@@ -277,7 +280,7 @@ class EngineThread:
             self._fail(max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens), error)
             return []
         if rounds:
-            self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
+            self._budget.learn(self._decoder.num_prefilled_tokens - tokens_before, rounds[0].seconds.prefill)
         return rounds
 
     def _end_finished_rows(self, rounds: list[Round]) -> None:
@@ -319,7 +322,7 @@ class EngineThread:
         self._add_event(job, event)
 
     def _publish(self, rounds: list[Round]) -> None:
-        """Hand all events of a step over in one call of the event loop."""
+        """Hand all events of a step to the event loop in one call."""
         if self._events or rounds:
             events, self._events = self._events, []
             self._call(self._add_events, events, rounds)
@@ -328,7 +331,7 @@ class EngineThread:
         for request, event in events:
             try:
                 request.add_event(event)
-            except Exception as error:  # or the requests behind it would wait for ever
+            except Exception as error:  # else the requests behind it would wait for ever
                 request.fail(error)
         notify_all(dict.fromkeys(request for request, _ in events))
         if rounds:
@@ -337,5 +340,5 @@ class EngineThread:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the event loop is closed: nobody is left to tell
+        except RuntimeError:  # the event loop is closed: nobody is left to notify
             log.debug("the event loop has ended before the engine")

@@ -65,7 +65,7 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The refusal or failure that a client sees for any exception; internal errors keep their message to the log."""
+    """The refusal or failure that a client sees for any exception; an internal error's message goes only to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
@@ -102,7 +102,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of an address; the web framework names only those of its first route."""
+    """The methods of an address; the web framework lists only those of the first route that matches."""
     routes = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
@@ -134,9 +134,9 @@ def _body_problem(cause: BaseException | None, request: Request) -> str:
     return _status_line(400, request)
 
 
-SOURCES = ("body", "query", "path", "header")  # of a field, as the web framework has them
-BRANCHES = ("str", "int", "bool", "float")  # of a field that takes several kinds of values, as pydantic names them
-# pydantic's wording of what is allowed, and ours
+SOURCES = ("body", "query", "path", "header")  # where a field comes from, as the web framework names it
+BRANCHES = ("str", "int", "bool", "float")  # kinds of values of one field, as pydantic names them
+# how pydantic words what is allowed, and how we do
 WORDING = (
     (r"(?:Input|String|List) should (?:be|have) ", ""),
     (r"greater than or equal to (\S+)", r"\1 or more"),
@@ -157,20 +157,20 @@ QUOTED = re.compile(r"'([^']*)'")
 def validation_error(errors: Sequence[Any]) -> ApiError:
     """The first of pydantic's complaints, with the value that was sent unless it may be a user's text.
 
-    Of a field that takes several kinds of values pydantic says of each kind why it does not fit. What was meant is the
-    kind in which the mistake is the deepest, or that fits but for its size.
+    For a field that takes several kinds of values, pydantic reports why each kind does not fit. The client probably
+    meant the kind whose mistake lies deepest, or the kind that fits except for its size.
     """
     field = _address(errors[0])[:1]
-    same = [error for error in errors if _address(error)[:1] == field]
-    first = max(same, key=lambda error: (len(_address(error)), not error["type"].endswith("_type")))
+    field_errors = [error for error in errors if _address(error)[:1] == field]
+    first = max(field_errors, key=lambda error: (len(_address(error)), not error["type"].endswith("_type")))
     place = _address(first)
     source = "query." if first["loc"][0:1] == ("query",) else ""
     name = source + ".".join(map(str, place)) or None
-    of_kind, is_choice = first["type"].endswith("_type"), first["type"] == "literal_error"
+    is_wrong_kind, is_choice = first["type"].endswith("_type"), first["type"] == "literal_error"
     if first["type"] == "string_unicode":
         what = f"{name}:" if name else "a field's name"
         return refused(f"{what} has a lone surrogate; allowed: valid Unicode", _without_indexes(place))
-    if place[:1] == ["prompt"] and of_kind and len(same) > 1:  # lists are allowed, too, on some addresses
+    if place[:1] == ["prompt"] and is_wrong_kind and len(field_errors) > 1:  # some addresses allow lists, too
         return refused("prompt; allowed: a text, a list of texts, token ids, or lists of token ids", "prompt")
     if not place and first["type"] == "model_attributes_type":
         return refused("the request body; allowed: a JSON object, sent as application/json")
@@ -180,7 +180,8 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return refused(
             f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
         )
-    allowed = [_allowed(error) for error in same if _address(error) == place] if of_kind else [_allowed(first)]
+    same_place = [error for error in field_errors if _address(error) == place] if is_wrong_kind else [first]
+    allowed = [_allowed(error) for error in same_place]
     value, near = first["input"], ""
     if is_choice:
         near = did_you_mean(str(value), *QUOTED.findall(first["ctx"]["expected"]))
@@ -192,12 +193,12 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a value, as far as a line shows it."""
+    """The beginning of a value, short enough for an error message."""
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def _without_indexes(place: Sequence[str | int]) -> str | None:
-    """The field that a client can look up."""
+    """The address of the field itself, without indexes of list items at its end."""
     end = len(place)
     while end and isinstance(place[end - 1], int):
         end -= 1
@@ -211,12 +212,12 @@ def _address(error: Any) -> list[str | int]:
 
 
 def _is_name(part: str) -> bool:
-    """Whether this is a field or a key; kinds of values have other signs, or begin like classes."""
+    """Whether this is a field, a key or an index; names of kinds have other characters, or begin like classes."""
     return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
 
 
 def _allowed(error: Any) -> str:
-    """What pydantic says is allowed; it calls objects by the names of our classes."""
+    """What is allowed, in our words; pydantic would call objects by the names of our classes."""
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "an object"
     text = str(error["msg"])
@@ -226,6 +227,6 @@ def _allowed(error: Any) -> str:
 
 
 def misspelt(name: str, fields: Any) -> str:
-    """Which of the fields that are there may be meant for the missing one of this name."""
+    """A hint at a field that was sent and is probably the missing field `name`, misspelt; empty if there is none."""
     near = get_close_matches(name, list(fields), 1, 0.7) if isinstance(fields, dict) else []
     return f"; is {near[0]!r} meant for it?" if near else ""

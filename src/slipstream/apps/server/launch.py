@@ -1,4 +1,4 @@
-"""Starts a server, and ends it: after SIGTERM or Ctrl-C what runs may finish, a second signal ends it at once."""
+"""Starts a server, and ends it: SIGTERM or Ctrl-C lets running requests finish, a second signal does not."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from slipstream.models.cpu.thread_placement import free_thread
 log = logging.getLogger("slipstream.server")
 MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
-CLOSING_SECONDS = 30.0  # that all else may take when the server ends, connections and threads included
-FORCED_SECONDS = 2.0  # that a step under way may take to end after a second signal
+CLOSING_SECONDS = 30.0  # that closing connections and threads may take when the server ends
+FORCED_SECONDS = 2.0  # that a step under way may still take after a second signal
 
 
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: called with the server once the models are loaded. cores: those that its own thread is let run on; see
-    `free_thread`. last_resort: called when the server is to end with the seconds after which the process must have
-    ended. failure: what ended the engine, if that is why it ended.
+    on_ready: called with the server once the models are loaded. cores: where its own thread may run; see `free_thread`.
+    last_resort: called when a shutdown begins, with the seconds after which the process must have ended. failure: the
+    error that ended the engine, and with it the server.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
-        free_thread(self._cores)  # else it would take its time from the core of the engine's thread
+        free_thread(self._cores)  # else this thread would share a core with the engine's
         self.service = Service(self.settings, lambda service: self._announce(), self._engine_ended)
         return self.service
 
@@ -82,13 +82,13 @@ class Server(uvicorn.Server):
         self._announce()
 
     def _announce(self) -> None:
-        """Once the models are loaded and the address is known, whichever comes last."""
+        """Call `on_ready` once the models are loaded and the address is known, whichever comes last."""
         if self._listens and self.service is not None and self.service.state == "ready":
             self._ready(self)
 
     @property
     def url(self) -> str:
-        """The address under which this machine can call it."""
+        """The server's address, as programs on this machine can call it."""
         addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
         if is_address(host) and ip_address(host).is_unspecified:  # it listens on every address of this machine
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first begins to shut down, the second ends it."""
+        """The first signal begins a shutdown, the second ends the server at once."""
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
             self._last_resort(CLOSING_SECONDS)
@@ -125,13 +125,13 @@ def serve(
     settings: ServerSettings, load: Load, on_ready: Callable[[Server], None], cores: frozenset[int] = frozenset()
 ) -> None:
     """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log has the same facts
     _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
         try:
             server.run(sockets=[listener])
-        except SystemExit:  # of uvicorn, if it could not start
+        except SystemExit:  # uvicorn raises it if it could not start
             if server.failure is None:
                 raise
         finally:
@@ -148,15 +148,15 @@ def serve(
 
 
 def _end_in(seconds: float) -> None:
-    """End the process in so many seconds, whatever its threads do then, one that never lets others run included."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # of where threads are nobody needs to read
+    """End the process after so many seconds, even if one of its threads never lets others run."""
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # nobody needs the traceback
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The decoder, with all objects that exist by now left out of garbage collections, until `serve` ends.
+    """Exclude all objects that exist by now from garbage collection, until `serve` ends; returns the decoder.
 
-    A collection of all of them would stop every stream for its time.
+    A collection that visits all of them would stop every stream meanwhile.
     """
     gc.collect()
     gc.freeze()
@@ -164,7 +164,7 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
 
 
 def _allow_files(count: int) -> None:
-    """Let the process have so many files and connections open, as far as the system does."""
+    """Let the process have so many files and connections open, if the system's hard limit allows it."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -176,7 +176,7 @@ def _allow_files(count: int) -> None:
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
-    """A socket at the address, before anything is loaded."""
+    """A socket that listens at the address; opened before models are loaded, so that a taken port is known early."""
     host = settings.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

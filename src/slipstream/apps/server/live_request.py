@@ -27,7 +27,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """A prompt's log-probabilities: of its second token, third, ..."""
+    """The log-probabilities of a prompt's tokens from its second on."""
 
     choice: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -54,14 +54,15 @@ class Ended:
 
 Event = Started | Scored | Committed | Ended
 Subscriber = Callable[[], Callable[[], None] | None]
-MAX_UNREAD_EVENTS = 64  # that wait while nobody reads until the whole answer is there
+MAX_UNREAD_EVENTS = 64  # of an answer that is sent whole; more are read before it is complete
 
 
 @dataclass(eq=False)
 class Job:
-    """One row of a request, for the engine. echo: score the prompt, with so many alternatives; None: do not.
+    """One row of a request, for the engine.
 
-    generate: False for a prompt that is only scored. limits: the field that leaves tokens out, if there is one.
+    echo: how many alternatives to report when the prompt is scored; None: do not score it. generate: False for a prompt
+    that is only scored. limits: the request's field that rules tokens out, if it has one.
     """
 
     request: LiveRequest
@@ -78,11 +79,11 @@ class Job:
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
-    owner: the name of the caller's key; caller: by which turns go, the owner or an address.
-    group: with whom its rows share cached prompts and what drafters learn.
+    owner: the name of the caller's key. caller: callers take turns by it; the owner or a client's address.
+    group: rows of requests with the same group share cached prompts and what drafters learn.
     background: a line of a batch; live requests go first. observer: called with every event as it arrives.
-    subscriber: called after new events, to `read` them; it may return what is to be done once the subscribers of other
-    requests have read theirs.
+    subscriber: called after new events, to `read` them; it may return a function, which is called once the subscribers
+    of other requests have read theirs.
     """
 
     endpoint: str
@@ -119,7 +120,7 @@ class LiveRequest:
             self.notify()
 
     async def before_failing(self, work: Awaitable[T]) -> T:
-        """The result of work that precedes all events; given up for what the request fails with meanwhile."""
+        """The result of work that precedes all events; if the request fails meanwhile, its error ends the work."""
         task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,10 +142,10 @@ class LiveRequest:
         return self._num_read == len(self.jobs)
 
     def read(self) -> Event | None:
-        """The next event, None if none waits; raises what the request failed with."""
+        """The next event, None if none waits; raises the request's error."""
         if self.all_read:
             return None
-        if self.error is not None:  # it goes before events that wait: the reader may be slow
+        if self.error is not None:  # before events that wait, as the reader may be slow
             raise self.error
         if not self._events:
             return None
@@ -153,10 +154,10 @@ class LiveRequest:
         return event
 
     async def read_all(self, take: Callable[[Event], None]) -> None:
-        """Call `take` with every event until all rows have ended; raises what the request failed with.
+        """Call `take` with every event until all rows have ended; raises the request's error.
 
-        Many events are read together, in the call that brings the last of them: to wake a task after each step would
-        take longer than all that an answer of one piece needs.
+        Many events are read together, in the call that brings the last of them: waking a task after each step would
+        take longer than everything else that is done for such an answer.
         """
         over = asyncio.get_running_loop().create_future()
 
@@ -175,7 +176,7 @@ class LiveRequest:
 
         self.subscriber = on_events
         try:
-            self.notify()  # of what came before
+            self.notify()  # of events that came before
             await over
         finally:
             self.subscriber = None

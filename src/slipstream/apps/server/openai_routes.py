@@ -1,5 +1,5 @@
-"""OpenAI's endpoints: from a request to its answer, whole or as a stream, and models, tokens, health, version,
-metrics.
+"""OpenAI's endpoints, from a request to its answer, whole or as a stream; and endpoints for models, tokens, health,
+version and metrics.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def log_answer(live: LiveRequest, status: int) -> None:
 
 
 async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is given up if the client leaves."""
+    """The result of some work, which is cancelled if the client leaves."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(until_disconnected(http.receive))
     try:

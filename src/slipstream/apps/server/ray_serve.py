@@ -26,7 +26,7 @@ AFFINITY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSpec:
-    """What a Serve configuration says under `args`.
+    """The `args` of a Serve configuration.
 
     decoder, server: fields of `DecoderConfig` and `ServerSettings`. replicas: how many, or {"min": 1, "max": 4}.
     num_cpus, num_gpus: of each. session_affinity: requests with the same `x-session-id` go to the same replica, which
@@ -44,7 +44,7 @@ class ServeSpec:
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> ServeSpec:
-        """Checked; UsageError names the field that is wrong."""
+        """Check the arguments; UsageError names a wrong one."""
         names = [f.name for f in fields(cls)]
         check_known("unknown argument", args, names)
         if not isinstance(args.get("target"), str):
@@ -56,7 +56,7 @@ class ServeSpec:
                 raise UsageError(f"{name}={settings!r:.80}; allowed: a mapping")
             check_known(f"{name}: unknown setting", settings, [f.name for f in fields(kind)])
         if spec.settings.batch_folder and spec.replicas != 1:
-            raise UsageError("batch_folder with several replicas, of which one can use it; allowed: replicas=1")
+            raise UsageError("batch_folder with several replicas, but only one can use it; allowed: replicas=1")
         spec.scale()
         return spec
 
@@ -106,7 +106,8 @@ def app(args: Mapping[str, Any]) -> Any:
 
     options: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
-        "max_ongoing_requests": spec.config.max_batch_size + spec.settings.max_queued_requests,  # our queue says 429
+        # as many as fit into our own queue, which refuses more with status 429
+        "max_ongoing_requests": spec.config.max_batch_size + spec.settings.max_queued_requests,
         "graceful_shutdown_timeout_s": spec.settings.drain_timeout,
     }
     if spec.session_affinity:
@@ -132,7 +133,7 @@ def replica_app(spec: ServeSpec) -> FastAPI:
 
 
 def _end(error: BaseException | None) -> None:
-    """Serve puts another replica in the place of one that has ended."""
+    """End the replica's process if its engine failed; Serve then starts another."""
     if error is not None:
         log.error("the engine has stopped, and this replica with it: %s", error)
         os._exit(1)

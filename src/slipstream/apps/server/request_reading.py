@@ -39,7 +39,7 @@ from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDeta
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
 MAX_NAMED = 100  # fields without effect that the log names
-NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
+NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
 ROLES = {"developer": "system", "function": "tool"}
 # fields whose name and meaning are those of SamplingParams; None leaves its default
 SAME_NAMES = (
@@ -56,17 +56,17 @@ SAME_NAMES = (
 
 
 def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
-    """The tools of a request; ApiError naming the first that is none."""
+    """The tools of a request; ApiError names the first invalid one."""
     tools = fields.tools or []
     for index, tool in enumerate(tools):
-        _check(f"tools.{index}", tool)
+        _check_tool(f"tools.{index}", tool)
     names = [tool["function"]["name"] for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise refused(f"tools: {twice[0]!r} is there twice; allowed: names that differ", "tools")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise refused(f"tools: {repeated[0]!r} occurs twice; allowed: each name once", "tools")
     return tools
 
 
-def _check(place: str, tool: dict[str, Any]) -> None:
+def _check_tool(place: str, tool: dict[str, Any]) -> None:
     if tool.get("type", "function") != "function":
         near = did_you_mean(str(tool.get("type")), "function")
         raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'{near}", f"{place}.type")
@@ -86,7 +86,7 @@ def _check(place: str, tool: dict[str, Any]) -> None:
 
 
 def check_json(place: str, value: Any) -> None:
-    """Refuse what templates and tokenizers cannot write: halves of surrogate pairs, and what is nested too deep."""
+    """Refuse values that templates and tokenizers cannot write: lone surrogates, and JSON that is nested too deep."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -124,7 +124,7 @@ def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> lis
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt. text: as it was sent, unless it was cut; messages: for draft models with a format of their own."""
+    """One prompt. text: as it was sent; None for ids and cut texts. messages: for draft models with another format."""
 
     ids: list[int]
     text: str | None = None
@@ -153,7 +153,7 @@ def rendered_prompts(
 
 
 def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
-    """Refuse texts that would become special tokens, which could end a turn and begin another. texts: with fields."""
+    """Refuse texts with special tokens, which could end a turn and begin another. texts: pairs of field and text."""
     special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset[int]()
     for name, text in texts:
         check_text(name, text)
@@ -191,13 +191,13 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_text
     plain_texts: refuse texts that have special tokens.
     """
     messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
-    plain = not fields.continue_final_message and (fields.tool_choice == "none" or not fields.tools)
-    plain = (
-        plain
+    is_plain = (  # else another model's chat format may have no form for it
+        not fields.continue_final_message
+        and (fields.tool_choice == "none" or not fields.tools)
         and _needed(tokenizer).has_chat_template
         and all({*message} == {"role", "content"} for message in messages)
     )
-    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if is_plain else None)
 
 
 def rendered_messages(
@@ -234,7 +234,7 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
 
 
 def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
-    """How many fields of a request have no effect; the log names each once. named: those that it has named."""
+    """How many fields of a request have no effect; the log names each once. named: fields that it has named already."""
     read, count = _message_fields(tokenizer), 0
     for place, part in nested(fields):
         for name in part.extra:
@@ -249,18 +249,18 @@ def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set
 
 
 def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
-    """Refuse fields that the chat template would leave out. Tokenizers that cannot tell are taken to show all."""
+    """Refuse fields that the chat template would leave out; none if the tokenizer does not know what it reads."""
     templated, variables = tokenizer.has_chat_template, frozenset[str]()
     if templated and not isinstance(tokenizer, TokenizerDetails):
         return
     if templated and isinstance(tokenizer, TokenizerDetails):
         variables = tokenizer.template_variables()
-    # calls that are forced need not be shown to be made
+    # a constraint makes the model call forced tools even if the template does not show them
     is_shown = fields.tool_choice in (None, "auto") if templated else fields.tool_choice != "none"
     fields_asked: list[tuple[str, Any, bool]] = [
         ("tools", is_shown and fields.tools, "tools" in variables),
         ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
-        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # each of them is looked at there
+        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # the tokenizer checks each variable
         ("continue_final_message", fields.continue_final_message, templated),
         ("add_generation_prompt", fields.add_generation_prompt is not None, templated),
     ]
@@ -348,7 +348,7 @@ def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 class AllowedTokens:
-    """A logits processor that leaves the given tokens only."""
+    """A logits processor that allows only the given tokens."""
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = torch.tensor(sorted(set(ids)))
@@ -364,7 +364,7 @@ class AllowedTokens:
 def sampling_params(
     fields: SamplingFields, max_tokens: int, vocab_size: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """The options of a request's rows, but for `n`. ApiError or UsageError naming the field that cannot be met."""
+    """The options of a request's rows, except `n`. ApiError or UsageError names the field that cannot be met."""
     check_supported(fields)
     options: dict[str, Any] = {name: getattr(fields, name) for name in SAME_NAMES if getattr(fields, name) is not None}
     options["temperature"] = 1.0 if fields.temperature is None else fields.temperature
@@ -387,7 +387,7 @@ def sampling_params(
 
 
 def wanted_logprobs(fields: SamplingFields) -> int | None:
-    """How many of the likeliest tokens to report besides each; None for no log-probabilities."""
+    """How many of the likeliest tokens to report beside each token; None for no log-probabilities."""
     if isinstance(fields, CompletionFields):
         return fields.logprobs
     if isinstance(fields, ChatFields) and fields.logprobs:
@@ -416,7 +416,7 @@ def check_supported(fields: SamplingFields) -> None:
 
 
 def check_extra(fields: Fields) -> None:
-    """Refuse fields listed as not supported, at every depth."""
+    """Refuse fields that `REFUSED` lists, at every depth."""
     for place, part in nested(fields):
         for name, why in part.REFUSED.items():
             if says_something(part.extra.get(name)):

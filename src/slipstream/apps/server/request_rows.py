@@ -1,7 +1,7 @@
 """From a request to its rows and the writer of its answer; knows neither HTTP nor the engine.
 
-Lengths, seeds and options are checked before anything is queued. What the request demands of the form of its answer
-(JSON, a grammar, calls of its tools) becomes a constraint.
+Lengths, seeds and options are checked before anything is queued. If the request demands a form of its answer (JSON, a
+grammar, calls of its tools), the rows get a constraint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STRUCTURED_OUTPUTS = {
     "choice": "choice",
     "grammar": "grammar",
 }
-LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # what can leave no token beside a form
+LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # these and a constraint may leave no token
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 
@@ -94,7 +94,7 @@ def compiles_slowly(fields: SamplingFields) -> bool:
 
 
 def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
-    """The constraint of a request's rows; ApiError naming the field that cannot be met."""
+    """The constraint of a request's rows; ApiError names the field that cannot be met."""
     tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
     field = form_field(fields)
     if field is None:
@@ -150,7 +150,7 @@ def _calls(
     tokenizer: Tokenizer | None,
     answer: Mapping[str, Any] | None = None,
 ) -> Constraint:
-    """Calls in the model's own form, or instead an answer by this schema if there is one."""
+    """A constraint to calls in the model's own form, or to JSON of the schema `answer` if there is one."""
     form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
     if form is None:
         raise refused(
@@ -159,9 +159,9 @@ def _calls(
     schemas = {f"arguments_{index}": arguments_schema(tool) for index, tool in enumerate(tools)}
     _bounded("tools", schemas, MAX_BYTES_OF_TOOLS)
     bodies = [_body(form, tool["function"]["name"], f"@arguments_{index}") for index, tool in enumerate(tools)]
-    several = (
-        "" if fields.parallel_tool_calls is False else f" ({_literal(form.between_calls)} call)*".replace('"" ', "")
-    )
+    several = ""
+    if fields.parallel_tool_calls is not False:
+        several = f" ({_literal(form.between_calls)} call)*".replace('"" ', "")  # without an empty literal
     lines = [
         f"start: {'calls' if answer is None else 'calls | @answer'}",
         f"calls: call{several}",
@@ -178,13 +178,13 @@ def _calls(
 
 
 def _body(form: CallForm, name: str, arguments: str) -> str:
-    """A call of one tool, as a grammar has it."""
+    """The call of one tool as part of a grammar."""
     written = json.dumps(name, ensure_ascii=False)[1:-1] if form.quotes_names else name
     return f"{_literal(form.before + written + form.between)} {arguments} {_literal(form.behind)}"
 
 
 def _literal(text: str) -> str:
-    """A text as grammars quote it."""
+    """A text as a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -216,13 +216,13 @@ class RowMaker:
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
-        """A maker with grammars and a tokenizer of its own, as requests are read beside the engine."""
+        """A maker with its own grammars and tokenizer, since requests are read while the engine runs."""
         target = replace(decoder.target, tokenizer=deepcopy(decoder.tokenizer))
         return cls(decoder, settings, CompiledGrammars(target, target.backend.vocab_size))
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The most tokens that a prompt and its answer may have together."""
         context = self.decoder.target.backend.max_length
         return min(context, self.settings.max_model_len) if self.settings.max_model_len else context
 
@@ -250,14 +250,14 @@ class RowMaker:
         self, live: LiveRequest, fields: SamplingFields, prompt: Rendered, tokenizer: Tokenizer | None
     ) -> list[Job]:
         max_tokens = self._max_tokens(fields, len(prompt.ids))
-        target, cannot = self.decoder.target, self.decoder.reader.no_predictions
+        target, no_predictions = self.decoder.target, self.decoder.reader.no_predictions
         params = sampling_params(fields, max_tokens, target.backend.vocab_size, answer_constraint(fields, tokenizer))
-        params = RequestReader(replace(target, tokenizer=tokenizer), cannot).with_token_ids(params)
+        params = RequestReader(replace(target, tokenizer=tokenizer), no_predictions).with_token_ids(params)
         if params.prediction is not None and len(params.prediction) > self.max_model_len:
             raise refused(
                 f"prediction has {len(params.prediction)} tokens; allowed: at most {self.max_model_len}", "prediction"
             )
-        reader = RequestReader(target, cannot, self.grammars)  # given ids alone, it encodes nothing
+        reader = RequestReader(target, no_predictions, self.grammars)  # prompts are ids by now, so it encodes nothing
         with errors_named(form_field(fields) or "constraint"):
             rows = [reader.rows([prompt.ids], params)[0] for _ in range(fields.n or 1)]
         for row, seed in zip(rows[1:], further_seeds(rows[0].seed, fields.n or 1), strict=True):
@@ -268,9 +268,9 @@ class RowMaker:
         limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))
         return [Job(live, 0, row, echo, generate=max_tokens > 0, limits=limits) for row in rows]
 
-    def _max_tokens(self, fields: SamplingFields, prompt: int) -> int:
-        """The answer's length at most; 0 for a prompt that is only scored."""
-        if not prompt:
+    def _max_tokens(self, fields: SamplingFields, prompt_length: int) -> int:
+        """The most tokens that the answer may have; 0 for a prompt that is only scored."""
+        if not prompt_length:
             raise refused("the prompt is empty; allowed: at least one token", "prompt")
         asked_tokens, name = fields.max_tokens, "max_tokens"
         if isinstance(fields, ChatFields):
@@ -283,12 +283,12 @@ class RowMaker:
         if asked_tokens == 0 and not echoed:
             more = ", or 0 with echo=true" if isinstance(fields, CompletionFields) else ""
             raise refused(f"{name}=0; allowed: at least 1{more}", name)
-        room = self.max_model_len - prompt
+        room = self.max_model_len - prompt_length
         needed = 1 if asked_tokens is None else asked_tokens
         if needed > room:
             raise refused(
-                f"This model's maximum context length is {self.max_model_len} tokens; {prompt} of the prompt and "
-                f"{name}={needed} exceed it",
+                f"This model's maximum context length is {self.max_model_len} tokens; {prompt_length} of the prompt "
+                f"and {name}={needed} exceed it",
                 name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
                 "context_length_exceeded",
             )

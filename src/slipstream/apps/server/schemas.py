@@ -15,7 +15,7 @@ MAX_TOKENS = 1 << 24
 MAX_BIASES = 1024
 MAX_ROWS = 128  # texts of one request: prompts times n
 FAIL_FAST = Field(fail_fast=True)
-# fields that other servers know and that change no answer here: the log need not name them
+# fields of other servers that would change no answer: they are ignored, and the log does not name them
 WITHOUT_EFFECT = frozenset(
     {
         "best_of",
@@ -64,14 +64,14 @@ REFUSED = {
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message: what the model thought before it answered
 WHY: dict[int | str, str] = {
-    400: "A field is wrong; `param` names it. Not to be repeated.",
+    400: "A field is wrong; `param` names it. Do not repeat the request.",
     401: "No valid API key.",
     403: "The host or the origin is not allowed.",
     404: "There is no such address or model.",
-    408: "The request took longer than the server allows. Not to be repeated.",
+    408: "The request took longer than the server allows. Do not repeat it.",
     413: "The body is too large.",
-    429: "Too many requests wait; `Retry-After` says when to come again.",
-    503: "Loading, shutting down, or no place became free in time; `Retry-After` says when to come again.",
+    429: "Too many requests wait; `Retry-After` says when to try again.",
+    503: "Loading, shutting down, or no place became free in time; `Retry-After` says when to try again.",
     "4XX": "Any other refusal.",
 }
 
@@ -129,7 +129,7 @@ def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 if not isinstance(item, Fields):
-                    break  # lists are of one kind
+                    break  # all items of a list are of one kind
                 yield from nested(item, f"{place}{name}.{index}.")
 
 
@@ -245,7 +245,7 @@ class CompletionFields(SamplingFields):
 
 
 class CalledFunction(Fields):
-    """What a call is of. arguments: JSON text, or an object."""
+    """The function that a call names. arguments: JSON text, or an object."""
 
     name: str
     arguments: Any = None
@@ -298,7 +298,7 @@ class ToolChoice(Fields):
 
 
 class ConversationFields(Fields):
-    """What a chat template is given besides messages."""
+    """What a chat template receives besides messages."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -460,7 +460,7 @@ class ChatCompletion(AnswerHead):
 
 
 class ReplayResult(Answer):
-    """`POST /v1/slipstream/replay`. first_difference: the token where the texts part."""
+    """`POST /v1/slipstream/replay`. first_difference: the index of the first token that differs."""
 
     identical: bool
     first_difference: int | None
@@ -473,7 +473,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def answers(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
-    """The answer of an endpoint."""
+    """The answer of an endpoint, for the OpenAPI document."""
     return {200: {"model": model}}
 
 

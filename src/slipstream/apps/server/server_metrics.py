@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that dashboards made for it work, and ours beside them.
+"""Prometheus metrics under vLLM's names, so that dashboards made for vLLM work, and metrics of our own.
 
 They have their own registry. Times are seconds of one monotonic clock. Many steps are counted together, because
 counting each between two forwards would find the processor's caches cold and cost more.
@@ -30,7 +30,7 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 PER_STEP = (1, *(2**e for e in range(3, 15)))
 MAX_UNFOLDED_STEPS = 64
 MAX_UNFOLDED_ROUNDS = 256  # rounds whose times wait to be counted together
-RECENT_SECONDS = 10.0  # of the figures that speak of now
+RECENT_SECONDS = 10.0  # over which the current speed is measured
 LABELS = ("model_name", "engine")
 PARTS = ("prefill", "draft", "verify", "accept")
 COUNTERS = {
@@ -76,8 +76,9 @@ HISTOGRAMS = {
 
 
 class StepTotals:
-    """stats: over all rounds. num_drafts: rounds that drafted. drafted, accepted: tokens by the source of the draft.
+    """Totals over all steps.
 
+    stats: of all rounds. num_drafts: rounds that drafted. drafted, accepted: tokens by the source of the draft.
     on_step: called with the time of every step and how many tokens it committed. Totals are complete after `fold`.
     """
 
@@ -148,7 +149,7 @@ class EngineStatus:
         return len(self._lanes)
 
     def state(self, totals: StepTotals) -> dict[str, Any]:
-        """The figures of `GET /v1/slipstream/state` that are the engine's."""
+        """The engine's part of `GET /v1/slipstream/state`."""
         self._trim(monotonic())
         tokens = sum(count for _, count in self._recent)
         stats = totals.stats
@@ -214,7 +215,7 @@ class ServerMetrics:
         self._counted_totals: dict[tuple[str, str | None], float] = {}
 
     def describe(self, model: str, decoder: SpeculativeDecoder) -> None:
-        """Name the model, and what it runs with."""
+        """Label all metrics with the model's name, and publish the decoder's settings."""
         self._values = (model, "0")
         for counter in self._counters.values():
             counter.labels(*self._values)
@@ -228,7 +229,7 @@ class ServerMetrics:
         info.labels(*self._values, *config.values()).set(1)
 
     def add(self, name: str, amount: float = 1, label: str | None = None) -> None:
-        """Add to a counter, of the label if it has one."""
+        """Add to a counter; label: the value of its label, if it has one."""
         if label is None:
             self._counters[name].labels(*self._values).inc(amount)
         else:

@@ -1,4 +1,4 @@
-"""What a server can be told besides its models: the home of every default. Needs no web framework."""
+"""The settings of a server besides its models, each with its default and help. Needs no web framework."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerSettings:
     allowed_origin: tuple[str, ...] = setting((), f"other site whose pages may call this server; {SEVERAL}")
     served_model_name: str = setting("", "name of the model in requests; the target's by default")
     max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
-    default_max_tokens: int = setting(1024, "length of chat answers whose request names none")
+    default_max_tokens: int = setting(1024, "longest chat answer, in tokens, if the request sets no limit")
     max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429")
     max_queued_tokens: int = setting(65536, "prompt tokens that may wait; more are refused with status 429")
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
@@ -40,7 +40,10 @@ class ServerSettings:
     no_special_tokens_in_prompts: bool = setting(
         False, "refuse texts that would become special tokens of the model, such as the end of a turn"
     )
-    share_learning: bool = setting(False, "keys share cached prompts and what drafters learn, which timings can show")
+    share_learning: bool = setting(
+        False,
+        "share cached prompts and what drafters learn among all keys; response times can then reveal others' texts",
+    )
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -22,7 +22,7 @@ from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 
 STALLED_SECONDS = 60.0  # see `Service.is_stalled`
-MAX_SHARES = 4  # times a limit that all callers together may have waiting
+MAX_SHARES = 4  # all callers together may have this many times `max_queued_requests` waiting
 ENGINE_STOP_SECONDS = 10.0  # that a step under way may take to end
 log = logging.getLogger("slipstream.server")
 State = Literal["loading", "ready", "draining", "ended"]
@@ -35,14 +35,14 @@ class BackgroundWork(Protocol):
         """The models are loaded."""
 
     def stop(self, *, orderly: bool) -> None:
-        """No more requests; orderly: the server was told to end, and the engine has not failed."""
+        """Make no more requests. orderly: the server ends on request, and not because the engine failed."""
 
     def close(self) -> None:
         """Give back files and locks."""
 
 
 class Admission:
-    """The requests that wait for their first round. The callers that wait have equal parts of each limit."""
+    """The requests that wait for their first round. Callers that have some share each limit equally."""
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -107,7 +107,7 @@ class Service:
         self.background: BackgroundWork | None = None
         self.admission = Admission(settings, self.metrics)
         self._on_ready, self._on_end = on_ready, on_end
-        self._unknown_fields: set[str] = set()  # of requests, that the log has named
+        self._unknown_fields: set[str] = set()  # those that the log has named
         self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
         self._submitted: set[LiveRequest] = set()  # those that the engine knows
         self._background_requests: set[LiveRequest] = set()
@@ -168,7 +168,7 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which no row has begun."""
+        """Requests without a row that has begun."""
         return len(self.admission)
 
     def check_ready(self) -> None:
@@ -187,11 +187,11 @@ class Service:
         self._idle.clear()
         self._preparing.add(live)
         late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
-        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
+        too_long = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
         loop = asyncio.get_running_loop()
         self._timers[live] = [
             loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
-            loop.call_later(self.settings.request_timeout, self._fail, live, over),
+            loop.call_later(self.settings.request_timeout, self._fail, live, too_long),
         ]
         return live
 
@@ -225,7 +225,7 @@ class Service:
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused where too many prompt tokens of its caller's wait."""
-        if live.error is not None:  # it came too late
+        if live.error is not None:  # it timed out while its prompts were rendered
             raise live.error
         if live.background:
             self.check_ready()
@@ -280,14 +280,14 @@ class Service:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Refuse what is new and wait for what runs; what is left after the timeout ends with an error."""
+        """Refuse new requests and wait for those under way; after the timeout, the rest ends with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
         self._stop_background(orderly=True)
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
-            log.warning("drain_timeout=%g is over: %d requests end", self.settings.drain_timeout, len(self.live))
+            log.warning("drain_timeout=%g has passed: %d requests end", self.settings.drain_timeout, len(self.live))
             for live in self.live:
                 self._fail(live, ApiError(503, "the server is shutting down", code="not_ready"))
             for _ in range(50):  # their answers are being written

@@ -1,6 +1,6 @@
-"""A streamed answer, written in the call that tells the events of a step: no task is woken for a stream.
+"""A streamed answer. Its chunks are written in the call that delivers the events of a step, so no task is woken.
 
-A client that reads slower than its answer comes gets a task, which waits for it and ends once it has caught up.
+If a client reads slower than its answer grows, a task waits for the client, and ends once the client has caught up.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from slipstream.apps.server.answers import DONE, HEADERS, KEEP_ALIVE, AnswerWrit
 from slipstream.apps.server.error_objects import as_api_error
 from slipstream.apps.server.live_request import LiveRequest
 
-MAX_JOINED_EVENTS = 16  # of a request that are written at once: those of a step, or some of what waits for a client
+MAX_JOINED_EVENTS = 16  # events of a request that are written at once
 
 
 def run_until_blocked(work: Awaitable[None]) -> Awaitable[None] | None:
     """Run a coroutine until it waits. Returns None if it ended, else what remains, to be awaited by a task.
 
-    This saves waking a task for every chunk, with which a loaded server takes 15 % more processor time. There is no
-    current task meanwhile, so the coroutine must need none before it waits.
+    Waking a task for every chunk instead would cost a loaded server 15 % more processor time. There is no current task
+    meanwhile, so the coroutine must need none before it waits.
     """
     steps: Generator[Any, None, None] = work.__await__()
     try:
@@ -53,7 +53,7 @@ class _Continuation:
 class AnswerStream(Response):
     """Streams an answer. on_end is called once, whether it was finished, cancelled or never started.
 
-    `send` must get along without a current task until it waits; see `run_until_blocked`.
+    `send` must not need a current task before it waits; see `run_until_blocked`.
     """
 
     media_type = "text/event-stream"
@@ -62,7 +62,7 @@ class AnswerStream(Response):
         self.status_code, self.background = 200, None
         self.init_headers(HEADERS)
         self._live, self._writer, self._on_end = live, writer, on_end
-        self._all_sent = False  # nothing follows what was written last
+        self._all_sent = False  # whether the last write ends the answer
         self._slow_send: asyncio.Future[None] | None = None  # waits for a slow client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +75,7 @@ class AnswerStream(Response):
             self._last_event = loop.time()
             self._timer = loop.call_later(answers.SILENCE_SECONDS, self._end_silence)
             self._live.subscriber = self._on_events
-            self._live.notify()  # of what came before the start
+            self._live.notify()  # of events that came before the start
             await asyncio.wait({gone, self._over}, return_when=asyncio.FIRST_COMPLETED)
             for future in (gone, self._over):
                 if future.done():
@@ -93,7 +93,7 @@ class AnswerStream(Response):
             self._slow_send.cancel()
 
     def _on_events(self) -> Callable[[], None] | None:
-        """Read new events; returns how to write them. Where a task waits for a slow client, that task reads them."""
+        """Read new events; returns a function that writes them. If a task waits for a slow client, it does both."""
         self._last_event = self._loop.time()
         if self._slow_send is None and not self._all_sent and (data := self._take()):
             return partial(self._write, data)
@@ -115,7 +115,7 @@ class AnswerStream(Response):
             self._end()
 
     async def _catch_up(self, rest: Awaitable[None]) -> None:
-        """Wait for the client, then send what has come meanwhile."""
+        """Wait for the client, then send all events that have come meanwhile."""
         try:
             await rest
             while self._has_unread:
@@ -164,7 +164,7 @@ class AnswerStream(Response):
         return b"".join([*events, DONE] if self._all_sent else events)
 
     def _end_silence(self) -> None:
-        """Send a comment after a long silence. One timer serves the stream: it starts again for what remains."""
+        """Send a comment after a long silence. The stream has one timer, restarted for the time that remains."""
         remaining = self._last_event + answers.SILENCE_SECONDS - self._loop.time()
         if remaining <= 0:
             remaining, self._last_event = answers.SILENCE_SECONDS, self._loop.time()

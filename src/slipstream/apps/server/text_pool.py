@@ -1,4 +1,4 @@
-"""Threads that tokenise and render texts beside the engine, each with a tokenizer of its own: they cannot be shared."""
+"""Threads that tokenise and render texts while the engine runs. Each has its own tokenizer: they cannot share one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 THREADS = 2
-MAX_THREADS = 8  # where those there are do not come back
+MAX_THREADS = 8  # if calls keep the others for long
 PATIENCE = 5.0  # seconds that a call waits before another thread is started
 log = logging.getLogger("slipstream.server")
 
@@ -31,10 +31,10 @@ class _Call:
 
 
 class TextPool:
-    """A few calls at a time; more wait their turn, callers one after the other, and none waits for the engine.
+    """Runs a few calls at a time; callers of the others take turns, and no call waits for the engine.
 
-    A call that does not come back keeps its thread: another takes its place, and the process does not wait for it when
-    it ends.
+    A call that does not return keeps its thread: another thread is started in its place, and the process can end
+    without waiting for it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -60,12 +60,12 @@ class TextPool:
         finally:
             relief.cancel()
             with self._changed:
-                if call in self._queues.get(caller, ()):  # whoever waited has left
+                if call in self._queues.get(caller, ()):  # the caller gave up before the call's turn
                     self._remove(caller, call)
 
     @property
     def waiting_seconds(self) -> float:
-        """For how long the call that waits longest has waited for a thread."""
+        """How long the oldest waiting call has waited for a thread."""
         with self._changed:
             return max((monotonic() - queue[0].since for queue in self._queues.values()), default=0.0)
 
@@ -93,7 +93,7 @@ class TextPool:
         while (call := self._next()) is not None:
             try:
                 value = call.function(tokenizer)
-            except BaseException as error:  # whoever waits must be told
+            except BaseException as error:  # the caller must get an outcome
                 failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
                 _set_outcome(call, call.result.set_exception, failure)
             else:
@@ -126,5 +126,5 @@ def _set_outcome(call: _Call, outcome: Callable[[Any], None], value: Any) -> Non
         if not call.result.done():
             outcome(value)
 
-    with suppress(RuntimeError):  # the event loop has ended, and nobody waits
+    with suppress(RuntimeError):  # the event loop has ended, so nobody waits for it
         call.loop.call_soon_threadsafe(set_unless_done)

@@ -84,7 +84,7 @@ Load = Callable[[], SpeculativeDecoder]
 def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
     """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop.
 
-    UsageError for files of keys and folders of batches that cannot be used.
+    UsageError if the file of keys or the batch folder cannot be used.
     """
     keys, folder = ApiKeys.read(settings.api_key_file), settings.batch_folder
     store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
@@ -101,7 +101,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
     app = FastAPI(
         title="Slipstream",
         version=__version__,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -119,7 +119,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         """Continue texts, whole or as a stream."""
         return await answer(service_of(http), http, fields)
 
-    for routes in ROUTERS:  # after those above, which are called most: addresses are tried in turn
+    for routes in ROUTERS:  # last: addresses are tried in order, and those above are called most
         app.include_router(routes)
     app.state.addresses = [*app.routes, *(route for routes in ROUTERS for route in routes.routes)]
     if settings.allowed_origin:

@@ -14,7 +14,7 @@ from slipstream.bench.result_tables import cell
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.checks import counted
 
-FEW_PROMPTS = 10  # fewer say little about others, and percentile intervals over so few are too narrow
+FEW_PROMPTS = 10  # fewer say little about other prompts, and percentile intervals over so few are too narrow
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Advice:
 
 
 def headline(data: Data) -> str:
-    """As "auto: 2.63x plain decoding (1.50 to 4.50), 9.70x Hugging Face (7.10 to 12.00), 12 prompts".
+    """A line such as "auto: 2.63x plain decoding (1.50 to 4.50), 9.70x Hugging Face (7.10 to 12.00), 12 prompts".
 
     The arm is the fastest lossless one at the smallest batch size.
     """
@@ -45,9 +45,9 @@ def headline(data: Data) -> str:
 
 
 def text_verdicts(data: Data) -> str:
-    """What became of the texts of the headline's arm, or of all others where plain decoding was the fastest.
+    """The verdicts on the texts of the headline's arm, or of all others if plain decoding was the fastest.
 
-    As "3 of 3 texts are identical to plain decoding's".
+    For example "3 of 3 texts are identical to plain decoding's".
     """
     usable = _usable(data, min(arm.batch for arm in data.summaries))
     best = _fastest(usable)
@@ -106,7 +106,7 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
         verb = "use" if is_clear else "measure more prompts; the fastest so far is"
         text = f"{where}: {verb} {_name(data, best.arm)}, {_times(data, best, base)}, {speed}"
         if not is_clear:
-            text += "; the measurement does not tell it from " + _name(data, base)
+            text += "; the measurement cannot distinguish it from " + _name(data, base)
     return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
 
 
@@ -138,7 +138,7 @@ def _faster_baselines(data: Data, best: ArmSummary) -> str:
 
 
 def flags(name: str) -> str:
-    """The options of `generate`, `serve` and the others that choose what an arm is."""
+    """The options with which `generate`, `serve` and other commands decode as an arm does."""
     arm = parse_arm(name)
     options = [
         ("--drafter", arm.drafter),

@@ -1,6 +1,6 @@
 """The report as one page: speeds beside parity, families, failures, plots, coloured samples, settings, machine.
 
-`report.html.jinja` is the page; here is what it is filled with.
+`report.html.jinja` is the page; this module makes the values that fill it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _overall(data: Data, batch: int) -> Table:
 
 
 def _texts(arm: ArmSummary) -> str:
-    """How many texts came out how; "reference" are the texts that the others are compared with."""
+    """Counts of texts by verdict; "reference" are the texts that the others are compared with."""
     return ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-"
 
 
@@ -190,8 +190,8 @@ def _chart_rows(charts: Sequence[Chart]) -> list[list[tuple[str, str]]]:
 
 def _time(data: Data) -> Table:
     title = (
-        "shares of the measured seconds, overhead being all that no other part names; in the last column what a round "
-        "takes besides drafting, verifying and accepting, as a share of the round"
+        "shares of the measured seconds; overhead is all that no other part covers. Last column: the share of a "
+        "round's time that is neither drafting nor verifying nor accepting"
     )
     rows: list[Row] = [
         [data.label(arm.arm), str(arm.batch), *shares]
@@ -232,7 +232,7 @@ NAMES = {
 
 
 def settings_table(header: Header) -> Rows:
-    """What was run; options of the decoder and of sampling only where they are not the defaults."""
+    """What was run; options of the decoder and of sampling only if they differ from the defaults."""
     settings = header.settings
     params: Mapping[str, Any] = settings.get("params", {})
     families = Counter(str(prompt).rpartition("/")[0] for prompt in settings.get("prompts", {}))
@@ -300,7 +300,7 @@ def _sampling(params: Mapping[str, Any]) -> str:
 
 
 def _changed(values: Mapping[str, Any], cls: type[Any], shown: set[str]) -> Rows:
-    """The fields that differ from the defaults of their dataclass; fields it does not know are always told."""
+    """The fields that differ from the defaults of their dataclass; fields that it lacks are always shown."""
     defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}  # only mappings have a factory
     return [
         (_spaced(name), words(value))

@@ -55,7 +55,7 @@ def _mean(arm: ArmSummary) -> Cell:
     if arm.speed is None:
         return Cell("failed")
     ratio = cell(arm.speed.speed_up)
-    return ratio if ratio.low != ratio.high else Cell(ratio.text)  # of the reference against itself
+    return ratio if ratio.low != ratio.high else Cell(ratio.text)  # the reference against itself has no interval
 
 
 def _speed(arm: ArmSummary) -> str:
@@ -63,7 +63,7 @@ def _speed(arm: ArmSummary) -> str:
 
 
 def _texts(arm: ArmSummary) -> str:
-    """Counts of verdicts; the reference text itself and texts that are not compared are said in words."""
+    """Counts of verdicts; the reference text itself and texts that are not compared are named in words."""
     if any(arm.verdicts[name] for name in VERDICTS):
         text = " / ".join(str(arm.verdicts[name]) for name in VERDICTS)
     else:

@@ -1,7 +1,7 @@
 """The charts of a report, drawn with matplotlib: PNG and SVG files for a paper, inline SVG for the page.
 
-Colours are Okabe and Ito's (2008), told apart by colour-blind readers; markers and dashes differ as well, so that a
-grey print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
+Colours are Okabe and Ito's (2008), which colour-blind readers can distinguish; markers and dashes differ as well, so
+that a grey print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that no pair comes back before 42 lines
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that no pair repeats within 42 lines
 DASHES = ("-", "--", "-.", ":")
-INK, GRID = "#010203", "#d5d8dc"  # ink is a colour of its own, to be found again in the SVG
+INK, GRID = "#010203", "#d5d8dc"  # ink is used for nothing else, so `inline_svg` can replace it
 WIDTH, HEIGHT, ROW, HEAD = 4.2, 3.0, 0.13, 1.4  # inches; a chart of rows grows with them
 DPI = 300
 LONGEST = 28  # characters of a row's name that leave room for the values
@@ -59,7 +59,7 @@ _STYLE: dict[str, Any] = {
     "lines.markersize": 4.5,
     "errorbar.capsize": 2.0,
 }
-FEWEST_POINTS = 3  # of a chart; fewer are read faster in the tables
+FEWEST_POINTS = 3  # of a chart; tables show fewer better
 MOST = 6  # arms in one picture
 INTERVALS = "Bars are 95 % bootstrap intervals over prompts"
 T = TypeVar("T")
@@ -219,7 +219,7 @@ def _draw_rows(axes: Axes, chart: Chart) -> None:
 
 
 def _neighbours(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
-    """Runs of points whose x are neighbouring whole numbers: between others nothing was measured."""
+    """Runs of points whose x are neighbouring whole numbers; nothing was measured in the gaps between runs."""
     start = 0
     for end in range(1, len(points) + 1):
         if end == len(points) or points[end].x - points[end - 1].x != 1:
@@ -232,7 +232,7 @@ def _columns(points: tuple[Point, ...]) -> tuple[list[float], list[float]]:
 
 
 def _errors(points: tuple[Point, ...]) -> list[list[float]]:
-    """Distances from the values down and up to the ends of their intervals; nothing where there is none."""
+    """Distances from the values down and up to the ends of their intervals; 0 without an interval."""
     below = [0.0 if p.low is None else max(0.0, p.value - p.low) for p in points]
     above = [0.0 if p.high is None else max(0.0, p.high - p.value) for p in points]
     return [below, above]
@@ -246,7 +246,7 @@ def _look(line: Line) -> dict[str, Any]:
 
 
 def charts(data: Data) -> list[Chart]:
-    """All charts that the runs have three points or more for, in the order of a report."""
+    """All charts with at least `FEWEST_POINTS` points, in the order of a report."""
     all_charts: list[Chart] = []
     for batch in dict.fromkeys(entry.batch for entry in data.summaries):
         arms = [entry for entry in data.summaries if entry.batch == batch]
@@ -260,7 +260,7 @@ def charts(data: Data) -> list[Chart]:
 
 
 def selected(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
-    """All of a few arms; of many, the fastest draft length of each drafter, rule and temperature."""
+    """All arms if they are few; else only the fastest draft length of each drafter, rule and temperature."""
     timed = [arm for arm in summaries if arm.speed is not None]
     if len(timed) <= MOST:
         return timed

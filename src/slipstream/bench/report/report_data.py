@@ -50,7 +50,7 @@ class Data:
     references: dict[str, str]
 
     def label(self, name: str) -> str:
-        """An arm or a series of arms in words; the temperature is said where the runs have several."""
+        """An arm or a series of arms in words, with its temperature if the runs have several."""
         several = len({parse_arm(arm).temperature for arm in self.references}) > 1
         return label(name, temperature=several)
 
@@ -82,14 +82,14 @@ def against(data: Data, reference: str) -> Data:
 
 
 def efficiency(arm: ArmSummary) -> str:
-    """Output tokens per forward of the target, where it is known."""
+    """Output tokens per forward of the target; a dash if it is not known."""
     return "-" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
 
 
 def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
-    """sum(above) / sum(below) of one number per prompt (or group of prompts) each, and its 95 % interval.
+    """sum(above) / sum(below), each with one number per prompt (or group of prompts), and the ratio's 95 % interval.
 
-    A resample draws prompts with replacement. None where the sum below is 0; no interval for a single prompt.
+    A resample draws prompts with replacement. None if the sum below is 0; no interval for a single prompt.
     """
     upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     if not lower.sum():
@@ -165,7 +165,7 @@ def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> li
 def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict[str, list[tuple[Run, int]]]:
     """Up to `per_family` texts of each family: a run that drafted, and the row in it; every prompt once.
 
-    fastest: all arms, the one to show first in front.
+    fastest: all arms, in the order of preference.
     """
     families: dict[str, list[tuple[Run, int]]] = {}
     seen: set[str] = set()
@@ -181,10 +181,10 @@ def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text, and a caption that says whose it is, how much was accepted and whether it is plain decoding's.
+    """One text, and a caption with its arm, how much was accepted and whether it is plain decoding's.
 
-    prompt: its text, "" where the folder does not hold it. spans: pieces of the text, each behind the CSS class that
-    marks what became of it.
+    prompt: its text, "" if the folder does not hold it. spans: pairs of a CSS class, which marks the fate of tokens,
+    and a piece of the text.
     """
 
     caption: str

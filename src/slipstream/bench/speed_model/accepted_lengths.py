@@ -16,10 +16,9 @@ from slipstream.errors import UsageError
 @dataclass(frozen=True)
 class Acceptance:
     """How far drafts get. accepted[i]: probability that a round accepts more than i draft tokens; proposed[i]: that it
-    proposes more than i, where drafters that find nothing propose less than they are asked for.
+    proposes more than i, since drafters that find nothing propose less than they are asked for.
 
-    By linearity of expectation these two are all that tokens per round depend on, whether or not positions are
-    independent.
+    By linearity of expectation, tokens per round depend on these two alone, whether or not positions are independent.
     """
 
     accepted: tuple[float, ...]
@@ -57,10 +56,10 @@ class Acceptance:
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Acceptance:
-        """What a run's `Stats.to_dict()` says, of drafts without branches.
+        """The acceptance in a run, from its `Stats.to_dict()`; its drafts must not have branched.
 
-        Known up to the longest draft of that run. Drafts are shortened at a text's end; in short runs this shows as
-        positions not proposed.
+        It is known up to the longest draft of that run. Drafts are shortened at a text's end; in short runs this shows
+        as positions that were not proposed.
         """
         rounds = stat(stats, "num_rounds")
         if not rounds:
@@ -75,7 +74,7 @@ class Acceptance:
 
     @property
     def longest(self) -> int:
-        """The longest draft about which something is known."""
+        """The longest draft whose acceptance is known."""
         return len(self.accepted)
 
 

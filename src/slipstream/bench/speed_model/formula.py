@@ -24,7 +24,7 @@ from slipstream.checks import is_whole
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
-NEGLIGIBLE = 1e-12  # a probability that is left out
+NEGLIGIBLE = 1e-12  # smaller probabilities are left out
 BISECTIONS = 60
 
 
@@ -39,7 +39,7 @@ def expected_tokens(acceptance: Acceptance | float, num_draft_tokens: int) -> fl
 def round_milliseconds(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, batch: float = 1) -> float:
     """Expected milliseconds of a round: its rows share one forward, which waits for the longest draft.
 
-    Where rows are not padded, the forward costs what the tokens of all rows cost. batch may be a mean between two whole
+    If rows are not padded, the forward costs what the tokens of all rows cost. batch may be a mean, between two whole
     numbers.
     """
     acceptance = _checked(acceptance, num_draft_tokens)
@@ -74,7 +74,7 @@ def best_length(costs: Costs, acceptance: Acceptance | float, batch: float = 1) 
 def pays_until(costs: Costs, acceptance: Acceptance | float) -> int | None:
     """Where speculation stops paying: the first batch size whose best draft length is 0; None if it always pays.
 
-    Tried is every size from the smallest to the largest batch of the costs.
+    Tries every size from the smallest to the largest batch of the costs.
     """
     batches = range(costs.batches[0], costs.batches[-1] + 1)
     return next((batch for batch in batches if best_length(costs, acceptance, batch) == 0), None)
@@ -121,7 +121,8 @@ def _whole_batch_milliseconds(costs: Costs, acceptance: Acceptance, num_draft_to
 def _draft_sizes(proposed: tuple[float, ...], batch: int) -> list[tuple[int, int, Any]]:
     """The distribution of (longest draft, draft tokens in all) over `batch` rows.
 
-    One (longest, first, shares) for each longest draft: shares[i] is the probability of it and first + i tokens.
+    One (longest, first, shares) for each longest draft: shares[i] is the probability of this longest draft together
+    with first + i draft tokens in all.
     """
     sizes = []
     reaches = (1.0, *proposed, 0.0)
@@ -158,17 +159,17 @@ def _checked(acceptance: Acceptance | float, num_draft_tokens: int) -> Acceptanc
         acceptance = Acceptance.constant(acceptance)
     if num_draft_tokens > acceptance.longest:
         raise UsageError(
-            f"num_draft_tokens={num_draft_tokens}; allowed: at most {acceptance.longest}, as far as it is known"
+            f"num_draft_tokens={num_draft_tokens}; allowed: at most {acceptance.longest}, the longest known draft"
         )
     return acceptance
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted and observed, prompt processing excluded.
+    """A predicted speed-up beside the observed one, prompt processing excluded.
 
-    observed: against the plain arm where that was given, else against a plain round of the costs. Milliseconds are
-    those of a round (a step of the whole batch); tokens are per row and round.
+    observed: against the plain arm if its statistics were given, else against a plain round of the costs. Milliseconds
+    are those of a round (a step of the whole batch); tokens are per row and round.
     """
 
     predicted: float
@@ -194,7 +195,7 @@ def predict_from_stats(
     *,
     plain: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """What the model predicts for a run, from how much it accepted, and what the run took.
+    """The prediction for a run, from how much it accepted, beside what the run took.
 
     stats, plain: `Stats.to_dict()` of the speculative and of the plain arm, each folded over all rows of the batch.
     """
@@ -225,7 +226,7 @@ def _step_milliseconds(stats: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Predicted speed-ups. speed_ups[batch][length]; best[batch]: the best length from 0 on, not only of those shown.
+    """Predicted speed-ups. speed_ups[batch][length]; best[batch]: the best length from 0 on, also beyond `lengths`.
 
     tokens[length]: expected tokens per round; break_even[batch][length]: the acceptance per token from which drafts of
     that length pay, None if none is enough; stops: the first batch at which plain decoding is best, None if there is
@@ -241,7 +242,7 @@ class Simulation:
     stops: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON has them, ranges as lists."""
+        """The fields as JSON has them, tuples as lists."""
         return {**vars(self), "lengths": list(self.lengths), "batches": list(self.batches)}
 
 
@@ -272,7 +273,7 @@ def simulate(
 
 
 def conclusions(costs: Costs, simulation: Simulation) -> list[str]:
-    """What a simulation comes to, in sentences: the best length of each batch, where speculation stops paying."""
+    """The results of a simulation in sentences: the best length of each batch, and where speculation stops paying."""
     lines = []
     for batch, best in simulation.best.items():
         alpha = simulation.break_even[batch].get(best)

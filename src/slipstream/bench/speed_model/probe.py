@@ -34,11 +34,11 @@ from slipstream.reproducibility.timing import Fastest, wait_for_device
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
 
-POINTS = 6  # numbers of tokens at which unpadded rounds and trees are timed, where any would be allowed
+POINTS = 6  # unpadded rounds and trees are timed at this many numbers of tokens, at most
 MIN_TURNS, MAX_TURNS = 3, 40
 CONTEXT = 128  # tokens of the prompts
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
-DRAFT_MODELS = ("model", "cross_vocabulary")  # drafters that a draft model is all of
+DRAFT_MODELS = ("model", "cross_vocabulary")  # drafters that consist of a draft model alone
 MOTIF = 8  # prompts repeat this many random tokens, so that retrieval drafters find something
 
 
@@ -50,11 +50,11 @@ def measure_costs(
     seconds: float = 20.0,
     drafter: Drafter | None = None,
 ) -> Costs:
-    """Measure on this machine; takes `seconds`, or as long as three turns do if that is more.
+    """Measure on this machine; takes `seconds`, or as long as three turns take if that is more.
 
-    widths: tokens per row of a target forward; by default 1 to 9 as the decoder pads them. In between, costs are
-    interpolated. Trees are measured as the decoder drafts them, as deep as chains of these widths. drafter: needed
-    where the decoder's own was given as an object. The decoder's KV cache is empty afterwards.
+    widths: tokens per row of a target forward; by default 1 to 9, as the decoder pads them. In between, costs are
+    interpolated. Trees are measured as the decoder drafts them, as deep as chains of these widths. drafter: needed if
+    the decoder's own was passed to it as an object. The decoder's KV cache is empty afterwards.
     """
     shapes = decoder.shapes
     padded = sorted({shapes.width_for(width, 2) for width in (range(1, 10) if widths is None else widths)})
@@ -76,7 +76,7 @@ def _check(decoder: SpeculativeDecoder, batches: Sequence[int], widths: Sequence
 
 
 def tree_siblings(decoder: SpeculativeDecoder) -> int:
-    """How many tokens a decoder proposes beside each of its draft's; 0 where its drafts do not branch."""
+    """How many siblings a decoder proposes beside each token of a draft; 0 if its drafts do not branch."""
     choice = LengthChoice.parse(decoder.config.num_draft_tokens)
     if choice.siblings >= 0:
         return choice.siblings
@@ -86,7 +86,7 @@ def tree_siblings(decoder: SpeculativeDecoder) -> int:
 
 @dataclass(frozen=True)
 class FixedDraft:
-    """A drafter that proposes levels[i] dummy tokens for row i, and beside each of them as many siblings."""
+    """A drafter that proposes levels[i] dummy tokens for row i, and `siblings` more beside each of them."""
 
     levels: tuple[int, ...]
     device: torch.device
@@ -111,9 +111,9 @@ class FixedDraft:
 
 
 def ragged_lengths(drafted: int, rows: int, pad: Callable[[int], int]) -> tuple[int, ...] | None:
-    """Lengths of `rows` drafts of `drafted` tokens in all, whose rectangle would take more; None if there are none.
+    """Lengths of `rows` drafts of `drafted` tokens in all that would take more tokens if padded; None if none would.
 
-    pad: tokens per row -> width of the rectangle.
+    pad: tokens per row -> width of the padded forward.
     """
     for longest in range(1, drafted + 1):
         if rows * longest >= drafted and rows * pad(longest + 1) > rows + drafted:
@@ -122,7 +122,7 @@ def ragged_lengths(drafted: int, rows: int, pad: Callable[[int], int]) -> tuple[
 
 
 def even_lengths(total: int, rows: int) -> tuple[int, ...]:
-    """`total` levels shared among rows."""
+    """`total` levels, spread evenly over rows."""
     return tuple(total // rows + (row < total % rows) for row in range(rows))
 
 
@@ -138,7 +138,7 @@ Shape = tuple[int, int]  # rows, and tokens of each (padded) or of all of them
 
 @dataclass
 class RoundTimes:
-    """The fastest rounds of one kind, by shape: the forward that verifies, and all else but drafting."""
+    """The fastest rounds of one kind, by shape: the forward that verifies, and everything else except drafting."""
 
     forward: Fastest[Shape] = field(default_factory=Fastest)
     overhead: Fastest[Shape] = field(default_factory=Fastest)
@@ -175,7 +175,7 @@ class _Probe:
     ) -> None:
         self._decoder, self._batches, self._widths = decoder, batches, widths
         self._backend = decoder.target.backend
-        # cached prompts are taken whole and answer nothing, so that already the first round of a row drafts
+        # with reuse above 1 a cached prompt is reused whole, without logits, so that a row's first round drafts already
         self._target = make_session(self._backend, replace(decoder.shapes, reuse=max(2, decoder.shapes.reuse)))
         self._name = decoder.drafter_name if drafter is None else type(drafter).__name__
         kind = self._name.partition(":")[0]
@@ -210,11 +210,11 @@ class _Probe:
             siblings=self._siblings,
             fixed_tree=self._siblings > 0,
         )
-        # "model": all the tokens asked for, whatever their probability
+        # the drafter "model" drafts all the tokens asked for, whatever their probability
         return drafters.load(name if self._draft is None else "model", setup)
 
     def _make_prompts(self, rows: int) -> list[list[int]]:
-        """Random motifs, repeated: a different one for each row, so that no cached tokens are shared between slots."""
+        """Random motifs, repeated; every row has another, so that slots share no cached tokens."""
         backends = [session.backend for session in (self._target, self._draft) if session is not None]
         vocab, longest = min(b.vocab_size for b in backends), min(b.max_length for b in backends)
         wide = 1 + self._siblings
@@ -243,7 +243,7 @@ class _Probe:
         for batch, timed in shapes.items():
             for times, tokens, draft in timed:
                 seconds = self._round(draft, batch, draft.size).seconds
-                # on a GPU the host waits for the forward where it accepts
+                # on a GPU the host waits for the forward during acceptance
                 forward = seconds.verify + (seconds.accept if self._backend.device.type != "cpu" else 0.0)
                 times.add((batch, tokens), forward, seconds.total - seconds.prefill - seconds.draft - forward)
             for levels in (FEW, self._many):
@@ -252,7 +252,7 @@ class _Probe:
                 self._drafting.add((batch, levels), drafted.seconds.draft)
 
     def _shapes(self, batch: int) -> list[tuple[RoundTimes, int, FixedDraft]]:
-        """What is timed at a batch: the kind of a round, its tokens (of each row if padded), and its draft."""
+        """What is timed at a batch size: the kind of round, its tokens (of each row if padded), and its draft."""
         device, target, shapes = self._backend.device, self._target, self._decoder.shapes
         pad = partial(shapes.width_for, rows=batch)
         longest, widest = min(MAX_DRAFT_TOKENS, target.longest_draft or MAX_DRAFT_TOKENS), max(self._widths)

@@ -1,6 +1,6 @@
-"""What a round is made of, in milliseconds: measured (`Costs`), or from a machine's roofline (`paper_costs`).
+"""The costs of a round's parts, in milliseconds: measured (`Costs`), or from a machine's roofline (`paper_costs`).
 
-Prompt processing is not part of it. This module knows neither models nor acceptance.
+Prompt processing is not included. This module knows neither models nor acceptance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def arrays_of(points: Points) -> Arrays:
 
 
 def interpolated(points: Arrays, x: float, name: str) -> float:
-    """Linear between the points; outside them nothing is known."""
+    """Linear between the points; UsageError outside them."""
     xs, milliseconds = points
     if not xs[0] <= x <= xs[-1]:
         raise UsageError(f"{name} {x:g} was not measured; allowed: {xs[0]:g} to {xs[-1]:g}")
@@ -39,7 +39,7 @@ def interpolated(points: Arrays, x: float, name: str) -> float:
 
 
 def neighbours(batches: Iterable[int], batch: float, name: str) -> dict[int, float]:
-    """The measured batches between which a batch lies, with their weights; one where it was measured itself."""
+    """The measured batches around a batch, with their weights; only the batch itself if it was measured."""
     measured = sorted(batches)
     if not measured[0] <= batch <= measured[-1]:
         raise UsageError(f"{name} {batch:g} was not measured; allowed: {measured[0]} to {measured[-1]}")
@@ -52,7 +52,7 @@ def neighbours(batches: Iterable[int], batch: float, name: str) -> dict[int, flo
 class TokenCosts:
     """Milliseconds of rounds whose rows are not padded, by batch and by the tokens of all rows.
 
-    forward: one target forward; overhead: what else such a round takes but for drafting.
+    forward: one target forward; overhead: everything else in such a round except drafting.
     """
 
     forward: Grid
@@ -67,9 +67,9 @@ class TokenCosts:
         return min(self.forward) <= batch <= max(self.forward)
 
     def milliseconds(self, batch: int, tokens: Sequence[int]) -> Any:
-        """[len(tokens)] milliseconds of rounds of so many tokens; beyond the points measured those at the nearest.
+        """[len(tokens)] milliseconds of rounds of so many tokens; beyond the measured points, those of the nearest.
 
-        A batch that was not measured lies between its neighbours at the same number of tokens per row.
+        A batch that was not measured is interpolated between its neighbours at the same number of tokens per row.
         """
         total = np.zeros(len(tokens))
         for near, weight in neighbours(self.forward, batch, "batch").items():
@@ -84,7 +84,7 @@ class TokenCosts:
 
     @classmethod
     def from_dict(cls, name: str, values: object) -> TokenCosts | None:
-        """What JSON made of it; None stays None."""
+        """Read from JSON; None stays None."""
         if values is None:
             return None
         if not isinstance(values, dict) or set(values) != {"forward", "overhead"}:
@@ -93,7 +93,7 @@ class TokenCosts:
 
 
 def check_grid(name: str, grid: object) -> None:
-    """Refuse what is no table of tables."""
+    """Refuse a value that is not a table of tables."""
     if not isinstance(grid, Mapping) or not grid:
         raise UsageError(f"costs: {name}={grid!r}; allowed: a table batch -> width -> milliseconds")
     for batch, points in grid.items():
@@ -101,7 +101,7 @@ def check_grid(name: str, grid: object) -> None:
 
 
 def check_points(name: str, batch: object, points: object) -> None:
-    """Refuse what is no table of milliseconds."""
+    """Refuse a value that is not a table of milliseconds."""
     if not is_whole(batch, 1):
         raise UsageError(f"costs: {name} is for a batch of {batch!r}; allowed: whole numbers >= 1")
     if not isinstance(points, Mapping) or not points:
@@ -112,14 +112,14 @@ def check_points(name: str, batch: object, points: object) -> None:
 
 
 def points_of(name: str, table: object) -> dict[int, Any]:
-    """A table whose keys JSON has made text."""
+    """A table from JSON, with the numbers that are its keys restored from text."""
     if not isinstance(table, dict):
         raise UsageError(f"costs: {name}={table!r}; allowed: a table")
     return {_whole(name, x): ms for x, ms in table.items()}
 
 
 def grid_of(name: str, table: object) -> dict[int, dict[int, Any]]:
-    """A table of tables whose keys JSON has made text."""
+    """The same for a table of tables."""
     return {batch: points_of(name, points) for batch, points in points_of(name, table).items()}
 
 
@@ -135,13 +135,13 @@ class Costs:
 
     target: verifying with one target forward in which every row is padded to the longest, by batch (rows) and width
     (tokens per row); overhead: what else a round of that shape takes (acceptance, the transfer, bookkeeping);
-    draft_step: one more draft token for every row, by batch; draft_round: what the drafter takes besides in every
-    round, by batch (all of it for most retrieval drafters).
+    draft_step: one more draft token for every row, by batch; draft_round: what else the drafter takes in every round,
+    by batch (all of its time for most retrieval drafters).
     drafter: whose times these are; machine: where they come from.
-    padded, alone, totals: the shapes kept to where they must agree to the bit, see `Shapes.widths`, `alone` and
-    `totals`; empty where forwards fit their tokens.
-    ragged: rounds without padding, None where rows are always padded. trees: rounds that verify trees, None where the
-    target takes none or none were measured.
+    padded, alone, totals: the shapes of forwards that must agree to the bit, see `Shapes.widths`, `alone` and `totals`;
+    empty if every forward is as large as its tokens.
+    ragged: rounds without padding, None if rows are always padded. trees: rounds that verify trees, None if the target
+    takes none or none were measured.
     """
 
     target: Grid
@@ -193,8 +193,8 @@ class Costs:
     def drafting(self, batch: float, longest: int) -> float:
         """Milliseconds in which the drafter proposes up to `longest` tokens per row.
 
-        A round in which no row drafts anything is charged for the attempt: a retrieval drafter that
-        finds nothing takes as long.
+        A round in which no row drafts anything still costs the attempt: a retrieval drafter that finds nothing takes as
+        long.
         """
         step, fixed = (
             interpolated(arrays_of(getattr(self, name)), batch, f"{name}: batch")
@@ -223,9 +223,9 @@ class Costs:
         return {name: {b: arrays_of(points) for b, points in grid.items()} for name, grid in grids.items()}
 
     def verifying(self, batch: int, longest: int, drafted: Sequence[int]) -> Any:
-        """[len(drafted)] milliseconds of rounds but for drafting, of chains of which the longest has so many tokens.
+        """[len(drafted)] milliseconds of rounds without drafting, for chains of which the longest has `longest` tokens.
 
-        drafted: the draft tokens of all rows. Rows are padded only where that takes no more tokens, as in the loop.
+        drafted: the draft tokens of all rows. Rows are padded only if that takes no more tokens, as in the loop.
         """
         width = self.width_for(longest + 1, batch)
         milliseconds = np.full(len(drafted), self.plain(batch, width))
@@ -242,7 +242,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: Any) -> Costs:
-        """What `to_dict` wrote, also after JSON has made text of the numbers that are keys."""
+        """What `to_dict` returned, also after JSON has turned the numbers that are keys into text."""
         names = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or set(values) != set(names):
             shown = list(values) if isinstance(values, dict) else type(values).__name__
@@ -308,8 +308,8 @@ def paper_costs(
 ) -> Costs:
     """Costs of a target and a draft model by the roofline of a machine; draft_params=0 is a free retrieval draft.
 
-    Parameters are the active ones (all of them but in mixtures of experts). Rows are not padded, and a tree costs what
-    its tokens cost.
+    Parameters are the active ones (all of them, except in mixtures of experts). Rows are not padded, and a tree costs
+    what its tokens cost.
     """
     for name, value, least in (("target_params", target_params, 1), ("draft_params", draft_params, 0)):
         if not is_number(value, least):

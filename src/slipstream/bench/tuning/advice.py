@@ -42,8 +42,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.text.round_view import percent
 
 MIN_SPEED_UP = 1.02  # a smaller gain is not worth the trouble
-COSTLY_DRAFT_SHARE = 0.1  # of an arm's time, from which drafting may be why it lost
-MIN_UNITS = 2  # an interval needs as many
+COSTLY_DRAFT_SHARE = 0.1  # of an arm's time; a larger share may be why it lost
+MIN_UNITS = 2  # that an interval needs
 
 Floats = NDArray[np.float64]
 
@@ -60,9 +60,10 @@ def optimism(logs: Floats) -> float:
 
 
 def log_speed_ups(runs: Sequence[Run], arms: Sequence[str], reference: str) -> Floats:
-    """[A, U]: of medians over repeats by group of prompts; of single repeats where there is one group only.
+    """[A, U] log speed-ups over `reference`, one for each arm and unit.
 
-    Groups that not all arms have run are left out.
+    A unit is a group of prompts (its median over repeats), or a single repeat if there is only one group. Groups that
+    not all arms have run are left out.
     """
     names = [reference, *arms]
     by_group: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}  # seconds per token, by repeat and arm
@@ -79,7 +80,7 @@ def log_speed_ups(runs: Sequence[Run], arms: Sequence[str], reference: str) -> F
 
 
 def lowered_by_selection_bias(estimate: Estimate, bias: float) -> Estimate:
-    """The estimate and its interval, lowered by `bias` (of the log)."""
+    """The estimate and its interval, lowered by `bias`, which is that of the logarithm."""
     share = exp(-bias)
     low, high = (None if end is None else end * share for end in (estimate.low, estimate.high))
     return replace(estimate, value=estimate.value * share, low=low, high=high)
@@ -87,10 +88,10 @@ def lowered_by_selection_bias(estimate: Estimate, bias: float) -> Estimate:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """How a candidate did. measured: against plain decoding, None if it was not run to the end or not at all.
+    """The results of a candidate. measured: its speed-up over plain decoding, None if it was not run to the end.
 
-    units: how often it ran on a group of prompts; predicted: prompts left out; lost: why it is not the advice;
-    failed: it broke down, or its text is not plain decoding's.
+    units: how often it ran on a group of prompts; predicted: its predicted speed-up, prompt processing left out; lost:
+    why it is not the advice; failed: whether it raised an error, or its text is not plain decoding's.
     """
 
     name: str
@@ -109,7 +110,7 @@ class CandidateResult:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do at a batch size. best: None where the answer is not to speculate.
+    """What to do at a batch size. best: None if the answer is not to speculate.
 
     expected: the speed-up of `best` with the gain from being chosen taken off (docs/tune.md). others: best first.
     """
@@ -147,7 +148,9 @@ def needs_draft(candidate: Candidate) -> bool:
 
 
 def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Advice:
-    """entries: by arm name, the simplest first, which wins among equals. runs: whole units of this batch size."""
+    """The advice for a batch size. entries: by arm name, the simplest first, as the first of equals wins. runs: whole
+    units of this batch size.
+    """
     summaries = {summary.arm: summary for summary in summarise(runs, PLAIN)}
     plain = summaries.get(PLAIN)
     if plain is None or plain.speed is None:
@@ -244,7 +247,7 @@ def _cells(result: CandidateResult, speed_up: Estimate | None) -> list[Cell | st
 
 
 def _same_texts(texts: Mapping[str, int]) -> Cell:
-    """How many of the texts that a candidate made are plain decoding's: not all candidates make all of them."""
+    """How many of a candidate's texts are plain decoding's, and of how many: not all candidates finish all texts."""
     same, total = texts.get("identical", 0) + texts.get("reference", 0), sum(texts.values())
     if not total:
         return Cell("-")
@@ -260,7 +263,7 @@ def positions(advice: Advice) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The advice for every batch size but those in `unmeasured`, for which there was no time; what stage one found."""
+    """The results of stage one, and the advice by batch size. unmeasured: batch sizes for which no time was left."""
 
     screened: tuple[Screened, ...]
     advice: tuple[Advice, ...]
@@ -283,16 +286,16 @@ class Tuned:
 def tune(
     space: SearchSpace, meter: Meter, prompts: Sequence[BenchPrompt], batches: Sequence[int], longest: int
 ) -> Tuned:
-    """longest: the longest draft considered. What a batch size leaves of its share of the budget, the next one gets.
+    """Screen all drafters, then measure the shortlist of each batch size. longest: the longest draft considered.
 
-    A budget that is too small for any of them is refused.
+    The next batch sizes get what one leaves of its share of the budget. UsageError if no batch size could be measured.
     """
     work = {batch: in_turn(groups(prompts, batch)) for batch in batches}
     screened = screen(space, meter, work[batches[0]], batches, longest)
     by_batch: dict[int, Advice | None] = {}
     for number, batch in enumerate(batches):
-        until = meter.budget.now + meter.budget.left / (len(batches) - number)
-        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], until)
+        deadline = meter.budget.now + meter.budget.left / (len(batches) - number)
+        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], deadline)
     advice = tuple(of_batch for of_batch in by_batch.values() if of_batch is not None)
     if not advice:
         raise too_little(meter)
@@ -300,12 +303,12 @@ def tune(
 
 
 def _batch(
-    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], until: float
+    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], deadline: float
 ) -> Advice | None:
-    """None where there was no time for the two units that an interval needs."""
+    """The advice for one batch size; None if there was no time for the units that an interval needs."""
     named, batch = {space.name(entry.candidate): entry for entry in entries}, len(work[0].prompts)
     arms = [space.plain, *(space.arm(entry.candidate) for entry in entries if entry.out is None)]
-    runs: list[Run] = search(meter, arms, work, batch, until)
+    runs: list[Run] = search(meter, arms, work, batch, deadline)
     if sum(run.arm == PLAIN for run in runs) < MIN_UNITS and all(run.error is None for run in runs):
         return None
     return advise(batch, named, runs)

@@ -49,7 +49,7 @@ NOTHING = "do not speculate: no setting measured gains anything here"
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine's settings. value: vLLM's object, or None; flags: of a command line; notes: what is not the same."""
+    """One engine's settings. value: vLLM's object, or None; flags: of its command line; notes: what differs here."""
 
     engine: str
     flags: tuple[str, ...] = ()
@@ -64,9 +64,9 @@ class Settings:
 
 
 def engine_settings(candidate: Candidate | None, *, stops_early: bool = False) -> list[Settings]:
-    """For vLLM, SGLang and llama.cpp; candidate None is not to speculate.
+    """The settings of a candidate for vLLM, SGLang and llama.cpp; candidate None: do not speculate.
 
-    stops_early: the draft model ends drafts where it is unsure, as with length "auto" on CPU.
+    stops_early: the draft model ends a draft once it is unsure, as with length "auto" on CPU.
     """
     if candidate is None:
         return [Settings(engine, notes=(NOTHING,)) for engine in ("vllm", "sglang", "llamacpp")]
@@ -127,9 +127,9 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
     elif candidate.kind in ("model", "hybrid"):
         types.append(name)
         notes += _token_by_token(kind, "llama.cpp")
-        unsure = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
+        min_probability = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
         flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
-        flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
+        flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", min_probability]
         if stops_early:
             notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
         if not is_gguf(str(candidate.draft)):
@@ -146,7 +146,7 @@ def _token_by_token(kind: str | None, engine: str) -> list[str]:
 
 
 def _model_tokens(candidate: Candidate) -> int:
-    """Tokens the draft model drafts at most."""
+    """The most tokens that the draft model drafts."""
     return hybrid.STEPS if candidate.kind == "hybrid" else candidate.tokens
 
 
@@ -157,7 +157,9 @@ def _model_notes(candidate: Candidate, stops_early: bool, engine: str) -> list[s
             f"hybrid has no counterpart: {engine} speculates in one way at a time, the draft model is the nearest"
         )
     if stops_early:
-        notes.append("measured with drafts that end where another token would not pay; there they have one length")
+        notes.append(
+            f"measured with drafts that end where another token would not pay; in {engine} all have one length"
+        )
     return notes
 
 
@@ -169,7 +171,7 @@ def config_of(candidate: Candidate | None, config: DecoderConfig) -> DecoderConf
 
 
 def files_for(candidate: Candidate | None, config: DecoderConfig, *, stops_early: bool) -> dict[str, str]:
-    """File name to text. vLLM's object is null where the answer is not to speculate."""
+    """File name -> text. vLLM's object is null if the advice is not to speculate."""
     settings = {settings_of.engine: settings_of for settings_of in engine_settings(candidate, stops_early=stops_early)}
     texts = {f"{engine}.txt": settings_of.text for engine, settings_of in settings.items()}
     value: Settings = settings["vllm"]
@@ -185,8 +187,8 @@ def write_files(
 ) -> list[Path]:
     """Write tune.json and the settings; returns their paths.
 
-    advice: the first batch size first, and whether its draft model stops early. The settings of another batch size
-    have its number in their names, and are there only where they differ from the first one's.
+    advice: for each batch size the advice, and whether its draft model stops early. The files of the first batch size
+    have plain names; those of others have its number in their names, and are written only if they differ.
     """
     texts, first = {"tune.json": json.dumps(result, indent=2) + "\n"}, dict[str, str]()
     for of_batch, stops_early in advice:

@@ -1,7 +1,7 @@
 """Which settings are worth measuring, and measuring them within a time limit.
 
 Stage one screens: the cost of a round and how far drafts get give the speed-up of every draft length without running
-it. Stage two races: the candidates take turns on every group of prompts, and what is clearly beaten leaves.
+it. Stage two races: the candidates take turns on every group of prompts, and one that is clearly beaten is dropped.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-FIRST_RUNG, NEXT_RUNG = 6, 1.5  # units (all arms once on one group) before arms may leave; each time so many more
+FIRST_RUNG, NEXT_RUNG = 6, 1.5  # units (all arms once on one group) before arms are first dropped; factor to the next
 NARROW = 0.03  # an interval within this share of its value is good enough
 SCREENING = 0  # the repeat that runs of stage one are recorded as
 SCREENED = 4  # groups of prompts that stage one runs at most
-RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget, by which stage one has made its runs, and measured its costs
+RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget: stage one ends its runs, and its measuring of costs, by then
 WORTH = 1.1  # a drafter that would reach this speed-up if drafting were free is said to cost too much
 FLOOR = 0.8  # candidates predicted to be slower are not measured; below 1, as predictions are not exact
-TURNS, DRAFTING = 4, 10  # turns of `measure_costs` at least; plain steps that the drafting of a turn takes, about
+TURNS, DRAFTING = 4, 10  # least turns of `measure_costs`; about how many plain steps the drafting of a turn takes
 
 Clock = Callable[[], float]
 ShowProgress = Callable[[str, str], None]
@@ -47,7 +47,7 @@ log = logging.getLogger("slipstream")
 class Measures(Protocol):
     """Runs all arms once on a group of prompts, as `Meter` does."""
 
-    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, deadline: float) -> list[Run] | None:
         """The runs; None if there is no time left."""
 
 
@@ -59,15 +59,16 @@ def in_turn(groups: Sequence[Group]) -> list[Group]:
     return [group for line in zip_longest(*families.values()) for group in line if group is not None]
 
 
-def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, until: float) -> list[Run]:
-    """Measure until `until` (seconds of the budget), or until the best arm's interval is narrow or nothing is left.
+def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, deadline: float) -> list[Run]:
+    """Measure until the deadline, or until the best arm's interval is narrow or no rival is left.
 
-    arms: plain decoding first, which never leaves. Returns the runs of whole units.
+    arms: plain decoding first, which is never dropped. deadline: in seconds of the budget. Returns the runs of whole
+    units.
     """
     runs: list[Run] = []
     active, rung = list(arms), FIRST_RUNG
     for units, (repeat, group) in enumerate(_order(groups), 1):
-        unit_runs = meter.unit(active, group, batch, repeat, until)
+        unit_runs = meter.unit(active, group, batch, repeat, deadline)
         if unit_runs is None:
             return runs
         runs += unit_runs
@@ -156,7 +157,7 @@ def predictable(drafts: Sequence[str]) -> list[Candidate]:
 
 
 def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
-    """What is measured at its own draft length only: lengths and drafters chosen on the way."""
+    """Candidates that choose their lengths or drafters while they run, and so are measured only as they are."""
     if not drafts:
         return [Candidate("auto")]
     return [Candidate(name, draft=draft) for draft in drafts for name in ("auto", "model")]
@@ -179,7 +180,7 @@ class SearchSpace:
         self._decoders = {draft: decoder.with_draft(draft) for draft in self.drafts[1:]}
 
     def name(self, candidate: Candidate) -> str:
-        """The arm's name: its draft model is part of it where there are several."""
+        """The arm's name, with its draft model if there are several."""
         shown = candidate.draft is not None and len(self.drafts) > 1
         return f"{candidate.setting} {candidate.draft}" if shown else candidate.setting
 
@@ -197,13 +198,13 @@ class SearchSpace:
         return base.using(candidate.drafter, num_draft_tokens=candidate.length)
 
     def stops_early(self, candidate: Candidate) -> bool:
-        """Whether the candidate's draft model ends drafts where it is unsure."""
+        """Whether the candidate's draft model ends a draft once it is unsure."""
         on_cpu = self.lineup.decoder.target.backend.device.type == "cpu"
         return on_cpu and candidate.length is None and drafters.traits(candidate.kind).needs_draft_model
 
 
 class Budget:
-    """Seconds, from now on."""
+    """A number of seconds that begin now."""
 
     def __init__(self, seconds: float, clock: Clock = perf_counter) -> None:
         self.seconds, self.clock = seconds, clock
@@ -216,7 +217,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds left; below 0 where a run took longer than expected."""
+        """Seconds left; below 0 if a run took longer than expected."""
         return self.seconds - self.now
 
 
@@ -232,16 +233,16 @@ class Meter:
         self._runs = Runner(lineup, self._plan, folder).run([])
         self._seen: dict[int, dict[str, list[float]]] = {}
 
-    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
-        """All arms in turn on one group of prompts; None if that does not fit before `until`, or did not.
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, deadline: float) -> list[Run] | None:
+        """All arms in turn on one group of prompts; None if they have not ended by the deadline, or are not going to.
 
-        until: seconds of the budget. Runs of a unit that was cut short are on the disk, but compare nothing.
+        deadline: in seconds of the budget. Runs of a unit that was cut short stay on the disk, but are not compared.
         """
-        if self.budget.now + self.expected(arms, batch) > until:
+        if self.budget.now + self.expected(arms, batch) > deadline:
             return None
         runs = []
         for arm in arms:
-            if self.budget.now + self.expected([arm], batch) > until:
+            if self.budget.now + self.expected([arm], batch) > deadline:
                 return None
             stage = "screening" if repeat == SCREENING else f"batch size {batch}"
             self.show_progress(stage, f"{group.ids[0]} {arm.name}")
@@ -249,10 +250,10 @@ class Meter:
             self._plan.append(Measurement(arm, group, batch, repeat))
             runs.append(next(self._runs))
             self._seen.setdefault(batch, {}).setdefault(arm.name, []).append(self.budget.now - begun)
-        return None if self.budget.now > max(until, self.budget.seconds) else runs
+        return None if self.budget.now > max(deadline, self.budget.seconds) else runs
 
     def expected(self, arms: Sequence[Arm], batch: int) -> float:
-        """Seconds that these arms will take, from what they took; one not run yet takes as long as the longest."""
+        """Seconds that these arms will take, judging by their runs; an arm without one counts as the slowest."""
         seconds_of = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
         longest = max((fmean(times) for times in seconds_of.values()), default=0.0)
         return sum(fmean(seconds_of[arm.name]) if arm.name in seconds_of else longest for arm in arms)
@@ -260,9 +261,9 @@ class Meter:
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate at one batch size. predicted: its speed-up, prompts left out; out: why it is not measured.
+    """A candidate at one batch size. predicted: its speed-up, prompt processing left out; out: why it is not measured.
 
-    failed: it broke down.
+    failed: whether it raised an error.
     """
 
     candidate: Candidate
@@ -273,7 +274,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Screened:
-    """What stage one measured of a drafter; None where there was no time for it, or the drafter failed."""
+    """What stage one measured of a drafter; None if there was no time for it, or if the drafter failed."""
 
     candidate: Candidate
     acceptance: Acceptance | None = None
@@ -281,7 +282,7 @@ class Screened:
     failed: str | None = None
 
     def entry(self, batch: int, longest: int) -> Entry:
-        """The drafter at its best predicted length, or at its own where nothing can be predicted."""
+        """The drafter at its best predicted length, or at its own if nothing can be predicted."""
         at_own_length = replace(self.candidate, length=min(self.candidate.tokens, longest))
         if self.failed is not None:
             return Entry(at_own_length, out=f"failed: {self.failed}", failed=True)
@@ -298,8 +299,8 @@ class Screened:
     def _why_not(self, length: int, batch: int) -> str:
         assert self.costs is not None and self.acceptance is not None
         free = replace(self.costs, draft_step={1: 0.0, batch: 0.0}, draft_round={1: 0.0, batch: 0.0})
-        dear = predicted_speed_up(free, self.acceptance, length, batch) >= WORTH
-        return "drafting costs too much" if dear else "drafts too rarely accepted"
+        would_pay = predicted_speed_up(free, self.acceptance, length, batch) >= WORTH
+        return "drafting costs too much" if would_pay else "drafts too rarely accepted"
 
     def to_dict(self) -> dict[str, Any]:
         """The candidate, what was measured of it, and whether it failed, as JSON has them."""
@@ -314,16 +315,16 @@ class Screened:
 def screen(
     space: SearchSpace, meter: Meter, groups: Sequence[Group], batches: Sequence[int], longest: int
 ) -> list[Screened]:
-    """Every predictable drafter: run at the longest length on some groups (of the first batch size), then its costs.
+    """Run every predictable drafter at the longest length on some groups (of the first batch size), then time rounds.
 
-    Too small a budget for a single group is refused.
+    UsageError if the budget is too small for a single group.
     """
     kinds = predictable(space.drafts)
     arms = [space.plain, *(space.arm(replace(kind, length=longest)) for kind in kinds)]
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
-        until = meter.budget.seconds * (RUNS_SHARE if number else 1)
-        group_runs = meter.unit(arms, group, batches[0], SCREENING, until)
+        deadline = meter.budget.seconds * (RUNS_SHARE if number else 1)
+        group_runs = meter.unit(arms, group, batches[0], SCREENING, deadline)
         if group_runs is None:
             break
         runs += group_runs
@@ -336,14 +337,14 @@ def screen(
 
 
 def shortlist(screened: Sequence[Screened], drafts: Sequence[str], batch: int, longest: int) -> list[Entry]:
-    """What is in question at a batch size: drafters at their best predicted lengths, then the unpredictable ones."""
+    """The candidates for a batch size: drafters at their best predicted lengths, then the unpredictable ones."""
     return [*(drafter.entry(batch, longest) for drafter in screened), *map(Entry, unpredictable(drafts))]
 
 
 def too_little(meter: Meter) -> UsageError:
-    """The refusal of a budget that compares nothing."""
+    """The error for a budget that is too small to compare anything."""
     return UsageError(
-        f"--budget {meter.budget.seconds:g} is over after {meter.budget.now:.1f} s without a comparison of all "
+        f"--budget {meter.budget.seconds:g} was used up after {meter.budget.now:.1f} s, before a comparison of all "
         "candidates on two groups of prompts; allowed: more seconds, or fewer --draft, --batch-sizes or --max-tokens"
     )
 
@@ -365,7 +366,7 @@ def _step_seconds(runs: Sequence[Run]) -> float:
 def _with_costs(
     screened: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
 ) -> list[Screened]:
-    """Target forwards are timed with the first drafter only: for the others they are the same."""
+    """Add the costs of rounds. Target forwards are timed with the first drafter only: they are the same for all."""
     widths = sorted({*range(1, min(longest, 5) + 1), *range(7, longest + 1, 2), longest + 1})
     first: Costs | None = None
     with_costs = []

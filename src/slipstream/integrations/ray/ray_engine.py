@@ -18,7 +18,7 @@ from slipstream.wiring.run_order import first_row, ordered
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How an actor makes its decoder. threads: to compute with on a CPU, 0 leaves PyTorch's own number."""
+    """How an actor makes its decoder. threads: of PyTorch on a CPU; 0 keeps PyTorch's default."""
 
     target: str
     draft: str | None
@@ -28,7 +28,7 @@ class EngineSpec:
 
 
 class RayEngine:
-    """Called with a block of lines by several threads at once; each call returns when its own lines are answered."""
+    """Ray calls it with blocks of lines, in several threads at once; a call returns when its own lines are answered."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -40,10 +40,10 @@ class RayEngine:
         self._decoder = SpeculativeDecoder(spec.target, spec.draft, **vars(spec.config))
         self._reader = LineReader(self._decoder, spec.options)
         self._pool = RequestPool(self._decoder)
-        self._news, self._tokenizer = threading.Condition(), threading.Lock()
+        self._changed, self._tokenizer_lock = threading.Condition(), threading.Lock()
         self._new: list[JobRequest] = []
         self._ended: dict[int, JobRequest] = {}  # by the identity of a request
-        self._told = Work()  # what has been reported
+        self._reported = Work()
         self._failure: BaseException | None = None
         threading.Thread(target=self._run, name="slipstream-engine", daemon=True).start()
 
@@ -54,15 +54,15 @@ class RayEngine:
         for number, text in zip(block["number"], block["line"], strict=True):
             line = Line(int(number), json.loads(text))
             try:
-                with self._tokenizer:  # which several threads cannot use at once
+                with self._tokenizer_lock:  # threads cannot share a tokenizer
                     requests.append(self._reader.request_of(line))
             except Exception as error:  # of this line; the others go on
                 answers[line.number] = False, self._reader.refusal(line, error)
         for request in self._decoded(ordered(requests, first_row, self._decoder.shapes.reuse)):
             try:
-                with self._tokenizer:
+                with self._tokenizer_lock:
                     answers[request.line.number] = True, request.answer()
-            except Exception as error:  # the row's own
+            except Exception as error:  # of this row
                 answers[request.line.number] = False, self._reader.refusal(request.line, error)
         numbers = [int(number) for number in block["number"]]
         work = self._new_work()
@@ -76,37 +76,37 @@ class RayEngine:
 
     def _decoded(self, requests: Sequence[JobRequest]) -> list[JobRequest]:
         """Hand requests to the engine and wait for all of them."""
-        with self._news:
+        with self._changed:
             self._new += requests
-            self._news.notify_all()
+            self._changed.notify_all()
             while not (self._failure or all(id(request) in self._ended for request in requests)):
-                self._news.wait()
+                self._changed.wait()
             if self._failure is not None:
                 raise SlipstreamError(f"the engine has stopped: {self._failure}") from self._failure
             return [self._ended.pop(id(request)) for request in requests]
 
     def _new_work(self) -> Work:
-        """What was done since this was last asked."""
-        with self._news:
-            before, now = self._told, Work(**vars(self._pool.work))
-            self._told = now
+        """The work that was done since the last call."""
+        with self._changed:
+            before, now = self._reported, Work(**vars(self._pool.work))
+            self._reported = now
         return Work(**{name: value - getattr(before, name) for name, value in vars(now).items()})
 
     def _run(self) -> None:
-        """The engine's thread: one round after the other, for whichever blocks are there."""
+        """The engine's thread: decodes the rows of all blocks, round after round."""
         try:
             while True:
-                with self._news:
+                with self._changed:
                     while not (self._new or self._pool.unfinished):
-                        self._news.wait()
+                        self._changed.wait()
                     new, self._new = self._new, []
                 self._pool.add(new)
                 ended = self._pool.step()
                 if ended:
-                    with self._news:
+                    with self._changed:
                         self._ended |= {id(request): request for request in ended}
-                        self._news.notify_all()
-        except BaseException as error:  # whoever waits must be told
-            with self._news:
+                        self._changed.notify_all()
+        except BaseException as error:  # every waiting call must learn of it
+            with self._changed:
                 self._failure = error
-                self._news.notify_all()
+                self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""A job over a Ray cluster: Ray Data hands blocks of lines to actors, this process writes the answers as they come.
+"""A job over a Ray cluster: Ray Data hands blocks of lines to actors, and this process writes answers as they finish.
 
-The output is that of a job on one machine, so either can go on with what the other has begun. It also makes a job
-survive its driver: Ray stores no state, and lines without an answer in the output are asked again. Blocks of a node
-that died are given to another by Ray; an answer is written once, as every line is in one block.
+The output is that of a job on one machine, so each kind of job can continue the other's. A job also survives its
+driver: Ray stores no state, and the next run asks for the lines that have no answer in the output. If a node dies, Ray
+gives its blocks to another one; each line is in one block, so its answer is written once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.jobs.batch_job import JobReport, JobState, Progress
 from slipstream.jobs.job_lines import JobFiles, Line
 from slipstream.jobs.line_formats import RequestDigest
 
-REACHABLE_SECONDS = 10.0  # seconds in which a cluster must answer
+REACHABLE_SECONDS = 10.0  # within which a cluster must accept a connection
 BLOCKS_AT_ONCE = 3  # blocks of lines that an actor works on at a time, each as large as its batch
 
 
@@ -58,7 +58,7 @@ class RayJob:
             raise SlipstreamError(f"Ray has lost {len(lines)} lines; run the same command again to answer them")
 
     def _blocks(self, ray: Any, lines: Mapping[int, Line]) -> Iterator[Mapping[str, Any]]:
-        """Answers, a block at a time, in the order in which they are there."""
+        """Blocks of answers, in the order in which they finish."""
         size = self.spec.config.max_batch_size
         items = [{"number": number, "line": json.dumps(dict(line.item))} for number, line in lines.items()]
         low, high = self.options.actors
@@ -111,7 +111,7 @@ def run_ray_job(
 
 @contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
-    """A connection to a cluster; one that was there before is used and left alone."""
+    """Connect to a cluster inside the block; a connection that exists already is used and left open."""
     if ray.is_initialized():
         yield
         return
@@ -133,7 +133,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """SlipstreamError where nobody listens: there Ray would end the whole process, in many lines."""
+    """SlipstreamError if nothing listens at the address; Ray would end the whole process, with many lines of output."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return

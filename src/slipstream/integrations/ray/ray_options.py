@@ -1,4 +1,4 @@
-"""What a job over Ray is told besides its lines and its models."""
+"""The options of a job over Ray, besides its lines and its models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError, UsageError, setting
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """Which cluster, and how many engines on what."""
+    """Which cluster to use, how many engines, and what each engine gets."""
 
     ray: str = setting("", "run the job on this Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local")
     ray_actors: str = setting("1", "engines, each with the models in its memory: N, or MIN-MAX as the cluster allows")
@@ -28,13 +28,13 @@ class RayOptions:
 
     @property
     def actors(self) -> tuple[int, int]:
-        """How many engines at least and at most."""
+        """The least and the greatest number of engines."""
         low, _, high = self.ray_actors.partition("-")
         return int(low), int(high or low)
 
 
 def ray_module() -> object:
-    """Ray; SlipstreamError without it."""
+    """The module `ray`; SlipstreamError if it is not installed."""
     try:
         import ray
         import ray.data

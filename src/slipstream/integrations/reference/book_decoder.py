@@ -1,7 +1,7 @@
 """`SpeculativeDecoder(target_model, draft_model, draft_tokens).decode(input_ids, max_new_tokens)`, as book chapters do.
 
-There, `max_new_tokens` limits the length of prompt and output together, an end token ends nothing, and sampling is from
-the full softmax. Here `max_new_tokens` is what it says; the other two stay.
+In the books, `max_new_tokens` limits prompt and output together, an end token ends nothing, and tokens are sampled from
+the full softmax. Here `max_new_tokens` limits the output alone; the other two are the same.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result, Stats
 
 log = logging.getLogger("slipstream")
-MAX_ROWS = 1024  # the caller chooses the batch; memory is reserved for the rows there are
+MAX_ROWS = 1024  # the caller chooses the batch size; memory is reserved only for the rows of a call
 GREEDY = GreedyProcessor()
 EndIds = int | Sequence[int] | None
 
 
 @runtime_checkable
 class TokenNames(Protocol):
-    """What the functions need of a tokenizer; those of Hugging Face have it."""
+    """What the functions need of a tokenizer; Hugging Face's tokenizers have it."""
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         """Names of tokens, for debug output."""
@@ -55,7 +55,7 @@ class Options:
     """One call's options; UsageError names the one that is wrong.
 
     gamma: draft tokens per round; 0 is plain decoding.
-    max_gen_len: tokens to generate at most; fewer (with a line in the log) where the model's context ends before.
+    max_gen_len: most tokens to generate; fewer (with a line in the log) if the model's context ends before.
     eos_tokens_id: ids that end the text and are its last token; None for no end. Nothing else ends it.
     pad_token_id: accepted because callers pass it. Rows are never padded, so no output depends on it.
     use_cache: likewise. Keys and values are always cached within a call, and the output is the same either way.
@@ -99,11 +99,10 @@ class Options:
 
 
 def round_line(round: Round, number: int, tokenizer: TokenNames | None) -> str:
-    """Accepted draft tokens, of the main chain and of a branch, rejected ones and the token that followed.
+    """A line about a round: draft tokens accepted on the main chain and on a branch, rejected ones, and the next token.
 
-    By name, or by id without a tokenizer.
-
-    "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
+    Tokens are shown by name, or by id without a tokenizer. "unused" are draft tokens behind the text's end, which were
+    neither accepted nor rejected.
     """
     accepted = round.num_accepted_tokens
     fate = "rejected" if round.rejected or round.path is not None else "unused"
@@ -127,8 +126,8 @@ def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:
 def decoder_of(target: Module, drafter: Module | None, tokenizer: Any = None) -> SpeculativeDecoder:
     """The cached decoder over these models, with an empty KV cache.
 
-    drafter: None takes the one of the last call, for requests that draft nothing. tokenizer: vouches for both models
-    where their heads differ in size.
+    drafter: None keeps the one of the last call, for requests that draft nothing. tokenizer: that of both models,
+    needed if their heads differ in size.
     """
     for name, model in (("target", target), ("drafter", drafter)):
         if not isinstance(model, Module) and (name == "target" or model is not None):
@@ -143,7 +142,7 @@ def decoder_of(target: Module, drafter: Module | None, tokenizer: Any = None) ->
             draft=drafter,
             tokenizer=tokenizer,
             drafter="none" if drafter is None else "model",
-            num_draft_tokens=0 if drafter is None else 1,  # requests say their own
+            num_draft_tokens=0 if drafter is None else 1,  # each request sets its own
             max_batch_size=MAX_ROWS,
         )
     decoder = decoder_for(target, settings)
@@ -216,7 +215,7 @@ def speculative_generate(
         first_target=first_target,
         debug=debug,
     )
-    result = _decode([_ids("inputs", inputs)], target, _given(drafter), options)[0]
+    result = _decode([_ids("inputs", inputs)], target, _required(drafter), options)[0]
     return result.token_ids, result.stats.acceptance_rate or 0.0
 
 
@@ -254,7 +253,7 @@ def speculative_generate_batch(
     if not isinstance(inputs, list | tuple):
         raise UsageError(f"inputs is a {type(inputs).__name__}; allowed: a list of unpadded lists of token ids")
     prompts = [_ids(f"inputs[{i}]", prompt) for i, prompt in enumerate(inputs)]
-    results = _decode(prompts, target, _given(drafter), options)
+    results = _decode(prompts, target, _required(drafter), options)
     rates = [result.stats.acceptance_rate or 0.0 for result in results]
     return [result.token_ids for result in results], rates, [result.stats for result in results]
 
@@ -278,7 +277,7 @@ def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, op
 
 
 def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adjustment: bool) -> SpeculativeDecoder:
-    """The decoder with the rule that the processor's own draws or skip_sample_adjustment ask for."""
+    """The decoder with the rule that the processor's own draws or skip_sample_adjustment need."""
     if sampling.rule is not None:
         if skip_sample_adjustment:
             raise UsageError(
@@ -293,8 +292,8 @@ def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adju
 
 
 def _with_length(params: SamplingParams, prompt: list[int], max_gen_len: int, context: int) -> SamplingParams:
-    """Options for one prompt: as in the originals, the text ends where the model's context does."""
-    room = max(context - len(prompt), 1)  # a prompt without any room is refused with the others
+    """Options for one prompt; as in the originals, the text ends at the end of the model's context."""
+    room = max(context - len(prompt), 1)  # a prompt that leaves no room is refused later, with other wrong prompts
     if room < max_gen_len:
         log.warning("max_gen_len=%d is cut to %d: the model's context is %d tokens", max_gen_len, room, context)
     return replace(params, max_tokens=min(max_gen_len, room))
@@ -305,7 +304,7 @@ def seed_from_torch() -> int:
     return int(torch.randint(1 << 62, ()))
 
 
-def _given(drafter: Module | None) -> Module:
+def _required(drafter: Module | None) -> Module:
     if drafter is None:
         raise UsageError("drafter=None; allowed: a loaded Hugging Face causal language model")
     return drafter

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # of the sum of a processor's probabilities; half precision is
 class LogitsProcessor(ABC):
     """A distribution, softmax(_process(logits) / temperature), and a way to sample from it.
 
-    Subclasses of your own stay exact too: see `processor_options` in this folder. temperature: > 0, else UsageError.
+    Subclasses of your own stay exact, too: see `sampling_of`. temperature: > 0, else UsageError.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -66,7 +66,7 @@ class MultinomialProcessor(LogitsProcessor):
         return logits
 
     def sample(self, probs: Tensor) -> Tensor:
-        """A sample by torch's global generator. probs: [V] or [N, V]."""
+        """A sample from torch's global generator. probs: [V] or [N, V]."""
         return torch.multinomial(probs, num_samples=1)
 
 
@@ -136,7 +136,7 @@ class Processor(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, and the acceptance rule to use where it is not the decoder's own choice."""
+    """Sampling options, and an acceptance rule; None keeps the decoder's own."""
 
     params: SamplingParams
     rule: Rule | None = None
@@ -154,11 +154,11 @@ class _LogProbs:
     processor: Processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self.processor(scores).log().to(scores.dtype)  # some answer in half precision
+        return self.processor(scores).log().to(scores.dtype)  # some processors return half precision
 
 
 def check_processor(processor: Any) -> Processor:
-    """The processor, or UsageError if it is none."""
+    """The processor; UsageError for anything that is no processor."""
     if isinstance(processor, type) or not isinstance(processor, Processor):
         name = processor.__name__ if isinstance(processor, type) else type(processor).__name__
         what = "the class" if isinstance(processor, type) else "a"
@@ -190,7 +190,7 @@ def _native(processor: Processor) -> SamplingParams | None:
         return SamplingParams(temperature=processor.temperature)
     if type(processor) is TopKProcessor:
         return SamplingParams(temperature=processor.temperature, top_k=processor.top_k)
-    # the order of temperature and nucleus does not matter at 1 only
+    # at a temperature other than 1, our order of temperature and nucleus would give another distribution
     if type(processor) is NucleusProcessor and processor.temperature == 1 and processor.top_p > 0:
         return SamplingParams(temperature=1.0, top_p=processor.top_p)
     if type(processor) is TopKNucleusProcessor and processor.temperature == 1 and processor.top_p > 0:
@@ -203,7 +203,7 @@ def _draws_like(processor: Processor, kind: type[GreedyProcessor] | type[Multino
 
 
 def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -> None:
-    """Refuse a processor that answers with anything but a distribution, or with two of them for the same logits."""
+    """Refuse a processor whose result is no distribution, or differs between two calls with the same logits."""
     logits = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float32, device=device)[None]
     first, second = processor(logits.clone()), processor(logits.clone())
     answer = f"shape {tuple(first.shape)}"
@@ -219,7 +219,7 @@ def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -
 
 
 def own_draws(processor: Processor) -> Rule:
-    """Sample and match with the processor's own `sample`: exact whatever that does.
+    """Sample and match with the processor's own `sample`; exact for any such method.
 
     A draft token is kept iff the processor sampled the same one; the processor's token is committed either way.
     """

@@ -38,20 +38,20 @@ class CustomGenerate:
 
     draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer, draft_tokenizer:
     as in `SpeculativeDecoder`; a draft model of another vocabulary needs both tokenizers. All may also be given to
-    `generate` itself for one call; `assistant_model=` and `assistant_tokenizer=` are other ways to say `draft=` and
+    `generate` itself for one call; `assistant_model=` and `assistant_tokenizer=` are other names for `draft=` and
     `draft_tokenizer=` (with `assistant_model=`, `generate` itself refuses num_return_sequences > 1; `draft=` takes it).
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
     same distribution. Each row's seed comes from torch's global generator: after one `torch.manual_seed` a call gives
-    the same text again. Under acceptance "match" (the default) it does so whatever drafts, except where two tokens tie
+    the same text again. Under acceptance "match" (the default) it does so with any drafter, except where two tokens tie
     within rounding.
 
     What differs:
-    - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.
+    - Processors and criteria are called with one row at a time, [1, n], padding included; processors must be stateless.
       Criteria get scores=None. A criterion with state sees the rows' tokens in another order than in `generate`.
-    - `stop_strings` in a `GenerationConfig` work for no callable; `stop_strings=` and a `StopStringCriteria` do.
+    - `stop_strings` in a `GenerationConfig` reach no callable; `stop_strings=` and a `StopStringCriteria` do.
     - `use_cache`, static and offloaded caches change nothing: the KV cache is Slipstream's own. The model keeps it, and
-      the draft model, for later calls until it goes itself. `past_key_values` of the output is None.
+      the draft model, for later calls, as long as the model itself lives. `past_key_values` of the output is None.
     - `prompt_lookup_num_tokens` and an assistant model's own settings are not read: they concern speed only.
     - Where `max_time` or a criterion stops rows of a batch that has no end token, they run on until the last one stops,
       as in `generate`; with a pad token, rows stopped by `max_time` are padded instead.
@@ -89,22 +89,22 @@ class CustomGenerate:
         stop_strings: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What `generate` calls: it passes on those of its own arguments that are named here.
+        """Called by `generate`, which passes on those of its own arguments that are named here.
 
         input_ids: [B, n], repeated for num_return_sequences already. Returns [B, longest] or the output object.
         """
-        passed = NotPassedOn.of(model)
-        if passed.synced_gpus:
+        from_caller = NotPassedOn.of(model)
+        if from_caller.synced_gpus:
             raise UsageError("synced_gpus=True; allowed: None or False")
         call_settings = {
-            "draft": _one_of("draft", draft, "assistant_model", passed.assistant_model),
+            "draft": _one_of("draft", draft, "assistant_model", from_caller.assistant_model),
             "drafter": drafter,
             "num_draft_tokens": num_draft_tokens,
             "acceptance": acceptance,
             "max_batch_size": max_batch_size,
-            "tokenizer": passed.tokenizer if tokenizer is None else tokenizer,
+            "tokenizer": from_caller.tokenizer if tokenizer is None else tokenizer,
             "draft_tokenizer": _one_of(
-                "draft_tokenizer", draft_tokenizer, "assistant_tokenizer", passed.assistant_tokenizer
+                "draft_tokenizer", draft_tokenizer, "assistant_tokenizer", from_caller.assistant_tokenizer
             ),
         }
         settings = replace(self, **{name: value for name, value in call_settings.items() if value is not None})
@@ -118,22 +118,22 @@ class CustomGenerate:
         criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
         refuse_options(generation_config, logits_processor, criteria)
         prompts = read_prompts(model, input_ids, model_kwargs)
-        if passed.streamer is not None and len(prompts) > 1:
+        if from_caller.streamer is not None and len(prompts) > 1:
             raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")
         options = Options.of(generation_config, logits_processor, criteria, len(prompts))
         try:
-            rows = _decode(decoder, options, prompts, passed.streamer)
-            more = {} if options.pads else _run_on(decoder, options, prompts, rows)
+            rows = _decode(decoder, options, prompts, from_caller.streamer)
+            continuations = {} if options.pads else _run_on(decoder, options, prompts, rows)
             results = [decoder.result(row) for row in rows]
         finally:
             cached.forget()  # the model may learn before the next call, and rows hold the caller's processors
-        if passed.streamer is not None:
-            passed.streamer.end()
-        sequences = _sequences(input_ids, rows, more, options.pad_id)
+        if from_caller.streamer is not None:
+            from_caller.streamer.end()
+        sequences = _sequences(input_ids, rows, continuations, options.pad_id)
         if not generation_config.return_dict_in_generate:
             return sequences
         output = GenerateDecoderOnlyOutput(sequences=sequences)
-        rounds = [round for row in [*rows, *more.values()] for round in row.rounds]
+        rounds = [round for row in [*rows, *continuations.values()] for round in row.rounds]
         output.slipstream_stats = Stats.of(rounds, lossless=decoder.lossless)
         output.slipstream_results = results
         return output
@@ -143,13 +143,13 @@ class CustomGenerate:
         for module in (model, self.draft):
             if isinstance(module, torch.nn.Module) and unwrapped(module).training:
                 raise UsageError(f"model {type(module).__name__} is in training mode; allowed: after model.eval()")
-        # without a draft model it waits for the calls that bring one
+        # without a draft model its tokenizer has no use; a call may still bring the model
         draft_tokenizer = None if self.draft is None else self.draft_tokenizer
         settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=draft_tokenizer)
         return decoder_for(model, replace(settings, max_batch_size=self.max_batch_size))
 
     def stop_criteria(self, stop_strings: Any) -> list[Any]:
-        """Stop strings as `generate` watches for them."""
+        """The criteria with which `generate` watches for stop strings."""
         if stop_strings is None:
             return []
         if self.tokenizer is None:
@@ -198,16 +198,16 @@ def _run_on(
     longest = max(row.num_output_tokens for row in rows)
     short = [i for i, row in enumerate(rows) if row.num_output_tokens < longest]
     limit = replace(options, criteria=(), max_length=prompts[0].width + longest)
-    more = _decode(decoder, limit, [replace(prompts[i], tokens=rows[i].tokens) for i in short], None)
-    return dict(zip(short, more, strict=True))
+    continued = _decode(decoder, limit, [replace(prompts[i], tokens=rows[i].tokens) for i in short], None)
+    return dict(zip(short, continued, strict=True))
 
 
-def _sequences(input_ids: Tensor, rows: Sequence[Row], more: dict[int, Row], pad_id: int | None) -> Tensor:
-    """[B, longest] the input as it was, the output, and padding."""
+def _sequences(input_ids: Tensor, rows: Sequence[Row], continuations: dict[int, Row], pad_id: int | None) -> Tensor:
+    """[B, longest] the input unchanged, the output, and padding."""
     longest = max(row.num_output_tokens for row in rows)
     outputs: list[list[int | None]] = []
     for i, row in enumerate(rows):
-        output = row.output + (more[i].output if i in more else [])
+        output = row.output + (continuations[i].output if i in continuations else [])
         outputs.append([*output, *[pad_id] * (longest - len(output))])
     return torch.cat([input_ids, input_ids.new_tensor(outputs)], dim=1)
 

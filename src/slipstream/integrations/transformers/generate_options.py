@@ -1,6 +1,6 @@
-"""What Hugging Face `generate` was asked for: prompts, sampling options and what ends a row, or a refusal by name.
+"""Reads what Hugging Face `generate` was called with: prompts, sampling options and what ends a row.
 
-This module knows neither decoders nor models.
+It refuses, by name, what cannot be honoured, and knows neither decoders nor models.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any])
     for name in inputs.keys() & set(NAMES):
         if _is_new(inputs[name]):
             del inputs[name]
-    for kind in inputs.pop(ENCODED, {}):  # what `generate` has made of pixel_values and the like; {} for a text
+    for kind in inputs.pop(ENCODED, {}):  # `generate` has encoded pixel_values and the like; {} for a text
         raise UsageError(f"{kind} input is given; allowed: text only, as input_ids and attention_mask")
     for name, value in inputs.items():
         if any(kind in name for kind in MEDIA):
@@ -111,9 +111,9 @@ def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any])
 
 @torch.inference_mode()
 def _is_default_type(model: Any, name: str, value: Any) -> bool:
-    """Whether an input says of every token that it is text, as processors of models for text and images do.
+    """Whether an input only marks every token as text, as processors of models for text and images do.
 
-    Zeros are no more than that where the model gives the same logits without them; GPT-2 adds an embedding for them.
+    It then is all zeros, and the model returns the same logits without it; GPT-2 would add an embedding for zeros.
     """
     if not isinstance(value, Tensor) or value.is_floating_point() or bool(value.any()):
         return False
@@ -126,7 +126,7 @@ def _is_default_type(model: Any, name: str, value: Any) -> bool:
 
 
 def _is_new(cache: Any) -> bool:
-    """Whether `generate` has made this cache just now: nothing has been read into it."""
+    """Whether `generate` has just made this cache, so that nothing has been read into it."""
     if getattr(cache, "_is_user_defined", False):
         return False
     layers = getattr(cache, "layers", [])
@@ -140,8 +140,8 @@ def _is_new(cache: Any) -> bool:
 class Options:
     """What all rows share. criteria: stopping criteria other than lengths and end tokens.
 
-    pad_id: what fills finished rows up; pads: whether it does, or they run on until the last row stops, as `generate`
-    lets them where no criterion has end tokens.
+    pad_id: fills finished rows up. pads: whether finished rows are filled up; else they run on until the last row
+    stops, as in `generate` if no criterion has end tokens.
     """
 
     processors: tuple[Processor, ...]
@@ -161,10 +161,10 @@ class Options:
             raise UsageError("stopping_criteria holds no MaxLengthCriteria; allowed: the list that generate prepares")
         ends = [c for c in criteria if type(c) is hf_stopping.EosTokenCriteria]
         pad_id = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # just what `generate` asks
+        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # the same test as in `generate`
         if pads and pad_id is None:
             raise UsageError("pad_token_id=None with an end token; allowed: a token id")
-        timed = any(isinstance(c, hf_stopping.MaxTimeCriteria) for c in criteria)  # no time is left to run on
+        is_timed = any(isinstance(c, hf_stopping.MaxTimeCriteria) for c in criteria)  # no time is left to run on
         return cls(
             processors=tuple(processors),
             criteria=tuple(c for c in criteria if type(c) not in ROW_ENDS),
@@ -173,15 +173,15 @@ class Options:
             do_sample=bool(config.do_sample),
             num_rows=num_rows,
             pad_id=pad_id,
-            pads=pads or (timed and pad_id is not None),
+            pads=pads or (is_timed and pad_id is not None),
         )
 
     def params(self, prompt: PaddedPrompt, seed: int) -> SamplingParams:
-        """The row's sampling options. What ends it is set on the row itself, so `ignore_eos` is true."""
+        """The row's sampling options. End tokens are set on the row itself, so `ignore_eos` is true."""
         last, rest = last_fields(self.processors) if self.do_sample else ({"temperature": 0.0}, self.processors)
         first, rest = first_fields(rest, prompt, None if self.criteria else self.end_ids)
         called = [for_row(processor, prompt.index, self.num_rows) for processor in rest]
-        max_tokens = max(1, self.max_length - prompt.width)  # `generate` looks at the length after a token
+        max_tokens = max(1, self.max_length - prompt.width)  # `generate` checks the length only after a token
         return SamplingParams(
             **last,
             **first | {"min_tokens": min(first.get("min_tokens", 0), max_tokens)},
@@ -192,12 +192,12 @@ class Options:
         )
 
     def watch(self, prompt: PaddedPrompt) -> Watch | None:
-        """What looks at the row's tokens as they are committed."""
+        """A callable that checks the criteria after every committed token of the row; None without criteria."""
         return Watch(self.criteria, prompt, self.max_length) if self.criteria else None
 
 
 class Watch:
-    """Asks stopping criteria after every committed token of one row: input_ids [1, n] with padding, scores None."""
+    """Calls stopping criteria after every committed token of a row, with padded input_ids [1, n] and scores None."""
 
     def __init__(self, criteria: Sequence[Criterion], prompt: PaddedPrompt, max_length: int) -> None:
         self._criteria, self._length = criteria, prompt.width
@@ -208,7 +208,7 @@ class Watch:
         """Whether the row ends with this token."""
         self._ids[0, self._length] = token
         self._length += 1
-        return any([self._ask(criterion) for criterion in self._criteria])  # like `generate`, ask all of them
+        return any([self._ask(criterion) for criterion in self._criteria])  # like `generate`, call all of them
 
     def _ask(self, criterion: Criterion) -> bool:
         answer = torch.as_tensor(criterion(self._ids[:, : self._length], None))

@@ -1,4 +1,4 @@
-"""Hugging Face logits processors as fields of `SamplingParams`, where order and meaning coincide exactly.
+"""Turns Hugging Face logits processors into fields of `SamplingParams` if order and meaning coincide exactly.
 
 All others stay processors and are called as `generate` calls them. This module knows neither decoders nor models.
 """
@@ -39,15 +39,15 @@ class PaddedPrompt:
 
     @property
     def width(self) -> int:
-        """Its length as `generate` counts it, padding included."""
+        """The row's length as `generate` counts it, padding included."""
         return self.padding.shape[1] + len(self.tokens)
 
 
 def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The warpers that a sampling list ends with as fields, and what comes before them.
+    """The warpers at the end of a sampling list as fields, and the processors before them.
 
-    Any other warper after or between them leaves all before it to be called, at temperature 1. A final normalisation
-    changes no distribution.
+    Reading from the end stops at a processor without a field, or out of order: it and all before it stay processors, a
+    temperature included. A final normalisation is dropped, as it changes no distribution.
     """
     rest, fields, stage = list(processors), {"temperature": 1.0}, len(WARPERS)
     if rest and type(rest[-1]) is hf.LogitNormalization:
@@ -124,7 +124,7 @@ def _ids(tensor: Tensor) -> frozenset[int]:
 
 
 def for_row(processor: Any, row: int, num_rows: int) -> Any:
-    """The processor as it treats row number `row`: those that know the batch row by row are narrowed to one."""
+    """The processor for one row: a copy narrowed to that row if the processor holds data of every row of the batch."""
     kind, narrowed = type(processor), copy(processor)
     if kind is hf.RepetitionPenaltyLogitsProcessor:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):

@@ -31,7 +31,7 @@ const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-function say(text) {
+function announce(text) {
 	$("live").append(h("p", text));
 	while ($("live").children.length > 5) $("live").firstChild.remove();
 }
@@ -41,9 +41,9 @@ function sentences() {
 	let open = "";
 	return (text, over = false) => {
 		open += text;
-		const done = over ? open : (open.match(/^[\s\S]*[.!?\n]["')]?\s/)?.[0] ?? "");
-		open = open.slice(done.length);
-		if (done.trim()) say(done.trim());
+		const finished = over ? open : (open.match(/^[\s\S]*[.!?\n]["')]?\s/)?.[0] ?? "");
+		open = open.slice(finished.length);
+		if (finished.trim()) announce(finished.trim());
 	};
 }
 
@@ -57,10 +57,10 @@ function askKey() {
 		dialog.returnValue = "";
 		dialog.addEventListener("close", () => {
 			asking = null;
-			const given = dialog.returnValue === "ok" ? $("key").value.trim() : "";
-			if (given) sessionStorage.setItem("slipstream.key", given);
+			const entered = dialog.returnValue === "ok" ? $("key").value.trim() : "";
+			if (entered) sessionStorage.setItem("slipstream.key", entered);
 			$("key").value = "";
-			resolve(Boolean(given));
+			resolve(Boolean(entered));
 		}, { once: true });
 		dialog.showModal();
 		$("key").focus();
@@ -68,7 +68,7 @@ function askKey() {
 	return asking;
 }
 
-// The server cannot be reached, or went away in the middle of an answer.
+// The server cannot be reached, or the connection broke in the middle of an answer.
 class Lost extends Error {}
 
 const GONE = "The server does not answer.";
@@ -79,7 +79,7 @@ async function reach(path, options, message) {
 		return await fetch(path, options);
 	} catch (error) {
 		if (options.signal?.aborted) throw error;
-		wake(); // the line at the top is not to wait for the next look
+		wake(); // so that the line at the top changes at once
 		throw new Lost(message);
 	}
 }
@@ -92,9 +92,9 @@ async function call(path, body, signal) {
 		const method = body ? "POST" : "GET";
 		const answer = await reach(path, { method, headers, signal, body: body && JSON.stringify(body) }, GONE);
 		if (answer.ok) return answer;
-		const told = await answer.json().catch(() => ({}));
+		const refusal = await answer.json().catch(() => ({}));
 		if (answer.status === 401 && (await askKey())) continue;
-		const error = new Error(told.error?.message ?? `the server answered with status ${answer.status}`);
+		const error = new Error(refusal.error?.message ?? `the server answered with status ${answer.status}`);
 		error.status = answer.status;
 		throw error;
 	}
@@ -140,20 +140,20 @@ function refuse(name, message) {
 
 function number(name) {
 	const [label, low, high, whole] = NUMBERS[name];
-	const given = $(name).value.trim();
-	if (!given) return undefined;
-	const value = Number(given);
+	const typed = $(name).value.trim();
+	if (!typed) return undefined;
+	const value = Number(typed);
 	if (!(value >= low && value <= high) || (whole && !Number.isInteger(value)) || (name === "top_p" && !value)) {
-		refuse(name, `${label}: ${given}; allowed: a ${whole ? "whole " : ""}number from ${name === "top_p" ? "above 0" : low} to ${high}`);
+		refuse(name, `${label}: ${typed}; allowed: a ${whole ? "whole " : ""}number from ${name === "top_p" ? "above 0" : low} to ${high}`);
 	}
 	return value;
 }
 
 function schema() {
-	const given = $("schema").value.trim();
-	if (!given) return undefined;
+	const typed = $("schema").value.trim();
+	if (!typed) return undefined;
 	try {
-		return { type: "json_schema", json_schema: { name: "answer", strict: true, schema: JSON.parse(given) } };
+		return { type: "json_schema", json_schema: { name: "answer", strict: true, schema: JSON.parse(typed) } };
 	} catch (error) {
 		return refuse("schema", `JSON schema: ${error.message}; allowed: a JSON object`);
 	}
@@ -161,7 +161,7 @@ function schema() {
 
 let model = "";
 
-// The page draws seeds itself, so that every receipt can be replayed: JavaScript rounds larger ones than these.
+// The page draws seeds itself, so that every receipt can be replayed: JavaScript would round the server's larger seeds.
 function makeRequest(messages) {
 	for (const name of FIELDS) $(name).removeAttribute("aria-invalid");
 	$("settings-problem").hidden = true;
@@ -198,7 +198,7 @@ function asPython(value, indent = "    ") {
 	if (typeof value === "boolean") return value ? "True" : "False";
 	if (typeof value !== "object") return JSON.stringify(value);
 	const list = Array.isArray(value);
-	const items = Object.entries(value).map(([key, one]) => (list ? "" : `${JSON.stringify(key)}: `) + asPython(one, deeper));
+	const items = Object.entries(value).map(([key, item]) => (list ? "" : `${JSON.stringify(key)}: `) + asPython(item, deeper));
 	if (!items.length) return list ? "[]" : "{}";
 	const joined = items.join(", ");
 	const body = joined.length < 80 ? joined : `\n${deeper}${items.join(`,\n${deeper}`)},\n${indent}`;
@@ -207,7 +207,7 @@ function asPython(value, indent = "    ") {
 
 function showRaw() {
 	const asked = history();
-	while (asked.at(-1)?.role === "assistant") asked.pop(); // the last request again, unless a new one is written
+	while (asked.at(-1)?.role === "assistant") asked.pop(); // shows the last request again, unless a new one is typed
 	const typed = $("ask").value.trim();
 	if (typed) asked.splice(0, asked.length, ...history(), { role: "user", content: typed });
 	const request = makeRequest(asked.length ? asked : [{ role: "user", content: EXAMPLES[0] }]);
@@ -220,7 +220,7 @@ function showRaw() {
 		+ `  -H 'content-type: application/json' \\\n  -d '${quoted}'`;
 	const { num_draft_tokens, slipstream, ...known } = request;
 	const ours = JSON.parse(JSON.stringify({ num_draft_tokens, slipstream }));
-	const options = Object.entries({ ...known, extra_body: ours }).map(([key, one]) => `    ${key}=${asPython(one)},\n`);
+	const options = Object.entries({ ...known, extra_body: ours }).map(([key, item]) => `    ${key}=${asPython(item)},\n`);
 	const key = hasKey ? `os.environ["SLIPSTREAM_KEY"]` : `"none"`;
 	const python = `${hasKey ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(base)}, `
 		+ `api_key=${key})\nchunks = client.chat.completions.create(\n`
@@ -249,9 +249,11 @@ function download(name, value) {
 
 // ---- answers
 
-// Spaces and line ends that can be seen; tokens whose text alone says nothing; the class of a token.
+// A text with visible spaces, tabs and line ends.
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+// Whether a token has no text of its own, such as a part of a character.
 const broken = (text) => !text || text.includes("\ufffd") || text.startsWith("token_id:");
+// The class of a token: its origin, or "prediction".
 const kind = (seg) => (seg.origin === "accepted" && seg.source === "prediction" ? "prediction" : seg.origin);
 const meaning = (name) => document.querySelector(`.legend .${name}`)?.parentNode.textContent.replace(" ", ": ") ?? "";
 
@@ -269,16 +271,16 @@ class Answer {
 	take(chunk) {
 		const choice = chunk.choices?.[0];
 		const content = choice?.delta?.content ?? "";
-		const told = chunk.slipstream;
+		const report = chunk.slipstream;
 		this.text += content;
 		this.#open += content;
-		if (told?.round) {
-			const kept = told.tokens.slice(0, told.round.accepted).map((token) => token.text);
-			this.rounds.push({ ...told.round, kept, cells: told.tokens.map(kind) });
-			this.ids.push(...told.tokens.map((token) => token.id));
-			this.#held.push(...told.tokens.map((token) => ({ ...token, round: this.rounds.length - 1 })));
+		if (report?.round) {
+			const kept = report.tokens.slice(0, report.round.accepted).map((token) => token.text);
+			this.rounds.push({ ...report.round, kept, cells: report.tokens.map(kind) });
+			this.ids.push(...report.tokens.map((token) => token.id));
+			this.#held.push(...report.tokens.map((token) => ({ ...token, round: this.rounds.length - 1 })));
 		}
-		this.receipt = told?.receipt ?? this.receipt;
+		this.receipt = report?.receipt ?? this.receipt;
 		this.finish = choice?.finish_reason ?? this.finish;
 		return this.#place(this.finish !== null);
 	}
@@ -291,20 +293,20 @@ class Answer {
 		return ["drafted", "accepted"].map((name) => this.rounds.reduce((sum, round) => sum + round[name], 0));
 	}
 
-	// Give text to tokens. Some tokens are parts of a character or have no text: they go with the next that can be found.
+	// Assign the text to tokens. A token that is part of a character or has no text joins the next one found in the text.
 	#place(over) {
 		const placed = [];
 		const held = this.#held;
 		while (this.#open && (held.length || over)) {
 			const first = held[0]?.text ?? "";
 			let count = 1;
-			let text = [first, ` ${first}`, first.trimStart()].find((one) => !broken(one) && this.#open.startsWith(one));
+			let text = [first, ` ${first}`, first.trimStart()].find((candidate) => !broken(candidate) && this.#open.startsWith(candidate));
 			if (!text) {
-				let at = -1;
-				for (; count < held.length && at < 0; count++) at = broken(held[count].text) ? -1 : this.#open.indexOf(held[count].text);
-				if (at >= 0) count -= 1;
+				let position = -1;
+				for (; count < held.length && position < 0; count++) position = broken(held[count].text) ? -1 : this.#open.indexOf(held[count].text);
+				if (position >= 0) count -= 1;
 				else if (!over && held.length < 12) break;
-				text = at >= 0 ? this.#open.slice(0, at) : this.#open;
+				text = position >= 0 ? this.#open.slice(0, position) : this.#open;
 			}
 			const { origin = "unknown", source, round = -1 } = held[0] ?? {};
 			held.splice(0, Math.max(count, 1));
@@ -330,7 +332,7 @@ function showTip(near, ...children) {
 
 function aboutRound(round) {
 	if (!round) return [];
-	const time = Object.values(round.seconds).reduce((sum, one) => sum + one, 0) * 1000;
+	const time = Object.values(round.seconds).reduce((sum, part) => sum + part, 0) * 1000;
 	const codes = (name, texts) => (texts.length ? h("div", `${name}: `, ...texts.flatMap((text) => [h("code", visible(text)), " "])) : null);
 	const counts = round.drafted ? `drafted ${round.drafted}${round.source ? ` by ${round.source}` : ""}, accepted ${round.accepted}` : "nothing drafted";
 	return [
@@ -342,7 +344,7 @@ function aboutRound(round) {
 
 // An answer on the page: its tokens, and the ticker of its rounds.
 class AnswerView {
-	#at = -1;
+	#selected = -1;
 
 	constructor(answer) {
 		this.answer = answer;
@@ -366,7 +368,7 @@ class AnswerView {
 		while (this.ticker.children.length < this.answer.rounds.length) this.#tick(this.answer.rounds[this.ticker.children.length]);
 	}
 
-	// What was drafted where the target went another way: shown struck through, and no part of the text.
+	// The draft tokens that the target rejected: shown struck through, and no part of the text.
 	#rejected(round) {
 		return this.answer.rounds[round]?.rejected.filter((text) => !broken(text)).join("").replaceAll("\n", "↵") || null;
 	}
@@ -378,16 +380,16 @@ class AnswerView {
 	}
 
 	#mark(round) {
-		for (const one of this.node.children) one.classList.toggle("same", Number(one.dataset.round) === round);
-		[...this.ticker.children].forEach((one, index) => one.classList.toggle("on", index === round));
+		for (const span of this.node.children) span.classList.toggle("same", Number(span.dataset.round) === round);
+		[...this.ticker.children].forEach((node, index) => node.classList.toggle("on", index === round));
 	}
 
-	#show(at, spoken = false) {
-		const node = this.node.children[at];
+	#show(index, spoken = false) {
+		const node = this.node.children[index];
 		if (!node) return;
-		this.node.children[this.#at]?.classList.remove("on");
-		this.#at = at;
-		const seg = this.answer.segs[at];
+		this.node.children[this.#selected]?.classList.remove("on");
+		this.#selected = index;
+		const seg = this.answer.segs[index];
 		this.#mark(seg.round);
 		if (spoken) {
 			node.classList.add("on");
@@ -395,7 +397,7 @@ class AnswerView {
 		}
 		showTip(node, h("div", h("code", visible(seg.text))), h("div", meaning(kind(seg))),
 			...aboutRound(this.answer.rounds[seg.round]));
-		if (spoken) say([...$("tip").children].map((one) => one.textContent).join(". "));
+		if (spoken) announce([...$("tip").children].map((line) => line.textContent).join(". "));
 	}
 
 	#showRound(node) {
@@ -407,13 +409,13 @@ class AnswerView {
 
 	#hide() {
 		$("tip").hidden = true;
-		this.node.children[this.#at]?.classList.remove("on");
+		this.node.children[this.#selected]?.classList.remove("on");
 		this.#mark(-2);
 	}
 
 	#key(event) {
 		const last = this.node.children.length - 1;
-		const to = { ArrowRight: this.#at + 1, ArrowLeft: this.#at - 1, Home: 0, End: last }[event.key];
+		const to = { ArrowRight: this.#selected + 1, ArrowLeft: this.#selected - 1, Home: 0, End: last }[event.key];
 		if (to === undefined || last < 0) return;
 		event.preventDefault();
 		this.#show(Math.max(0, Math.min(last, to)), true);
@@ -458,12 +460,12 @@ function receiptNode(message) {
 		currentTarget.disabled = true;
 		result.replaceChildren("Replaying without drafts ...");
 		try {
-			const told = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
-			message.replay = told;
-			result.replaceChildren(told.identical
-				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * told.seconds)} instead of ${seconds(message.ms)}: the same.`,
-					`${((1000 * told.seconds) / message.ms).toFixed(2)}×`)
-				: seal(false, "Different", `The first difference is at token ${told.first_difference + 1}.`));
+			const outcome = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
+			message.replay = outcome;
+			result.replaceChildren(outcome.identical
+				? seal(true, "Identical", `${receipt.token_ids.length} tokens again without drafts, in ${seconds(1000 * outcome.seconds)} instead of ${seconds(message.ms)}: the same.`,
+					`${((1000 * outcome.seconds) / message.ms).toFixed(2)}×`)
+				: seal(false, "Different", `The first difference is at token ${outcome.first_difference + 1}.`));
 		} catch (error) {
 			result.replaceChildren(h("p.problem", error.message));
 		}
@@ -486,24 +488,24 @@ function lineDiff(before, after) {
 	for (let i = a.length - 1; i >= 0; i--)
 		for (let j = b.length - 1; j >= 0; j--)
 			common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
-	const found = [];
+	const lines = [];
 	let [i, j] = [0, 0];
 	while (i < a.length || j < b.length) {
-		if (i < a.length && j < b.length && a[i] === b[j]) found.push([" ", a[i++], j++]);
-		else if (j >= b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) found.push(["−", a[i++]]);
-		else found.push(["+", b[j++]]);
+		if (i < a.length && j < b.length && a[i] === b[j]) lines.push([" ", a[i++], j++]);
+		else if (j >= b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) lines.push(["−", a[i++]]);
+		else lines.push(["+", b[j++]]);
 	}
-	return found;
+	return lines;
 }
 
 function diffNode(prediction, text) {
-	const found = lineDiff(prediction.trim(), text.trim());
+	const lines = lineDiff(prediction.trim(), text.trim());
 	const tags = { " ": "span", "−": "del", "+": "ins" };
-	const body = found
-		? h("pre", { tabindex: "0" }, ...found.map(([sign, line]) => h(tags[sign], {}, `${sign} ${line}`)))
+	const body = lines
+		? h("pre", { tabindex: "0" }, ...lines.map(([sign, line]) => h(tags[sign], {}, `${sign} ${line}`)))
 		: h("p", "These texts are too long to be compared line by line.");
-	const same = found?.filter(([sign]) => sign === " ").length ?? "some";
-	const title = `Difference to the prediction: ${same} of ${text.trim().split("\n").length} lines are its own`;
+	const same = lines?.filter(([sign]) => sign === " ").length ?? "some";
+	const title = `Difference to the prediction: ${same} of ${text.trim().split("\n").length} lines are the same`;
 	return h("details.diff", { open: true }, h("summary", title), body);
 }
 
@@ -517,7 +519,7 @@ function readStore(name, otherwise) {
 	try {
 		return JSON.parse(localStorage.getItem(name)) ?? otherwise;
 	} catch {
-		return otherwise; // not ours, or cut short
+		return otherwise; // somebody else's value, or an incomplete one
 	}
 }
 
@@ -532,7 +534,7 @@ function writeStore(name, value) {
 
 // Another tab may have saved other chats: they are read again before they are written.
 function save(own = chat) {
-	const others = readStore("slipstream.chats", []).filter((one) => one.id !== own.id);
+	const others = readStore("slipstream.chats", []).filter((other) => other.id !== own.id);
 	chats = own.messages.length ? [own, ...others] : others;
 	chats.length = Math.min(chats.length, MOST_CHATS);
 	while (!writeStore("slipstream.chats", chats) && chats.length) chats.pop(); // the oldest makes room
@@ -540,14 +542,14 @@ function save(own = chat) {
 }
 
 function listChats() {
-	const name = (one) => one.messages[0]?.text.slice(0, 40) || "New chat";
-	const shown = chats.some((one) => one.id === chat.id) ? chats : [chat, ...chats];
-	$("chats").replaceChildren(...shown.map((one) => h("option", { value: one.id, selected: one.id === chat.id }, name(one))));
+	const name = (entry) => entry.messages[0]?.text.slice(0, 40) || "New chat";
+	const shown = chats.some((entry) => entry.id === chat.id) ? chats : [chat, ...chats];
+	$("chats").replaceChildren(...shown.map((entry) => h("option", { value: entry.id, selected: entry.id === chat.id }, name(entry))));
 }
 
-function openChat(one) {
+function openChat(saved) {
 	running?.abort();
-	chat = one ?? { id: crypto.randomUUID?.() ?? String(Math.random()), messages: [] };
+	chat = saved ?? { id: crypto.randomUUID?.() ?? String(Math.random()), messages: [] };
 	listChats();
 	showChat();
 }
@@ -557,8 +559,8 @@ function showChat() {
 	$("hello").hidden = chat.messages.length > 0;
 }
 
-const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((one) => one.text)
-	.map((one) => ({ role: one.role, content: one.text }));
+const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((message) => message.text)
+	.map((message) => ({ role: message.role, content: message.text }));
 
 function messageNode(message) {
 	return message.role === "user" ? userNode(message) : answerNode(message).node;
@@ -634,7 +636,7 @@ function answerNode(message) {
 	return { node, grow, finish };
 }
 
-// An answer by a JSON schema is code, whatever is in it.
+// An answer in the form of a JSON schema is shown as code, even if it contains Markdown.
 function asMarkdown(message) {
 	const text = message.text || message.answer.text;
 	return message.request?.response_format ? `\`\`\`\`\`\`json\n${text}\n` : text;
@@ -742,10 +744,10 @@ async function measure(request, lane, signal) {
 	const chunks = [];
 	const begun = performance.now();
 	for await (const chunk of stream("v1/chat/completions", request, signal)) {
-		const at = performance.now() - begun;
-		chunks.push([at, chunk]);
+		const elapsed = performance.now() - begun;
+		chunks.push([elapsed, chunk]);
 		lane.take(chunk);
-		lane.tick(at);
+		lane.tick(elapsed);
 	}
 	const ms = chunks.at(-1)?.[0] ?? 0;
 	lane.end(ms);
@@ -776,23 +778,23 @@ function replay(runs, signal) {
 	});
 }
 
-function firstDifference(one, other) {
-	const shorter = Math.min(one.length, other.length);
-	for (let at = 0; at < shorter; at++) if (one[at] !== other[at]) return at;
-	return one.length === other.length ? null : shorter;
+function firstDifference(first, second) {
+	const shorter = Math.min(first.length, second.length);
+	for (let index = 0; index < shorter; index++) if (first[index] !== second[index]) return index;
+	return first.length === second.length ? null : shorter;
 }
 
 function verdict([plain, quick], request) {
-	const at = firstDifference(plain.answer.text, quick.answer.text);
+	const character = firstDifference(plain.answer.text, quick.answer.text);
 	const token = firstDifference(plain.answer.ids, quick.answer.ids);
 	const times = `${(plain.ms / quick.ms).toFixed(2)}×`;
-	if (at === null && token === null) {
+	if (character === null && token === null) {
 		const bytes = new TextEncoder().encode(plain.answer.text).length;
 		return seal(true, "Identical", `${bytes} bytes of ${plain.answer.ids.length} tokens, seed ${request.seed}: equal to the last byte.`, times);
 	}
-	const near = (text) => JSON.stringify(text.slice(Math.max(0, at - 15), at + 25));
-	const where = at === null ? `the texts are equal, but token ${token + 1} is another`
-		: `the first difference is at character ${at + 1}: plain ${near(plain.answer.text)}, speculative ${near(quick.answer.text)}`;
+	const near = (text) => JSON.stringify(text.slice(Math.max(0, character - 15), character + 25));
+	const where = character === null ? `the texts are equal, but token ${token + 1} is another`
+		: `the first difference is at character ${character + 1}: plain ${near(plain.answer.text)}, speculative ${near(quick.answer.text)}`;
 	return seal(false, "Different", `With seed ${request.seed} ${where}.`, times);
 }
 
@@ -808,14 +810,14 @@ async function race(work) {
 		if (!racing.signal.aborted) $("verdict").replaceChildren(h("p.problem", error.message));
 	}
 	$("race-status").textContent = racing.signal.aborted ? "stopped" : "";
-	racing.abort(); // the other run
+	racing.abort(); // ends the other run if one has failed
 	$("race-stop").hidden = true;
 	$("race-go").disabled = false;
 	$("race-again").hidden = !recorded;
 	racing = null;
 }
 
-// Salts keep the second run from what the first one cached and taught the drafter.
+// With different salts, neither run finds what the other cached or taught the drafter.
 function startRace() {
 	const prompt = $("race-ask").value;
 	const request = prompt.trim() && makeRequest([{ role: "user", content: prompt }]);
@@ -851,7 +853,7 @@ const speeds = [];
 
 function spark() {
 	const most = Math.max(...speeds, 1);
-	const points = speeds.map((one, at) => `${(at * 100) / 59},${29 - (27 * one) / most}`).join(" ");
+	const points = speeds.map((speed, second) => `${(second * 100) / 59},${29 - (27 * speed) / most}`).join(" ");
 	const line = svg("polyline", { points, "vector-effect": "non-scaling-stroke" });
 	return svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" }, line);
 }
@@ -869,7 +871,7 @@ function card(title, size, ...children) {
 function laneRows(state) {
 	const rows = h("div.rows");
 	for (let lane = 0; lane < state.places.most; lane++) {
-		const row = state.running.find((one) => one.lane === lane);
+		const row = state.running.find((taken) => taken.lane === lane);
 		rows.append(h("span.figure", `place ${lane + 1}`));
 		if (!row) rows.append(h("span.idle", "free"));
 		else rows.append(meter(row.tokens / row.max_tokens), h("span.figure", `${row.tokens} of ${row.max_tokens} tokens`
@@ -887,8 +889,8 @@ function showEngine(state) {
 	const positions = state.acceptance_by_position.slice(0, 16);
 	const parts = Object.entries(state.round_shares);
 	const stack = h("div.stack", { "aria-hidden": "true" });
-	parts.forEach(([, share], at) => {
-		const part = h(`i.p${at}`);
+	parts.forEach(([, share], index) => {
+		const part = h(`i.p${index}`);
 		part.style.flexGrow = share;
 		stack.append(part);
 	});
@@ -899,15 +901,15 @@ function showEngine(state) {
 		gauge("Waiting", state.waiting, state.queue.most),
 		gauge("Prompt tokens from the cache", state.cache.cached_tokens, state.cache.prompt_tokens),
 		card("Rows under way", ".all", laneRows(state)),
-		card("Acceptance by drafter", ".half", sources.length ? h("div.rows", ...sources.flatMap(([name, one]) => [
-			h("span", name), meter(one.rate), h("span.figure", `${percent(one.rate, 1)} of ${one.drafted}`)])) : none),
+		card("Acceptance by drafter", ".half", sources.length ? h("div.rows", ...sources.flatMap(([name, source]) => [
+			h("span", name), meter(source.rate), h("span.figure", `${percent(source.rate, 1)} of ${source.drafted}`)])) : none),
 		card("Acceptance by position in the draft", ".half", positions.length ? h("ol.cols", ...positions.map((share) => {
 			const column = h("i", { "aria-hidden": "true" });
 			column.style.height = `${100 * share}%`;
 			return h("li", String(Math.round(100 * share)), column);
 		})) : none, positions.length ? h("p.hint", "Per cent accepted of the 1st, 2nd, ... token of a draft.") : null),
-		card("Where a round's time goes", ".all", stack, h("ul.facts", ...parts.map(([name, share], at) => h("li",
-			h(`span.swatch.p${at}`), `${name} `, h("b", `${(100 * share).toFixed(1)} %`))))),
+		card("Where a round's time goes", ".all", stack, h("ul.facts", ...parts.map(([name, share], index) => h("li",
+			h(`span.swatch.p${index}`), `${name} `, h("b", `${(100 * share).toFixed(1)} %`))))),
 		h("p.hint.all", `${state.model}${state.draft ? `, draft model ${state.draft}` : ""}, drafter ${state.drafter}, `
 			+ `${state.fingerprint}, version ${state.version}`),
 	);
@@ -945,14 +947,14 @@ async function look() {
 		const answer = await fetch("health", { cache: "no-store", signal: AbortSignal.timeout(4000) });
 		state = answer.ok ? "up" : ((await answer.json().catch(() => ({}))).status ?? "not ready");
 	} catch {
-		// nobody answers, which is what was asked
+		// no answer: the state stays "down"
 	}
 	if (state !== served) await changed(state);
 	return state === "up";
 }
 
 async function changed(state) {
-	if (served === "down" && state === "up") say("The server is back.");
+	if (served === "down" && state === "up") announce("The server is back.");
 	served = state;
 	$("lost").hidden = state !== "down";
 	$("served").classList.toggle("down", state === "down");
@@ -987,7 +989,7 @@ async function keepLooking() {
 
 function route() {
 	const name = location.hash.match(/^#(race|engine)$/)?.[1] ?? "chat";
-	for (const one of ["chat", "race", "engine"]) $(`${one}-view`).hidden = one !== name;
+	for (const view of ["chat", "race", "engine"]) $(`${view}-view`).hidden = view !== name;
 	for (const link of document.querySelectorAll(".tabs a")) {
 		link.ariaCurrent = link.hash === `#${name}` ? "page" : null;
 	}
@@ -1018,7 +1020,7 @@ function start() {
 	for (const name of FIELDS) {
 		$(name).value = kept[name] ?? $(name).value;
 		$(name).addEventListener("change", () => writeStore("slipstream.settings",
-			Object.fromEntries(FIELDS.map((one) => [one, $(one).value]))));
+			Object.fromEntries(FIELDS.map((field) => [field, $(field).value]))));
 	}
 	if (matchMedia("(max-width: 60rem)").matches) $("options").open = false;
 	on("settings", "submit", (event) => event.preventDefault());
@@ -1049,7 +1051,7 @@ function start() {
 		save();
 		openChat(chats[0]);
 	});
-	on("chats", "change", () => openChat(chats.find((one) => one.id === $("chats").value)));
+	on("chats", "change", () => openChat(chats.find((entry) => entry.id === $("chats").value)));
 
 	$("race-ask").value = RACE_EXAMPLE;
 	$("race-lanes").append(...lanes.map((lane) => lane.node));

@@ -1,6 +1,7 @@
-// Elements of the page, made without any markup.
+// Makes elements of the page without parsing any markup.
 
-// An element: h("p.hint", { role: "status" }, ...children); attributes may be left out, functions are listeners.
+// An element: h("p.hint", { role: "status" }, ...children). Attributes may be left out; those that are functions become
+// event listeners.
 export function h(name, attributes, ...children) {
 	const [tag, ...classes] = name.split(".");
 	const node = document.createElement(tag);
