@@ -1,5 +1,6 @@
 """The search of `slipstream tune` with the toy models: candidates, predictions, the budget."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.plan import groups, name_prompts
 from slipstream.bench.records import make_header, read_records, start
 from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs, TokenCosts
 from slipstream.bench.tuning.advice import Tuned, tune
 from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, SearchSpace
 from slipstream.config import DecoderConfig
@@ -71,6 +73,21 @@ def test_costs_are_those_of_chains_which_are_all_that_is_predicted(
     monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", noted)
     tuned(tmp_path, 1)
     assert set(lengths) == {"chain"}
+
+
+def test_ragged_forwards_are_timed_with_the_first_drafter_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[Costs]()
+
+    def with_ragged(*given: Any, **options: Any) -> Costs:
+        ragged = TokenCosts({2: {2: 1.0 + len(measured), 8: 9.0}}, {2: {2: 0.0, 8: 0.0}})
+        measured.append(replace(measure_costs(*given, **options), ragged=ragged))
+        return measured[-1]
+
+    monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", with_ragged)
+    result, _, _ = tuned(tmp_path, 1)
+    assert len(measured) == 3 and all(one.costs and one.costs.ragged == measured[0].ragged for one in result.screened)
 
 
 @pytest.mark.parametrize("seconds", [0.8, 1.6])

@@ -104,6 +104,7 @@ class LlamaCppModel:
             token=(self._c.llama_token * count)(*tokens),
             logits=(ctypes.c_int8 * count)(*([int(logits)] * (count - 1)), 1),
         )
+        ERRORS.clear()
         if code := self._c.llama_decode(self._context, batch):
             raise SlipstreamError(
                 f"llama.cpp's forward of {count} tokens at {start} failed with {code}: {_last_error()}"

@@ -263,6 +263,14 @@ def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
     assert face.pieces == ["hi", "\n"] and chat.turns == [] and "out of memory" in face.errors[0]
 
 
+def test_a_space_makes_a_message_of_a_slash() -> None:
+    with sending(sse(HI, b"[DONE]")) as api:
+        face = Recorder()
+        chat = RemoteChat(api.url, face, SamplingParams(), model="m")
+        chat.handle(" /usr is a folder")
+    assert face.errors == [] and chat.turns[0] == {"role": "user", "content": "/usr is a folder"}
+
+
 # What a chat with a server asks for: fields that servers know, or one line that names the flag
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 200}

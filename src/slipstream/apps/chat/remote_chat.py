@@ -302,7 +302,7 @@ class RemoteChat:
         """One line of input: a command if it begins with a slash, else what the user says. A failure is one line."""
         text = line.strip()
         try:
-            if text.startswith("/"):
+            if line.startswith("/"):
                 self._command(text)
             elif text:
                 self._ask(text)

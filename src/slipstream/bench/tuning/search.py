@@ -384,6 +384,7 @@ def _with_costs(
                 log.warning("no prediction for %s: %s", space.name(drafter.candidate), error)
             else:
                 first = first or costs
-                drafter = replace(drafter, costs=replace(costs, target=first.target, overhead=first.overhead))
+                costs = replace(costs, target=first.target, overhead=first.overhead, ragged=first.ragged)
+                drafter = replace(drafter, costs=costs)
         with_costs.append(drafter)
     return with_costs
