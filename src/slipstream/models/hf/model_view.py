@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from slipstream.errors import UsageError
+from slipstream.models.loaded import autocast_types
 
 CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
@@ -48,16 +49,20 @@ class ModelView:
         tensors = {id(tensor): tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values())}
         self._tensors: list[Tensor] = [tensor for tensor in tensors.values() if tensor is not None]
         self._places = [_place(tensor) for tensor in self._tensors]
+        self._autocast = autocast_types()
         self._samples = [part for tensor in self._tensors if (part := _sample(tensor)) is not None]
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """Whether the model consists of what it consisted of when the view was made, weights' values apart."""
+        """Whether the model consists of what it consisted of when the view was made, weights' values apart, and computes
+        in the same precision.
+        """
         for now, before in self._attributes:
             before["training"] = now["training"]  # the view has a mode of its own
             if not _equal(now, before):
                 return False
         same_settings = all(_equal(now, before) for now, before in self._settings)
+        same_settings = same_settings and autocast_types() == self._autocast  # keys and values have its precision
         return same_settings and [_place(tensor) for tensor in self._tensors] == self._places
 
     def has_same_weights(self) -> bool:
