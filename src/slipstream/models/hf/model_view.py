@@ -54,15 +54,16 @@ class ModelView:
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """Whether the model consists of what it consisted of when the view was made, weights' values apart, and computes
-        in the same precision.
+        """Whether the model consists of what it consisted of when the view was made, weights' values apart.
+
+        It also has to be in the same `torch.autocast`, whose precision the cached keys and values have.
         """
         for now, before in self._attributes:
             before["training"] = now["training"]  # the view has a mode of its own
             if not _equal(now, before):
                 return False
         same_settings = all(_equal(now, before) for now, before in self._settings)
-        same_settings = same_settings and autocast_types() == self._autocast  # keys and values have its precision
+        same_settings = same_settings and autocast_types() == self._autocast
         return same_settings and [_place(tensor) for tensor in self._tensors] == self._places
 
     def has_same_weights(self) -> bool:
