@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
 from slipstream.tokenization.tokenizer import Tokenizer
@@ -102,11 +100,6 @@ class LoadOptions:
         extra = {name: value for name, value in self.extra.items() if name in FETCHING}
         options = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
         return replace(options, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(options, dtype=dtype)
-
-
-def autocast_types() -> dict[str, torch.dtype]:
-    """What the caller's `torch.autocast` computes with, by type of device; empty without one."""
-    return {name: torch.get_autocast_dtype(name) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
 
 
 def is_toy(source: Any) -> bool:

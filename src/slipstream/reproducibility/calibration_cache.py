@@ -20,8 +20,9 @@ from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.processor import processor
+from slipstream.models.exclusive_use import autocast_types
 from slipstream.models.layouts import UnpaddedForwards
-from slipstream.models.loaded import Loaded, autocast_types
+from slipstream.models.loaded import Loaded
 from slipstream.models.notices import progress_bar, warn_slower
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.timing import DraftTimes

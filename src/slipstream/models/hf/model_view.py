@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from slipstream.errors import UsageError
-from slipstream.models.loaded import autocast_types
+from slipstream.models.exclusive_use import autocast_types
 
 CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
