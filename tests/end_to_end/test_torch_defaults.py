@@ -122,3 +122,16 @@ def test_a_draft_model_whose_logits_are_nan_changes_no_text(acceptance: str) -> 
         result = decoder.generate(PROMPTS[0], params)
         assert result.stats.num_accepted_tokens == 0 or acceptance == "match"
         assert result.token_ids == plain.generate(PROMPTS[0], params).token_ids
+
+
+@pytest.mark.parametrize("begins_inside", [False, True])
+def test_a_decoder_follows_autocast_and_leaves_nothing_of_it_behind(begins_inside: bool) -> None:
+    def logits(decoder: SpeculativeDecoder, is_inside: bool) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_inside):
+            return decoder.next_logits([*PROMPTS[0], 5, 6, 7])
+
+    expected = {is_inside: logits(SpeculativeDecoder(fresh("llama")), is_inside) for is_inside in (False, True)}
+    assert not torch.equal(expected[False], expected[True])
+    decoder = SpeculativeDecoder(fresh("llama"))
+    for is_inside in (begins_inside, not begins_inside, begins_inside):
+        assert torch.equal(logits(decoder, is_inside), expected[is_inside])

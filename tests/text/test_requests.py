@@ -69,6 +69,10 @@ def test_several_prompts_in_every_form(form: str) -> None:
         ({"input_ids": [[0, 0]], "attention_mask": [[0, 0]]}, "^prompt .*; allowed"),
         ({"input_ids": "text"}, "^input_ids='text'; allowed: token ids"),
         ({"input_ids": None}, "^input_ids=None; allowed: token ids"),
+        ({"input_ids": 5}, "^input_ids=5; allowed: token ids"),
+        ({"input_ids": [IDS], "attention_mask": 5}, "^attention_mask=5; allowed: token ids"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), "^prompt cannot be read .*; allowed: whole numbers"),
+        (torch.tensor(IDS).to_sparse(), "^prompt cannot be read .*; allowed: whole numbers"),
         (
             BatchEncoding({"input_ids": [IDS], "pixel_values": torch.ones(1, 3, 2, 2)}),
             "^prompt has 'pixel_values'; allowed: text only",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 
-from slipstream import SpeculativeDecoder
+import pytest
+
+from slipstream import SpeculativeDecoder, UsageError
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 from tests.support import tiny_models
@@ -24,6 +26,12 @@ def test_what_a_template_reads_is_known() -> None:
     several = tiny_models.tokenizer()
     several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert {"messages", "tools"} <= HFTokenizer(several).template_variables()
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", "{{ 1 + 'a' }}"])
+def test_an_error_in_a_template_is_one_clear_line(template: str) -> None:
+    with pytest.raises(UsageError, match=r"^the chat template cannot render these messages: "):
+        HFTokenizer(tiny_models.tokenizer(template=template)).chat([{"role": "user", "content": "hi"}])
 
 
 def test_special_tokens_are_known() -> None:

@@ -55,6 +55,11 @@ def lock_of(model: object) -> ModelLock:
     return lock
 
 
+def autocast_types() -> dict[str, torch.dtype]:
+    """What the caller's `torch.autocast` computes with, by type of device; empty without one."""
+    return {name: torch.get_autocast_dtype(name) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
+
+
 class ExclusiveUse:
     """A context in which the current thread alone uses the models; the same thread may enter it again.
 

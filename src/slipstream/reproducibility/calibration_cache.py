@@ -20,6 +20,7 @@ from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.processor import processor
+from slipstream.models.exclusive_use import autocast_types
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.models.notices import progress_bar, warn_slower
@@ -152,6 +153,8 @@ def _identity(loaded: Loaded) -> str:
     ]
     if loaded.backend.device.type == "cuda":
         machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {_cuda_libraries()}")
+    if types := autocast_types():
+        machine.append(f"autocast {types}")
     return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_configuration(loaded.model))}"
 
 

@@ -8,7 +8,7 @@ This module knows no model.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from slipstream.checks import counted
 from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.core.rng import key
 from slipstream.core.types import Row
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import VisibleText
 from slipstream.tokenization.byte_vocabulary import RunningModel
@@ -159,7 +159,11 @@ def _from_array(array: Any, name: str = "prompt") -> Prompts:
         raise UsageError(f"{name} is an array of {kind}; allowed: whole numbers (token ids)")
     if array.ndim not in (1, 2):
         raise UsageError(f"{name} has shape {tuple(array.shape)}; allowed: {SHAPES}")
-    rows = array.tolist() if array.ndim == 2 else [array.tolist()]
+    try:
+        values = array.tolist()
+    except RuntimeError as error:  # a sparse tensor, or one on the meta device
+        raise UsageError(f"{name} cannot be read ({first_line(error)}); allowed: whole numbers (token ids)") from error
+    rows = values if array.ndim == 2 else [values]
     return Prompts(rows, len(rows) == 1)
 
 
@@ -185,7 +189,8 @@ def _table(name: str, values: Any) -> Prompts:
         return _from_array(values.long() if isinstance(values, Tensor) else values, name)
     if is_ids(values):
         return Prompts([_python_ids(values)], True)
-    rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in values or ()]
+    items = values if isinstance(values, Iterable) else ()
+    rows = [row.tolist() if isinstance(row, Tensor | np.ndarray) else row for row in items]
     if not rows or not all(is_ids(row) for row in rows):
         raise UsageError(f"{name}={values!r:.80}; allowed: token ids, or rows of them")
     return Prompts([_python_ids(row) for row in rows], False)

@@ -100,7 +100,7 @@ class HFTokenizer:
                 **({} if form.reasoning_effort is None else {"reasoning_effort": form.reasoning_effort}),
                 **form.variables,
             )
-        except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError) as error:
             raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
