@@ -3,9 +3,9 @@
     python examples/speculative_generate.py --prompt "Name three rivers of Europe." --gamma 4 --temperature 0.7 --debug
 
 The function is the one of Leviathan et al. 2023 (https://arxiv.org/abs/2211.17192) and Chen et al. 2023
-(https://arxiv.org/abs/2302.01318) as teaching code often has it. It wants a draft model: by default SmolLM2 drafts for
-itself, which is always right and no faster; a smaller model of the target's family is both cheap and often right. With
-an empty --draft the same is done by `SpeculativeDecoder`, which looks drafts up in the text so far.
+(https://arxiv.org/abs/2302.01318) as teaching code often has it. It needs a draft model. By default SmolLM2 drafts for
+itself: every draft is right, but nothing is faster. A smaller model of the target's family is cheap and often right.
+With an empty --draft the script uses `SpeculativeDecoder`, which drafts from the text so far.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def options() -> argparse.Namespace:
     add("--top-k", type=int, default=0, help="keep the K most likely tokens; 0 keeps all (default: %(default)s)")
     add("--top-p", type=float, default=0.9, help="probability of the nucleus (default: %(default)s)")
     add("--max-tokens", type=int, default=int(get("SLIPSTREAM_MAX_TOKENS", "100")), help="(default: %(default)s)")
-    add("--seed", type=int, help="of the random numbers; none draws one")
+    add("--seed", type=int, help="random seed (default: a new one)")
     add("--debug", action="store_true", help="print the accepted and rejected tokens of every round")
     return parser.parse_args()
 
