@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--ray", type=int, default=0, help="run the job on this many Ray actors")
     parser.add_argument("--kill-node", action="store_true", help="with --ray: kill a node during the job")
     args = parser.parse_args()
-    report: dict[str, Any] = {"target": args.target, "batch": args.batch}
+    report: dict[str, Any] = {"target": args.target, "batch_size": args.batch}
     if args.speed:
         report |= speed(args)
     if args.kills:
