@@ -48,12 +48,12 @@ def bench(checkout: Path, plan: Path, folder: Path) -> dict[Key, Measured]:
     code = f"import slipstream; print(slipstream.__file__, flush=True); from {module} import {function} as main; main()"
     command = [sys.executable, "-c", code, "bench", "--plan", str(plan), "--out", str(folder)]
     sources = {"PYTHONPATH": str(checkout / "src")}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | sources, encoding="utf-8")
-    home = Path(done.stdout.partition("\n")[0]).resolve()
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | sources, encoding="utf-8")
+    home = Path(process.stdout.partition("\n")[0]).resolve()
     if not home.is_relative_to(checkout / "src"):
         raise SystemExit(f"slipstream was imported from {home}, not from {checkout / 'src'}")
-    if done.returncode:
-        raise SystemExit(f"{checkout}: the benchmark failed with exit code {done.returncode}:\n{done.stdout}")
+    if process.returncode:
+        raise SystemExit(f"{checkout}: the benchmark failed with exit code {process.returncode}:\n{process.stdout}")
     lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
     return {_key(line): Measured(line["seconds"], line["texts"]) for line in lines if line["kind"] == "run"}
 

@@ -170,11 +170,11 @@ def main(
     vocab_size = 1 + max(token for text in texts for token in (*text.prompt, *text.output))
     seen = [observe(text, vocab_size, num_draft_tokens) for text in texts]
     halves = seen[::2], seen[1::2]
-    whole = fit(seen)
+    fit_of_all = fit(seen)
     runners_up = [is_right for text in texts for _, is_right in observe_beside(text)]
     for title, fitted, used in (
-        ("BY_LENGTH", whole.by_length, BY_LENGTH),
-        ("BY_AGREEMENT", whole.by_agreement, BY_AGREEMENT),
+        ("BY_LENGTH", fit_of_all.by_length, BY_LENGTH),
+        ("BY_AGREEMENT", fit_of_all.by_agreement, BY_AGREEMENT),
     ):
         table = Table("", *map(str, range(len(used))), title=title)
         table.add_row("fitted", *(f"{value:.2f}" for value in fitted))

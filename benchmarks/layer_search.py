@@ -78,7 +78,7 @@ class Truth:
             tokens = torch.tensor([text[:-1]], device=self.backend.device)
             self.backend.forward(tokens, [0], first_slot=slot, logits=False)
         # backwards, so that no block reads what a block before it wrote
-        self._blocks = [[len(ids) + at for ids in prompts] for at in range(max_tokens - depth, -1, -depth)]
+        self._blocks = [[len(ids) + offset for ids in prompts] for offset in range(max_tokens - depth, -1, -depth)]
 
     def judge(self, layers: Sequence[int]) -> Candidate:
         """Measure how often the layers' first choice is the target's, also in a row."""
@@ -91,9 +91,11 @@ class Truth:
 
     def _block(self, chosen: Backend, firsts: Sequence[int]) -> Tensor:
         """[rows, depth]: whether the layers, given all tokens before it, choose the token firsts[i] + j of text i."""
-        blocks = torch.tensor([text[at - 1 : at + self.depth] for text, at in zip(self.texts, firsts, strict=True)])
+        blocks = torch.tensor(
+            [text[first - 1 : first + self.depth] for text, first in zip(self.texts, firsts, strict=True)]
+        )
         blocks = blocks.to(self.backend.device)
-        starts = [at - 1 for at in firsts]
+        starts = [first - 1 for first in firsts]
         logits = chosen.forward(blocks[:, :-1], starts, first_slot=self._rows, logits=True)
         return (logits.argmax(-1) == blocks[:, 1:]).cpu()
 

@@ -114,14 +114,14 @@ class _Received(asyncio.Protocol):
 
 def _unchunked(body: bytes, offset: int) -> tuple[list[bytes], list[int]]:
     """The pieces of a chunked body, and the byte of the answer at which each ends. offset: where the body begins."""
-    pieces, ends, at = list[bytes](), list[int](), 0
-    while (line := body.find(b"\r\n", at)) > 0:
-        size = int(body[at:line], 16)
+    pieces, ends, position = list[bytes](), list[int](), 0
+    while (line := body.find(b"\r\n", position)) > 0:
+        size = int(body[position:line], 16)
         if not size:
             return pieces, ends
-        at = line + 2 + size + 2
-        pieces.append(body[line + 2 : at - 2])
-        ends.append(offset + at)
+        position = line + 2 + size + 2
+        pieces.append(body[line + 2 : position - 2])
+        ends.append(offset + position)
     raise SlipstreamError(f"the server broke off after {len(body)} bytes")
 
 

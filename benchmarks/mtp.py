@@ -188,9 +188,9 @@ def _batch(
         for name in list(arms)[:: 1 if turn % 2 else -1]:
             started = perf_counter()
             texts = arms[name].generate(prompts)
-            taken = perf_counter() - started
+            seconds = perf_counter() - started
             if turn:
-                arms[name].seconds.append(taken / (batch * max_tokens))
+                arms[name].seconds.append(seconds / (batch * max_tokens))
                 arms[name].right += sum(map(_is_walk(order, max_tokens), prompts, texts))
     return arms
 
@@ -209,11 +209,14 @@ def _print(batch: int, arms: dict[str, Arm], repeats: int) -> dict[str, Any]:
         table.add_column(heading, justify="right")
     speeds = {name: 1 / median(arm.seconds) for name, arm in arms.items()}
     for name, arm in arms.items():
-        ratios = (f"{speeds[name] / speeds[other]:.2f}x" for other in (PLAIN, THEIRS))
+        ratios = (f"{speeds[name] / speeds[reference]:.2f}x" for reference in (PLAIN, THEIRS))
         table.add_row(name, f"{speeds[name]:.1f}", *ratios, f"{arm.right} of {repeats * batch}")
     console.print(table)
     best = max((name for name in arms if name.isdecimal()), key=lambda name: speeds[name])
-    shares = [of_best / auto for of_best, auto in zip(arms[best].seconds, arms[AUTO].seconds, strict=True)]
+    shares = [
+        best_seconds / auto_seconds
+        for best_seconds, auto_seconds in zip(arms[best].seconds, arms[AUTO].seconds, strict=True)
+    ]
     console.print(
         f"auto: {speeds[AUTO] / speeds[best]:.3f} of the best fixed length, {best}; turn by turn {median(shares):.3f}"
     )

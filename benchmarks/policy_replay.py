@@ -434,16 +434,16 @@ def ablation(
 
 def show_ablation(recording: Recording, batch: int, off: float, seeds: Sequence[int]) -> None:
     """Print how much speed the lack of each mechanism costs."""
-    whole = ablation(recording, batch, off, seeds, None)
+    full = ablation(recording, batch, off, seeds, None)
     table = Table(
         title=f"auto without each mechanism, batch {batch}, costs off by {off:.0%}: change of speed in percent"
     )
     for column in ("without", "all", "worst family", "random, of plain"):
         table.add_column(column)
-    table.add_row("(nothing)", f"{whole['all']:.3f}x", "", f"{whole.get('random', 1):.3f}")
+    table.add_row("(nothing)", f"{full['all']:.3f}x", "", f"{full.get('random', 1):.3f}")
     for mechanism in MECHANISMS:
         ablated = ablation(recording, batch, off, seeds, mechanism)
-        change = {family: 100 * (ablated[family] / whole[family] - 1) for family in ablated}
+        change = {family: 100 * (ablated[family] / full[family] - 1) for family in ablated}
         worst = min((family for family in change if family != "all"), key=lambda family: change[family])
         random_speed = f"{ablated.get('random', 1):.3f}"
         table.add_row(mechanism.name, f"{change['all']:+.1f}", f"{change[worst]:+.1f} {worst}", random_speed)

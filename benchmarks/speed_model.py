@@ -51,8 +51,8 @@ class Arm:
             rounds += list(self.decoder.run(rows))
             self.texts += [row.output for row in rows]
         self.stats = Stats.of(rounds).to_dict()
-        taken = self.stats["total_seconds"] - self.stats["prefill_seconds"]
-        self.seconds.append(taken / self.stats["num_output_tokens"])
+        decoding_seconds = self.stats["total_seconds"] - self.stats["prefill_seconds"]
+        self.seconds.append(decoding_seconds / self.stats["num_output_tokens"])
 
 
 def main(
@@ -85,7 +85,7 @@ def main(
         table.add_column(name, justify="right")
     lines = []
     for batch in rows:
-        groups = [ids[at : at + batch] for at in range(0, len(ids) - batch + 1, batch)]
+        groups = [ids[first : first + batch] for first in range(0, len(ids) - batch + 1, batch)]
         if not groups:
             raise typer.BadParameter(
                 f"{len(ids)}; allowed: at least the largest batch, {batch}", param_hint="--num-prompts"

@@ -55,8 +55,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name not in PROJECT_FILES:
         return markdown
     text = (ROOT / f"{name.removesuffix('.md').upper()}.md").read_text(encoding="utf-8")
-    for other in PROJECT_FILES:
-        text = text.replace(f"]({other.removesuffix('.md').upper()}.md)", f"]({other})")
+    for file in PROJECT_FILES:
+        text = text.replace(f"]({file.removesuffix('.md').upper()}.md)", f"]({file})")
     return text.replace("](docs/", "](")
 
 
