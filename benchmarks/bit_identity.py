@@ -138,9 +138,9 @@ def main(
     drafters: Annotated[
         str, typer.Option(help="separated by commas; by default none, ngram and, with --draft, model")
     ] = "",
-    lengths: Annotated[list[str], typer.Option()] = ["1", "4", "7"],  # noqa: B006
-    batches: Annotated[list[int], typer.Option()] = [1, 4],  # noqa: B006
-    temperatures: Annotated[list[float], typer.Option()] = [0.0, 0.8],  # noqa: B006
+    lengths: Annotated[list[str], typer.Option(help="draft length, or tree DEPTHxWIDTH; repeatable")] = ["1", "4", "7"],  # noqa: B006
+    batches: Annotated[list[int], typer.Option(help="prompts decoded together; repeatable")] = [1, 4],  # noqa: B006
+    temperatures: Annotated[list[float], typer.Option(help="0 is greedy; repeatable")] = [0.0, 0.8],  # noqa: B006
     reproducible: str = "true",
     part: Annotated[str, typer.Option(help="NUMBER/PARTS: of the prompts, every PARTS-th from NUMBER on")] = "1/1",
     json_file: JsonFile = None,

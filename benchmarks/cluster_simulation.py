@@ -202,11 +202,11 @@ def main(
     ] = 4.0,
     noticed: Annotated[float, typer.Option(min=0, help="seconds until Ray notices that a node is dead")] = 15.0,
     hours_between_failures: Annotated[
-        float, typer.Option(min=0, help="of one node, on average; 0: none fails")
+        float, typer.Option(min=0, help="of a node, on average; 0: no node fails")
     ] = 500.0,
     batch: Count = 8,
     requests_per_node: Count = 5000,
-    nodes: Annotated[list[int], typer.Option(min=1)] = NODES,
+    nodes: Annotated[list[int], typer.Option(min=1, help="size of the cluster; repeatable")] = NODES,
     measure: Annotated[bool, typer.Option("--measure", help="instead, time Ray on this machine")] = False,
     blocks: Annotated[int, typer.Option(min=2, help="with --measure: number of blocks")] = 300,
     address: Annotated[str, typer.Option(help="with --measure: local, auto or HOST:PORT")] = "local",

@@ -70,7 +70,7 @@ def main(
     ] = None,
     gguf: Annotated[bool, typer.Option("--gguf", help="with --shape: the pair as Q4_K_M files")] = False,
     threads: Annotated[
-        str | None, typer.Option(help="separated by commas  [default: 1, 2, 4, ... up to all cores]")
+        str | None, typer.Option(help="separated by commas", show_default="1,2,4,... and all cores")
     ] = None,
     contexts: Annotated[
         str, typer.Option(help="positions before the single steps, separated by commas")
@@ -78,7 +78,9 @@ def main(
     prompt_file: Path | None = None,
     num_prompts: Count = 3,
     max_tokens: Count = 48,
-    minutes: Annotated[float | None, typer.Option(min=0, help="stop after so many  [default: never]")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="minutes after which to stop", show_default="never")
+    ] = None,
     small: Annotated[
         bool, typer.Option("--small", help="try it out: shape tiny, short texts, 1 and 2 threads")
     ] = False,

@@ -47,7 +47,7 @@ def main(
     draft_tokens: Count = 4,
     tokens: Count = 64,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines  [default: the package's]")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines", show_default="the package's")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="prompts of each category")] = None,
 ) -> None:
     """Print a line per prompt and a JSON report."""

@@ -154,7 +154,7 @@ def main(
     inputs: list[Path],
     tokenizer: Annotated[str, typer.Option(help="model whose tokenizer is used; toy: bytes")] = "toy",
     prompt_file: Annotated[
-        Path | None, typer.Option(help="the prompts of runs.jsonl, if not the package's own")
+        Path | None, typer.Option(help="prompts of runs.jsonl", show_default="the package's")
     ] = None,
     num_draft_tokens: Annotated[int, typer.Option(min=1, max=64)] = 15,
     prompt_share: Annotated[

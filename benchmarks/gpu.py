@@ -75,7 +75,8 @@ def main(
     ] = 0.8,
     repeats: Count = 3,
     batches: Annotated[
-        list[int] | None, typer.Option(min=1, max=PROMPTS, help="rows decoded together; repeatable  [default: 1, 8]")
+        list[int] | None,
+        typer.Option(min=1, max=PROMPTS, help="rows decoded together; repeatable", show_default="1, 8"),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

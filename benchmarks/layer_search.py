@@ -162,10 +162,10 @@ def main(
     prompts: Path,
     dtype: str = "auto",
     num_prompts: Count = 8,
-    max_tokens: Annotated[int, typer.Option(min=8, help="of each text")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=8, help="tokens of each text")] = 64,
     depth: Annotated[int, typer.Option(min=1, max=8, help="longest draft that is judged")] = 4,
     fewest: Annotated[int, typer.Option(min=0, help="layers that remain at least; 0: half of them")] = 0,
-    seconds: Annotated[float, typer.Option(help="spent timing the target")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="time spent timing the target")] = 10.0,
     save: Annotated[bool, typer.Option("--save", help="save the best, if it pays, for the drafter layer_skip")] = False,
 ) -> None:
     """Print the best choices of layers and whether the best one pays; the last line is JSON."""

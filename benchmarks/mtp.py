@@ -63,7 +63,7 @@ class Arm:
 
 
 def main(
-    chance: Annotated[float, typer.Option(min=0.0, max=1.0, help="that an MTP layer predicts the next token")] = 0.7,
+    chance: Annotated[float, typer.Option(min=0.0, max=1.0, help="probability that an MTP layer is right")] = 0.7,
     layers: Count = 1,
     lengths: str = "1,2,3,4,5,6,7,8",
     batches: str = "1,8",

@@ -40,7 +40,7 @@ def main(
     prompts: Path | None = None,
     per_family: int = 5,
     max_tokens: int = 64,
-    batches: Annotated[list[int], typer.Option()] = [1, 2, 4, 8],  # noqa: B006
+    batches: Annotated[list[int], typer.Option(help="batch size to measure; repeatable")] = [1, 2, 4, 8],  # noqa: B006
 ) -> None:
     """Write texts, drafts and costs to OUT."""
     quiet()

@@ -33,7 +33,7 @@ from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_promp
 def main(
     target: str,
     activations: str = "int15",
-    prompt_file: Annotated[Path | None, typer.Option(help="prompts  [default: the package's]")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines", show_default="the package's")] = None,
     num_prompts: Count = 13,
     max_tokens: Count = 64,
     tie: Annotated[float, typer.Option(min=0, help="largest gap of a tie, in nats")] = 0.01,

@@ -68,7 +68,7 @@ def main(
     name: Annotated[str, typer.Argument(help=", ".join(SHAPES))],
     folder: Path,
     acceptance: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="chance that a draft token is right")
+        float, typer.Option(min=0.0, max=1.0, help="probability that a draft token is right")
     ] = ACCEPTANCE,
     gguf: Annotated[bool, typer.Option("--gguf", help="also write both as Q4_K_M; needs llama-cpp-python")] = False,
 ) -> None:

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--suite",
         type=Path,
         action="append",
-        help="folder of JSON Schema's test suite, repeatable  [default: random schemas]",
+        help="folder of JSON Schema's test suite, repeatable (default: random schemas)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=positive, default=160)
