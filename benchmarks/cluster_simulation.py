@@ -3,7 +3,7 @@
     python benchmarks/cluster_simulation.py --measure    # times Ray itself on this machine
     python benchmarks/cluster_simulation.py --tokens-per-second 140 --start 20 --block-ms 4 --hours-between-failures 500
 
-Each node runs one engine, which holds a few blocks, each of as many requests as its batch has rows. When a short
+Each node runs one engine, which holds a few blocks, each with one request per row of its batch. When a short
 request ends, one of the next block takes its row, so the engine always computes at full speed; but no block ends before
 its longest request could. The driver hands out and writes one block at a time. The death of a node is noticed after a
 while. Then its blocks go to other nodes, and a new node takes its place after the time an engine takes to start. The

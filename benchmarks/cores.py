@@ -9,7 +9,7 @@ For each number of threads it measures three things, each in a process of its ow
 copy of memory; single steps after long contexts; and `slipstream bench`, in which plain decoding, `auto` and the peers
 take turns on the same prompts. Peers are Hugging Face's `generate`, plain and assisted, and for GGUF files llama.cpp
 (llama-cpp-python), plain and with prompt lookup. The limit of a step is the time to read its weights, keys and values
-at the bytes per second that the copy, by as many threads, reads and writes. At the end one process computes logits at
+at the speed of the copy, counting the bytes it reads and writes. At the end one process computes logits at
 several widths with 1 to 33 threads, after 1,100 positions where the model has as many, and compares their bits.
 
 Started again with the same folder, it continues after its last measurement. After --minutes it prints what it has and
@@ -175,7 +175,7 @@ def begin(folder: Path, plan: Line) -> None:
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """The variables of a process with so many threads, each on its own core. None: the process sets their number."""
+    """The environment of a process with these threads, each on its own core. None: the process sets their number."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     if threads is None:
         return inherited | OVERSUBSCRIBED
@@ -190,7 +190,7 @@ class Stage:
     ends: float | None
 
     def measured(self, name: str, function: str, *arguments: str, threads: int | None) -> Line:
-        """The result of a function of this file with so many threads, from the folder if it was measured before."""
+        """The result of a function of this file with this many threads, from the folder if it is there."""
         file = self.folder / f"{name}.json"
         if not file.exists():
             code = f"import json, sys; sys.path.insert(0, sys.argv[1]); from cores import {function}"
@@ -203,7 +203,7 @@ class Stage:
         return line
 
     def bench(self, threads: int) -> None:
-        """Run `slipstream bench` with so many threads; it continues where it was stopped and records failed runs."""
+        """Run `slipstream bench` with this many threads; it continues where it was stopped and records failed runs."""
         code = "from slipstream.apps.cli import main; main()"
         options = ["--plan", str(self.folder / "plan.json"), "--out", str(self.folder / f"threads-{threads}")]
         self._run([sys.executable, "-c", code, "bench", *options], threads, (0, 1))

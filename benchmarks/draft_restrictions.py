@@ -95,7 +95,7 @@ def _by_vocabulary(decoder: SpeculativeDecoder) -> dict[str, ModelDrafter]:
 
 
 def _by_context(decoder: SpeculativeDecoder, limits: Sequence[int]) -> dict[str, ModelDrafter]:
-    """The draft model as it is, and for each limit the draft model reading at most so many tokens of a prompt."""
+    """The draft model as it is, and for each limit the draft model reading at most so many tokens."""
     models = decoder._models
     if models.draft is None or models.draft_session is None:
         raise UsageError("--context without a draft model; allowed: with one that has the target's vocabulary")

@@ -62,7 +62,7 @@ class Candidate:
 
 
 class Truth:
-    """The target's texts, with their KV cache in the first slots. Candidates use as many slots after those."""
+    """The target's texts, with their KV cache in the first slots. Candidates use equally many after them."""
 
     def __init__(self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
