@@ -1,19 +1,19 @@
-# Every target sets up .venv by itself, once; `make clean` starts over.
+# Every target sets up .venv if it is missing; `make clean` removes it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# the pair of `make bench`: the folders of the model cache if they are there, else the hub's
+# The pair of `make bench`: folders of the model cache if they exist, else models of the hub.
 MODELS := $(or $(SLIPSTREAM_MODELS),$(HOME)/.cache/slipstream/models)
 TARGET ?= $(if $(wildcard $(MODELS)/qwen1.5b/config.json),qwen1.5b,Qwen/Qwen2.5-Coder-1.5B-Instruct)
 DRAFT ?= $(if $(wildcard $(MODELS)/qwen0.5b/config.json),qwen0.5b,Qwen/Qwen2.5-Coder-0.5B-Instruct)
 
-# Test processes. Each test computes with one thread, so as many as there are cores; contiguous tests share fixtures.
+# Test processes. Each test computes with one thread, so use as many processes as cores.
 WORKERS ?= 2
-# pytest keeps its rewritten tests, which saves each process five seconds.
+# The empty variable lets pytest cache its rewritten tests, which saves each process five seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Other projects that tests and benchmarks run, each in an environment of its own.
+# Other projects that tests and benchmarks run, each in its own environment.
 CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
 
 .PHONY: demo test test-exhaustive test-fast check check-architectures lines examples bench bench-quick clients docs wheels clean
@@ -25,7 +25,7 @@ test: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --durations=10
 
-# Whole products of parameters, which `make test` covers pair by pair.
+# All combinations of parameters; `make test` covers them pair by pair.
 test-exhaustive: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --exhaustive --durations=10
@@ -38,17 +38,17 @@ check: $(STAMP)
 	@$(BIN)/ruff check src tests benchmarks examples packaging
 	@$(BIN)/mypy
 
-# A tiny random model of every type that transformers calls a causal language model, two at a time.
+# Checks a tiny random model of every architecture that transformers calls a causal language model, two at a time.
 check-architectures: $(STAMP)
 	@$(BIN)/python -m tests.models.check_architectures --table
 
-# On two cores: 8 prompts x 5 arms at 1 to 2 s a text = 60 s, and 20 s for loading, calibrating, warming up and the costs
-# of a round; installing (60 s) and fetching the model (25 s) come before.
+# Takes 80 s on two cores: 8 prompts x 5 arms at 1 to 2 s a text, and 20 s to load, calibrate, warm up and measure costs.
+# The first time, installing takes 60 s more and fetching the model 25 s.
 bench-quick: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/quick.json --out runs/bench-quick
 
-# On two cores: 16 prompts x (4 arms of ours at 5 s + 3 of Hugging Face's at 12 s a text) = 900 s, and 150 s for loading,
-# calibrating, warming up, ties and costs: 18 minutes. Killed, it goes on; finished, it prints its tables.
+# Takes 18 minutes on two cores: 16 prompts x (4 arms of ours at 5 s a text + 3 of Hugging Face's at 12 s), and 150 s to
+# load, calibrate, warm up, judge ties and measure costs. Run again, it continues after a kill, or prints its tables.
 bench: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/pair.json --target $(TARGET) --draft $(DRAFT) --out runs/bench
 
@@ -58,7 +58,7 @@ examples: $(STAMP)
 lines: $(STAMP)
 	@$(BIN)/python -m pytest -q -s tests/project/test_layout.py
 
-# About 6 GB and ten minutes; the tests of a client that is not there are skipped.
+# Takes about 6 GB and ten minutes. Without a client, its tests are skipped.
 clients: $(CLIENTS:%=.clients/%/.installed)
 
 .clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
@@ -67,11 +67,11 @@ clients: $(CLIENTS:%=.clients/%/.installed)
 	@.clients/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	@touch $@
 
-# Into site/: the documentation; a broken link or an unknown page is an error.
+# Writes the documentation to site/. A broken link or an unknown page is an error.
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "open site/index.html"
 
-# Into dist/: wheels with the kernels compiled for four platforms, one without, and the source distribution.
+# Writes to dist/: wheels with kernels compiled for four platforms, one without kernels, and the source distribution.
 wheels: $(STAMP) .wheels/.installed
 	@$(BIN)/python packaging/build_wheels.py --tools .wheels/bin/python
 

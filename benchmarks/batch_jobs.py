@@ -1,12 +1,12 @@
 """Batch jobs: do they survive SIGKILL, and how fast are they beside `generate` and Hugging Face's padded batches?
 
-    python benchmarks/batch_jobs.py --kills 10           # every id once, texts equal to those of an uninterrupted run
-    python benchmarks/batch_jobs.py --speed --hf 120     # tokens per second; the baseline on the first 120 requests
+    python benchmarks/batch_jobs.py --kills 10           # killed 10 times: every id once, with the text of a whole run
+    python benchmarks/batch_jobs.py --speed --hf 120     # tokens per second; Hugging Face on the first 120 requests
     python benchmarks/batch_jobs.py --ray 2 --count 100 --kill-node     # two actors on two nodes of this machine
 
---ray compares a job over a cluster of two nodes on this machine with one process: seconds, and every line once and the
-same; exit code 1 if a line is wrong. Requests are the package's prompts in variants, greedy, with 8 to 96 tokens each.
-Ends in one line of JSON.
+--ray runs the job on a Ray cluster of two nodes, both on this machine, and in one process. It compares the seconds
+and the lines, and exits with code 1 if a line is missing or differs. Requests are variants of the package's prompts,
+decoded greedily, 8 to 96 tokens each. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ CLUSTER = Path(__file__).parents[1] / "tests" / "support" / "ray_cluster.py"
 
 
 def requests(count: int) -> list[dict[str, Any]]:
-    """`count` requests of mixed length: a prompt, and in every second the same prompt with a further wish."""
-    rng, prompts = random.Random(5), [one.prompt for one in builtin_prompts()]
+    """`count` requests of mixed lengths: every prompt as it is, then every prompt with the first wish, and so on."""
+    rng, prompts = random.Random(5), [named.prompt for named in builtin_prompts()]
     wishes = ("", " Be brief.", " Give one example.", " Explain your answer.", " Answer in plain words.")
-    made = []
-    for at in range(count):
-        text = prompts[at % len(prompts)] + wishes[at // len(prompts) % len(wishes)]
-        repeated = at // (len(prompts) * len(wishes))
-        text += f" (version {repeated + 1})" if repeated else ""
-        made.append({"id": f"request-{at}", "prompt": text, "max_tokens": rng.choice([8, 16, 32, 48, 64, 96])})
-    return made
+    lines = []
+    for number in range(count):
+        text = prompts[number % len(prompts)] + wishes[number // len(prompts) % len(wishes)]
+        repeats = number // (len(prompts) * len(wishes))
+        text += f" (version {repeats + 1})" if repeats else ""
+        lines.append({"id": f"request-{number}", "prompt": text, "max_tokens": rng.choice([8, 16, 32, 48, 64, 96])})
+    return lines
 
 
 def answers(path: Path) -> dict[str, str]:
-    """The lines of an output by id; SystemExit if an id is there twice."""
+    """The lines of an output file by id; SystemExit if an id appears twice."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    found = {json.loads(line)["id"]: line for line in lines}
-    if len(found) != len(lines):
-        raise SystemExit(f"{len(lines) - len(found)} ids are there twice")
-    return found
+    by_id = {json.loads(line)["id"]: line for line in lines}
+    if len(by_id) != len(lines):
+        raise SystemExit(f"{path}: {len(lines) - len(by_id)} lines repeat the id of another")
+    return by_id
 
 
 def survive(args: argparse.Namespace) -> dict[str, Any]:
-    """Kill a job at random moments, let it end, and compare with one that was not killed."""
+    """Kill a job at random moments, run it to its end, and compare its output with that of a job never killed."""
     rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp())
     lines = requests(args.count)
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = ["--target", args.target, "--max-batch-size", str(args.batch)]
-    out, kept = folder / "out.jsonl", []
+    out, answered = folder / "out.jsonl", []
     for _ in range(args.kills):
         before = size(out)
         job = subprocess.Popen([*COMMAND, str(folder / "in.jsonl"), str(out), *options], stderr=subprocess.DEVNULL)
@@ -70,58 +70,58 @@ def survive(args: argparse.Namespace) -> dict[str, Any]:
         time.sleep(rng.uniform(0, args.longest))
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
-        kept.append(out.read_bytes().count(b"\n"))
-        print(f"killed with {kept[-1]} of {len(lines)} answered", flush=True)
+        answered.append(num_lines(out))
+        print(f"killed with {answered[-1]} of {len(lines)} answered", flush=True)
     subprocess.run([*COMMAND, str(folder / "in.jsonl"), str(out), *options], check=True)
     subprocess.run([*COMMAND, str(folder / "in.jsonl"), str(folder / "whole.jsonl"), *options], check=True)
-    found, whole = answers(out), answers(folder / "whole.jsonl")
-    same = sum(found.get(name) == line for name, line in whole.items())
-    return {"requests": len(lines), "kills": len(kept), "kept": kept, "ids": len(found), "identical": same}
+    resumed, whole = answers(out), answers(folder / "whole.jsonl")
+    same = sum(resumed.get(request_id) == line for request_id, line in whole.items())
+    return {"requests": len(lines), "kills": len(answered), "kept": answered, "ids": len(resumed), "identical": same}
 
 
 def size(path: Path) -> int:
-    """Bytes of a file that may not be there yet."""
+    """Bytes of a file, 0 if it does not exist yet."""
     return path.stat().st_size if path.exists() else 0
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of the job, of `generate` over the list, and of the baseline."""
+    """Tokens per second of a batch job with and without drafts, of `generate` over the list, and of Hugging Face."""
     from slipstream import SamplingParams, SpeculativeDecoder
 
     lines, folder = requests(args.count), Path(tempfile.mkdtemp())
     prompts = [line["prompt"] for line in lines]
     params = [SamplingParams(max_tokens=line["max_tokens"]) for line in lines]
-    found: dict[str, Any] = {"requests": len(lines)}
+    figures: dict[str, Any] = {"requests": len(lines)}
     decoder = SpeculativeDecoder(args.target, acceptance="match", max_batch_size=args.batch)
     decoder.generate(prompts[: args.batch], SamplingParams(max_tokens=16))  # warm
 
-    def fresh() -> None:
+    def forget_everything() -> None:
         decoder.forget()
         decoder.forget_learned()
 
     def job() -> int:
         return decoder.batch(lines, folder / "out.jsonl").work.output_tokens
 
-    def together() -> int:
+    def generate() -> int:
         return sum(len(result.token_ids) for result in decoder.generate(prompts, params))
 
-    def plain() -> int:
-        report = decoder.using("none").batch(lines, folder / "plain.jsonl")
-        return report.work.output_tokens
+    def plain_job() -> int:
+        return decoder.using("none").batch(lines, folder / "plain.jsonl").work.output_tokens
 
-    for name, work in (("batch", job), ("generate", together), ("batch without drafts", plain)):
-        fresh()
-        found[name] = timed(name, work)
-    found["identical"] = sum(
-        answers(folder / "plain.jsonl").get(k) == v for k, v in answers(folder / "out.jsonl").items()
+    for name, work in (("batch", job), ("generate", generate), ("batch without drafts", plain_job)):
+        forget_everything()
+        figures[name] = timed(name, work)
+    figures["identical"] = sum(
+        answers(folder / "plain.jsonl").get(request_id) == line
+        for request_id, line in answers(folder / "out.jsonl").items()
     )
     if args.hf:
-        found["hf"] = timed("Hugging Face", lambda: baseline(args, decoder, prompts[: args.hf], params[: args.hf]))
-    return found
+        figures["hf"] = timed("Hugging Face", lambda: baseline(args, decoder, prompts[: args.hf], params[: args.hf]))
+    return figures
 
 
 def timed(name: str, work: Callable[[], int]) -> dict[str, float]:
-    """How long some work takes, and how many tokens it makes."""
+    """Do the work, which returns how many tokens it made; print and return tokens, seconds and tokens per second."""
     begun = time.perf_counter()
     tokens = work()
     seconds = time.perf_counter() - begun
@@ -130,7 +130,10 @@ def timed(name: str, work: Callable[[], int]) -> dict[str, float]:
 
 
 def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params: list[Any]) -> int:
-    """Transformers' `generate`, batch after batch, each as long as its longest; a request's own tokens count."""
+    """Tokens from transformers' `generate` in padded batches.
+
+    A batch runs until its longest request ends; of every text only the tokens that its request asked for count.
+    """
     from dataclasses import replace
 
     from slipstream.bench.arms import Arm
@@ -139,18 +142,17 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
 
     hf = Baseline(Arm("hf"), plain_model(decoder.target, LoadOptions()), None, decoder.target.end_ids, args.batch)
     total = 0
-    for at in range(0, len(prompts), args.batch):
-        own = params[at : at + args.batch]
-        longest = max(one.max_tokens for one in own)
-        ids = [decoder.encode(prompt, chat=True) for prompt in prompts[at : at + args.batch]]
-        texts, _ = hf.generate(ids, [replace(one, max_tokens=longest) for one in own])
-        total += sum(min(len(text), one.max_tokens) for text, one in zip(texts, own, strict=True))
+    for first in range(0, len(prompts), args.batch):
+        limits = [row.max_tokens for row in params[first : first + args.batch]]
+        ids = [decoder.encode(prompt, chat=True) for prompt in prompts[first : first + args.batch]]
+        texts, _ = hf.generate(ids, [replace(params[first], max_tokens=max(limits))] * len(ids))
+        total += sum(min(len(text), limit) for text, limit in zip(texts, limits, strict=True))
     return total
 
 
 @contextmanager
 def two_nodes() -> Iterator[subprocess.Popen[str]]:
-    """A cluster, whose address is its first line; a line to it kills the second node."""
+    """A Ray cluster of two nodes: it prints its address, and any line written to it kills the second node."""
     env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(CLUSTER)]
     with subprocess.Popen(
@@ -164,12 +166,12 @@ def two_nodes() -> Iterator[subprocess.Popen[str]]:
 
 
 def num_lines(path: Path) -> int:
-    """Lines of a file that may not be there yet."""
+    """Number of lines of a file, 0 if it does not exist yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def over_ray(args: argparse.Namespace) -> dict[str, Any]:
-    """The job in one process, then over actors; a node may be killed once a fifth of the lines is answered."""
+    """Run the job in one process, then on Ray actors; --kill-node kills a node after a fifth of the lines."""
     folder = Path(tempfile.mkdtemp())
     source, out, alone = folder / "in.jsonl", folder / "ray.jsonl", folder / "alone.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in requests(args.count)), encoding="utf-8")
@@ -191,7 +193,7 @@ def over_ray(args: argparse.Namespace) -> dict[str, Any]:
                     killed = num_lines(out)
                 time.sleep(0.01)
         ended = time.perf_counter()
-    found, expected = answers(out), answers(alone)
+    over_actors, expected = answers(out), answers(alone)
     return {
         "requests": args.count,
         "actors": args.ray,
@@ -199,34 +201,34 @@ def over_ray(args: argparse.Namespace) -> dict[str, Any]:
         "seconds_over_ray": round(ended - begun, 1),
         "of_them_from_the_first_answer": round(ended - first, 1),
         "answered_when_a_node_was_killed": killed,
-        "ids": len(found),
-        "identical": sum(found.get(name) == line for name, line in expected.items()),
+        "ids": len(over_actors),
+        "identical": sum(over_actors.get(request_id) == line for request_id, line in expected.items()),
     }
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the measurements that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--count", type=positive, default=500)
-    parser.add_argument("--batch", type=positive, default=8)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=6.0, help="seconds from a run's first answer to its end")
+    parser.add_argument("--count", type=positive, default=500, help="number of requests")
+    parser.add_argument("--batch", type=positive, default=8, help="rows decoded together")
+    parser.add_argument("--kills", type=int, default=0, help="how often the job is killed")
+    parser.add_argument("--longest", type=float, default=6.0, help="kill at most this many seconds after an answer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--hf", type=int, default=0, help="requests for the baseline")
-    parser.add_argument("--ray", type=int, default=0, help="actors of a job over Ray")
+    parser.add_argument("--speed", action="store_true", help="measure tokens per second")
+    parser.add_argument("--hf", type=int, default=0, help="with --speed: requests for Hugging Face")
+    parser.add_argument("--ray", type=int, default=0, help="run the job on this many Ray actors")
     parser.add_argument("--kill-node", action="store_true", help="with --ray: kill a node during the job")
     args = parser.parse_args()
-    found: dict[str, Any] = {"target": args.target, "batch": args.batch}
+    report: dict[str, Any] = {"target": args.target, "batch_size": args.batch}
     if args.speed:
-        found |= speed(args)
+        report |= speed(args)
     if args.kills:
-        found |= survive(args)
+        report |= survive(args)
     if args.ray:
-        found |= {"ray": over_ray(args)}
-    print(json.dumps(found))
-    if args.ray and not found["ray"]["identical"] == found["ray"]["ids"] == args.count:
+        report |= {"ray": over_ray(args)}
+    print(json.dumps(report))
+    if args.ray and not report["ray"]["identical"] == report["ray"]["ids"] == args.count:
         raise SystemExit(1)
 
 

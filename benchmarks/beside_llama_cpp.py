@@ -1,13 +1,13 @@
-"""One GGUF file in our kernels and in llama.cpp: forwards by width, prompts, memory, and cold starts, in one run.
+"""One GGUF file in our kernels and in llama.cpp: times of forwards by width, prompts and cold starts, and memory.
 
     python benchmarks/beside_llama_cpp.py MODEL.gguf
     python benchmarks/beside_llama_cpp.py MODEL.gguf --beside FOLDER --turns 15 --json FILE
 
-Needs llama-cpp-python (extra `llama`) and Linux. Each engine is a process of its own with as many threads; they take
-turns, and medians count. beside: another model for our kernels, such as the same one in bfloat16. Forwards follow
---context tokens and give the likeliest token after each of theirs; a prompt is read up to its first new token. A cold
-start is from the beginning of a process to the first token of an answer, the file being in the system's cache. The
-memory's bandwidth is measured between the turns: a large tensor summed by all threads.
+Needs llama-cpp-python (extra `llama`) and Linux. Each engine runs in a process of its own, all with the same number of
+threads. They take turns, and the medians are printed. A forward of N tokens follows --context other tokens and returns
+the likeliest token after each of the N. The time of a prompt ends with its first new token. A cold start lasts from the
+start of a process to the first token of an answer, with the file in the system's cache. The memory's bandwidth is
+measured between the turns, by summing a large tensor with all threads.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ FLOATS = 1 << 28  # 1 GiB, more than any cache
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes which model. name: in tables."""
+    """An engine and its model. name: in tables; kind: as `forward_worker.py` calls the engine."""
 
     name: str
     kind: str
     target: str
 
-    def command(self, asked: str) -> list[str]:
-        """The worker's command line."""
-        return [sys.executable, WORKER, self.kind, self.target, asked]
+    def command(self, task: str) -> list[str]:
+        """The worker's command line. task: the number of context tokens, or `first MESSAGE`."""
+        return [sys.executable, WORKER, self.kind, self.target, task]
 
     def cold_start(self) -> float:
         """Seconds from the start of a process to the first token."""
@@ -55,16 +55,16 @@ class Engine:
             self.command(f"first {MESSAGE}"), stdout=pipe, stderr=pipe, text=True, encoding="utf-8"
         ) as process:
             assert process.stdout is not None and process.stderr is not None
-            told = process.stdout.readline()
+            answer = process.stdout.readline()
             seconds = perf_counter() - started
-            if not told:
-                said = process.stderr.read().strip().splitlines() or ["no answer"]
-                raise SlipstreamError(f"{self.name}: {said[-1]}")
+            if not answer:
+                errors = process.stderr.read().strip().splitlines() or ["no answer"]
+                raise SlipstreamError(f"{self.name}: {errors[-1]}")
         return seconds
 
 
 class Worker:
-    """A process of an engine that is asked by lines."""
+    """A process of an engine that reads one request per line and answers each with one line."""
 
     def __init__(self, engine: Engine, context: int) -> None:
         self.engine = engine
@@ -74,7 +74,7 @@ class Worker:
         self._line()
 
     def ask(self, line: str) -> Any:
-        """The answer to one line."""
+        """Send one line and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
@@ -99,55 +99,55 @@ def main(
     widths: str = "1,4,8,16",
     prompt: Count = 256,
     turns: Count = 9,
-    cold: Annotated[int, typer.Option(min=0, help="cold starts of each")] = 3,
+    cold: Annotated[int, typer.Option(min=0, help="cold starts of each engine")] = 3,
     context: Count = 200,
-    beside: Annotated[str | None, typer.Option()] = None,
+    beside: Annotated[str | None, typer.Option(help="another model for our kernels, such as the same in bf16")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Print medians, what they are relative to llama.cpp and to one token, memory and bandwidth."""
+    """Print median times, their ratios to llama.cpp's and to one token's, memory and bandwidth."""
     file, _ = gguf_file(target, "this command"), bindings("this command")
     engines = [Engine("slipstream", "slipstream", str(file)), Engine(LLAMA, LLAMA, str(file))]
     engines += [] if beside is None else [Engine(beside, "slipstream", beside)]
-    asked = [*(f"tokens {width}" for width in numbers("--widths", widths)), f"prompt {prompt}"]
+    requests = [*(f"tokens {width}" for width in numbers("--widths", widths)), f"prompt {prompt}"]
     large = torch.ones(FLOATS)
     workers, times, bandwidth = [Worker(engine, context) for engine in engines], {}, list[float]()
     for turn in range(turns + 1):
-        for line in asked:
+        for request in requests:
             for worker in workers:
-                taken = worker.ask(line)
-                if turn:  # the first warms up
-                    times.setdefault((worker.engine.name, line), []).append(taken)
+                milliseconds = worker.ask(request)
+                if turn:  # the first turn warms up
+                    times.setdefault((worker.engine.name, request), []).append(milliseconds)
         bandwidth.append(_bandwidth(large))
     del large
     memory = {worker.engine.name: worker.ask("memory") for worker in workers}
     for worker in workers:
         worker.close()
-    middle = {key: median(values) for key, values in times.items()}
+    medians = {key: median(values) for key, values in times.items()}
     console.print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     console.print(f"memory bandwidth: {median(bandwidth):.1f} GB/s, at most {max(bandwidth):.1f}")
-    console.print(_forwards([engine.name for engine in engines], asked, middle))
+    console.print(_forwards([engine.name for engine in engines], requests, medians))
     starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
     console.print(_processes([engine.name for engine in engines], memory, starts))
     if json_file is not None:
-        found = {f"{name}, {line}": values for (name, line), values in times.items()}
-        result = {"target": target, "bandwidth": bandwidth, "milliseconds": found, "memory": memory, "starts": starts}
+        by_name = {f"{name}, {request}": values for (name, request), values in times.items()}
+        result = {"target": target, "bandwidth": bandwidth, "milliseconds": by_name, "memory": memory, "starts": starts}
         json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def _bandwidth(large: torch.Tensor) -> float:
-    """GB/s of reading it once."""
+    """GB/s of reading the tensor once."""
     started = perf_counter()
     large.sum()
     return large.numel() * large.element_size() / (perf_counter() - started) / 1e9
 
 
-def _forwards(names: Sequence[str], asked: Sequence[str], middle: dict[tuple[str, str], float]) -> Table:
+def _forwards(names: Sequence[str], requests: Sequence[str], medians: dict[tuple[str, str], float]) -> Table:
     table = Table("median ms", *names, "relative to one token", f"{LLAMA} / slipstream", title_justify="left")
     ours = names[0]
-    for line in asked:
-        relative = ", ".join(f"{middle[name, line] / middle[name, asked[0]]:.2f}" for name in names)
-        cells = [f"{middle[name, line]:.1f}" for name in names]
-        table.add_row(line, *cells, relative, f"{middle[LLAMA, line] / middle[ours, line]:.2f}")
+    for request in requests:
+        relative = ", ".join(f"{medians[name, request] / medians[name, requests[0]]:.2f}" for name in names)
+        cells = [f"{medians[name, request]:.1f}" for name in names]
+        table.add_row(request, *cells, relative, f"{medians[LLAMA, request] / medians[ours, request]:.2f}")
     return table
 
 

@@ -3,10 +3,10 @@
     python benchmarks/checkout_speed.py BEFORE AFTER                              # before, after, before, after
     python benchmarks/checkout_speed.py BEFORE AFTER --plan benchmarks/pair.json --turns 1
 
-Each turn runs `slipstream bench` once in each checkout, in a process of its own and with the same plan (the
-report left out). A speed is compared with the one of the same arm, prompt and turn: ratios above 1 mean
-that AFTER is faster. Arms of Hugging Face run the same code both times, so their ratios show the machine's noise. The
-machine should have nothing else to do. Exit code 1 if an arm of ours has a median ratio below --least.
+Each turn runs `slipstream bench` once in each checkout, in a process of its own and with the same plan (without the
+report). Speeds are compared for the same arm, prompt and turn; a ratio above 1 means that AFTER is faster. Hugging
+Face's arms run the same code in both checkouts, so their ratios show the machine's noise. The machine should have
+nothing else to do. Exit code 1 if the median ratio of one of Slipstream's arms is below --least.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-NOT_NEEDED = {"report": False}  # settings of a plan that take time after the runs
+WITHOUT_REPORT = {"report": False}  # which would only take time after the runs
 
 Key = tuple[str, str, int, int]  # arm, prompts, batch size, repeat
 
@@ -47,13 +47,13 @@ def bench(checkout: Path, plan: Path, folder: Path) -> dict[Key, Measured]:
     module, _, function = scripts["slipstream"].partition(":")
     code = f"import slipstream; print(slipstream.__file__, flush=True); from {module} import {function} as main; main()"
     command = [sys.executable, "-c", code, "bench", "--plan", str(plan), "--out", str(folder)]
-    own = {"PYTHONPATH": str(checkout / "src")}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | own, encoding="utf-8")
-    home = Path(done.stdout.partition("\n")[0]).resolve()
+    sources = {"PYTHONPATH": str(checkout / "src")}
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | sources, encoding="utf-8")
+    home = Path(process.stdout.partition("\n")[0]).resolve()
     if not home.is_relative_to(checkout / "src"):
         raise SystemExit(f"slipstream was imported from {home}, not from {checkout / 'src'}")
-    if done.returncode:
-        raise SystemExit(f"{checkout}: the benchmark failed with exit code {done.returncode}:\n{done.stdout}")
+    if process.returncode:
+        raise SystemExit(f"{checkout}: the benchmark failed with exit code {process.returncode}:\n{process.stdout}")
     lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
     return {_key(line): Measured(line["seconds"], line["texts"]) for line in lines if line["kind"] == "run"}
 
@@ -63,17 +63,17 @@ def _key(line: dict[str, Any]) -> Key:
 
 
 def ratios(before: dict[Key, Measured], after: dict[Key, Measured]) -> dict[str, list[float]]:
-    """How many times as fast AFTER was, by arm; a measurement that only one of the two has is an error."""
+    """How many times as fast AFTER was, by arm. A measurement that only one checkout has is an error."""
     if before.keys() != after.keys():
         raise SystemExit(f"only one checkout ran {sorted(before.keys() ^ after.keys())[0]}")
-    found: dict[str, list[float]] = {}
+    by_arm: dict[str, list[float]] = {}
     for key, measured in before.items():
-        found.setdefault(key[0], []).append(measured.seconds / after[key].seconds)
-    return found
+        by_arm.setdefault(key[0], []).append(measured.seconds / after[key].seconds)
+    return by_arm
 
 
 def show(turns: Sequence[dict[str, list[float]]], changed: dict[str, int]) -> dict[str, float]:
-    """Print a line for each arm and return the medians. changed: texts that differ, by arm."""
+    """Print a line for each arm and return the median ratios. changed: by arm, how many texts differ."""
     table = Table("arm", *(f"turn {number}" for number in range(1, len(turns) + 1)), "all", "runs", "texts that differ")
     medians = {}
     for arm in turns[0]:
@@ -90,12 +90,12 @@ def main(
     after: Path,
     plan: Path = ROOT / "benchmarks" / "quick.json",
     turns: Annotated[int, typer.Option(min=1)] = 2,
-    least: Annotated[float, typer.Option(help="of an arm's median ratio")] = 0.98,
+    least: Annotated[float, typer.Option(help="smallest median ratio of an arm that passes")] = 0.98,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all ratios here")] = None,
 ) -> None:
     """Compare the speeds of two checkouts."""
-    settings = json.loads(plan.read_text(encoding="utf-8")) | NOT_NEEDED
-    found, changed = list[dict[str, list[float]]](), dict[str, int]()
+    settings = json.loads(plan.read_text(encoding="utf-8")) | WITHOUT_REPORT
+    all_ratios, changed = list[dict[str, list[float]]](), dict[str, int]()
     with TemporaryDirectory() as folder:
         own_plan = Path(folder) / "plan.json"
         own_plan.write_text(json.dumps(settings), encoding="utf-8")
@@ -104,13 +104,14 @@ def main(
                 bench(checkout.resolve(), own_plan, Path(folder) / f"{name}-{turn}")
                 for name, checkout in (("before", before), ("after", after))
             )
-            found.append(ratios(old, new))
+            all_ratios.append(ratios(old, new))
             for key, measured in old.items():
                 changed[key[0]] = changed.get(key[0], 0) + (measured.texts != new[key].texts)
-    medians = show(found, changed)
+    medians = show(all_ratios, changed)
     if json_file is not None:
         json_file.write_text(
-            json.dumps({"ratios": found, "medians": medians, "texts that differ": changed}, indent=1), encoding="utf-8"
+            json.dumps({"ratios": all_ratios, "medians": medians, "texts that differ": changed}, indent=1),
+            encoding="utf-8",
         )
     ours = [ratio for arm, ratio in medians.items() if not arm.startswith("hf")]
     sys.exit(min(ours) < least)

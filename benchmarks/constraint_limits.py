@@ -1,10 +1,11 @@
-"""Texts under constraints that reach their limits: every drafter, alone and in a batch, against plain decoding alone.
+"""Do texts whose constraints hit their limits stay those of plain decoding, with every drafter, alone and in batches?
 
     python benchmarks/constraint_limits.py --target toy --texts 5000 --json FILE
 
-Random schemas, expressions, choices and grammars, some endless, huge, deep or repetitive, under limits small
-enough that many texts fail on the way. A text must have the tokens, the reason to finish and the message of plain
-decoding of that request alone. The control makes a limit of the drafting decoder smaller, which must be seen.
+Constraints are random schemas, regular expressions, choices and grammars, some of them endless, huge, deep or
+repetitive. Limits are so small that many texts fail on the way. A text must have the tokens, the finish reason and the
+error message that plain decoding gives to its request alone. The control lowers the limits of the drafting decoder
+only, which must show as differences.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PROMPTS = ("Write JSON.", "Name three birds: heron, wren,", "A list of numbers: 
 
 
 def random_constraint(rng: random.Random) -> Constraint:
-    """A constraint that may be long, deep, repetitive or without an end."""
+    """A valid constraint, perhaps long, deep, repetitive or endless."""
     kinds = (_schema, _recursive, _array, _deep, _repetition, _repetition, _words, _choice, _grammar)
     while True:
         try:
@@ -56,7 +57,7 @@ def _schema(rng: random.Random) -> Constraint:
 
 
 def _recursive(rng: random.Random) -> Constraint:
-    """An object in an object, for ever where it must."""
+    """Objects nested in objects, in half of the cases without an end."""
     inner: Schema = {"$ref": "#/$defs/A"}
     value = inner if rng.random() < 0.5 else {"anyOf": [inner, {"type": "integer"}]}
     node = {"type": "object", "properties": {"a": value, "b": {"type": "string"}}, "additionalProperties": False}
@@ -71,7 +72,7 @@ def _array(rng: random.Random) -> Constraint:
 def _deep(rng: random.Random) -> Constraint:
     depth = rng.randint(3, 60)
     defs: dict[str, Schema] = {
-        f"A{at}": {"type": "array", "items": {"$ref": f"#/$defs/A{at + 1}"}, "minItems": 1} for at in range(depth)
+        f"A{i}": {"type": "array", "items": {"$ref": f"#/$defs/A{i + 1}"}, "minItems": 1} for i in range(depth)
     }
     return Constraint(json_schema={"$defs": defs | {f"A{depth}": {"type": "null"}}, "$ref": "#/$defs/A0"})
 
@@ -120,7 +121,7 @@ def _word(rng: random.Random) -> str:
 
 @dataclass
 class Comparison:
-    """How many texts were compared with plain decoding, and how each differed that did."""
+    """Counts of the texts compared with plain decoding, and those that differ."""
 
     texts: int = 0
     finished: Counter[str] = field(default_factory=Counter)
@@ -128,64 +129,62 @@ class Comparison:
     forced: int = 0
     differing: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, arm: str, params: SamplingParams, expected: Result, found: Result) -> None:
-        """Compare a text."""
+    def add(self, arm: str, params: SamplingParams, expected: Result, result: Result) -> None:
+        """Compare a text with plain decoding's."""
         self.texts += 1
-        self.finished[found.finish_reason] += 1
-        self.forced += found.stats.num_forced_tokens
-        if found.error is not None:
-            self.reasons[str(found.error)] += 1
-        one, other = ((r.token_ids, r.finish_reason, str(r.error)) for r in (expected, found))
-        if one != other and params.constraint is not None:
-            given = {key: str(value)[:300] for key, value in params.constraint.to_dict().items()}
-            self.differing.append({"arm": arm, "constraint": given, "plain": one, "found": other})
+        self.finished[result.finish_reason] += 1
+        self.forced += result.stats.num_forced_tokens
+        if result.error is not None:
+            self.reasons[str(result.error)] += 1
+        plain, drafted = ((r.token_ids, r.finish_reason, str(r.error)) for r in (expected, result))
+        if plain != drafted and params.constraint is not None:
+            constraint = {key: str(value)[:300] for key, value in params.constraint.to_dict().items()}
+            self.differing.append({"arm": arm, "constraint": constraint, "plain": plain, "found": drafted})
         if self.texts % 500 == 0:
             print(f"{self.texts} texts, {len(self.differing)} differ", flush=True)
 
 
-def limited(decoder: SpeculativeDecoder, limits: Limits) -> None:
-    """Give a decoder's constraints other limits."""
+def set_limits(decoder: SpeculativeDecoder, limits: Limits) -> None:
+    """Set the limits of a decoder's constraints and drop the grammars it has saved."""
     grammars = decoder.reader.grammars
     grammars.limits = limits
     grammars._saved.clear()
 
 
 def compare(options: argparse.Namespace, *, smaller: bool) -> Comparison:
-    """Texts of all decoders until there are enough. smaller: give what drafts a smaller limit, as a control."""
+    """Compare texts of all drafters until there are enough. smaller: lower only the drafters' limits, as a control."""
     plain = SpeculativeDecoder(options.target, options.draft, drafter="none")
     arms = {name: plain.using(name, acceptance="match", num_draft_tokens=4) for name in options.drafters.split(",")}
     if "token_recycling" in arms:
         arms["tree"] = plain.using("token_recycling", num_draft_tokens="3x2", acceptance="match", reproducible=False)
-    found, number = Comparison(), 0
-    while found.texts < (options.texts if not smaller else options.control):
+    comparison, number = Comparison(), 0
+    while comparison.texts < (options.texts if not smaller else options.control):
         rng = random.Random(f"{options.seed} {number}")
         limits, number = rng.choice(LIMITS), number + 1
-        given = [request(rng) for _ in range(5)]
-        prompts = [rng.choice(PROMPTS) for _ in given]
-        limited(plain, limits)
-        given, expected = usable(plain, prompts, given, limits)
+        requests = [random_request(rng) for _ in range(5)]
+        prompts = [rng.choice(PROMPTS) for _ in requests]
+        requests, expected = usable(plain, prompts, requests, limits)
         if smaller:
             names = ("lexer_cost", "lexer_states", "row_items", "step_items")
             limits = replace(limits, **{name: getattr(limits, name) // 3 for name in names})
         for name, decoder in arms.items():
-            limited(decoder, limits)
-            at = rng.randrange(len(given))
-            groups = [range(len(given)), [at]] if number % 2 else [range(len(given))]
+            set_limits(decoder, limits)
+            alone = rng.randrange(len(requests))
+            groups = [range(len(requests)), [alone]] if number % 2 else [range(len(requests))]
             for group in groups:
-                chosen = [given[i] for i in group]
                 try:
-                    texts = decoder.generate([prompts[i] for i in group], chosen, chat=False)
+                    results = decoder.generate([prompts[i] for i in group], [requests[i] for i in group], chat=False)
                 except UsageError:
                     if not smaller:
                         raise
-                    continue  # a limit of the control may refuse a constraint at once
-                for i, text in zip(group, texts, strict=True):
-                    found.add(f"{name} {len(group)}", given[i], expected[i], text)
-    return found
+                    continue  # the control's limits may refuse a constraint before decoding
+                for i, result in zip(group, results, strict=True):
+                    comparison.add(f"{name} {len(group)}", requests[i], expected[i], result)
+    return comparison
 
 
-def request(rng: random.Random) -> SamplingParams:
-    """What one row asks for; a few have no constraint."""
+def random_request(rng: random.Random) -> SamplingParams:
+    """The options of one row; one row in ten has no constraint, three in ten a prediction."""
     constraint = None if rng.random() < 0.1 else random_constraint(rng)
     prediction = rng.choice(['[{"a":{"a":{"a":{"a":', "heron wren heron wren"]) if rng.random() < 0.3 else None
     return SamplingParams(
@@ -198,52 +197,52 @@ def request(rng: random.Random) -> SamplingParams:
 
 
 def usable(
-    plain: SpeculativeDecoder, prompts: Sequence[str], given: Sequence[SamplingParams], limits: Limits
+    plain: SpeculativeDecoder, prompts: Sequence[str], requests: Sequence[SamplingParams], limits: Limits
 ) -> tuple[list[SamplingParams], list[Result]]:
-    """Requests with their texts by plain decoding, each alone; those whose constraint is refused go without one."""
-    kept, texts = list[SamplingParams](), list[Result]()
-    for prompt, params in zip(prompts, given, strict=True):
-        limited(plain, limits)
+    """Requests and their results by plain decoding, each alone. A constraint that is refused is removed."""
+    accepted, results = list[SamplingParams](), list[Result]()
+    for prompt, params in zip(prompts, requests, strict=True):
+        set_limits(plain, limits)
         try:
-            (text,) = plain.generate([prompt], [replace(params, prediction=None)], chat=False)
+            (result,) = plain.generate([prompt], [replace(params, prediction=None)], chat=False)
         except UsageError:
             params = replace(params, constraint=None)
-            (text,) = plain.generate([prompt], [replace(params, prediction=None)], chat=False)
-        kept.append(params)
-        texts.append(text)
-    return kept, texts
+            (result,) = plain.generate([prompt], [replace(params, prediction=None)], chat=False)
+        accepted.append(params)
+        results.append(result)
+    return accepted, results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; exit with 1 if a text differs, or the control's do not."""
+    """Print the figures; exit with 1 if a text differs, or if no text of the control does."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="toy")
     parser.add_argument("--draft", default="toy")
     parser.add_argument("--drafters", default="ngram,suffix,token_recycling,model,hybrid")
-    parser.add_argument("--texts", type=positive, default=5000)
-    parser.add_argument("--control", type=positive, default=300)
+    parser.add_argument("--texts", type=positive, default=5000, help="number of texts to compare")
+    parser.add_argument("--control", type=positive, default=300, help="number of texts of the control")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    found, control = compare(options, smaller=False), compare(options, smaller=True)
-    for one in found.differing[:20]:
-        print(json.dumps(one)[:1500])
-    print(f"{options.target}: {found.texts} texts, {dict(found.finished)}, {found.forced} tokens forced")
-    for reason, count in found.reasons.most_common():
+    comparison, control = compare(options, smaller=False), compare(options, smaller=True)
+    for difference in comparison.differing[:20]:
+        print(json.dumps(difference)[:1500])
+    print(f"{options.target}: {comparison.texts} texts, {dict(comparison.finished)}, {comparison.forced} tokens forced")
+    for reason, count in comparison.reasons.most_common():
         print(f"{count:6} {reason}")
-    print(f"differing from plain decoding: {len(found.differing)} of {found.texts}")
-    print(f"control, with smaller limits beside drafts: {len(control.differing)} of {control.texts} differ")
+    print(f"differing from plain decoding: {len(comparison.differing)} of {comparison.texts}")
+    print(f"control, with lower limits when drafting: {len(control.differing)} of {control.texts} differ")
     if options.json:
         figures = {
-            "texts": found.texts,
-            "finished": found.finished,
-            "reasons": found.reasons,
-            "differing": found.differing,
+            "texts": comparison.texts,
+            "finished": comparison.finished,
+            "reasons": comparison.reasons,
+            "differing": comparison.differing,
         }
         options.json.write_text(
             json.dumps(figures | {"control": len(control.differing)}, indent=2) + "\n", encoding="utf-8"
         )
-    return 1 if found.differing or not control.differing else 0
+    return 1 if comparison.differing or not control.differing else 0
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""How does decoding scale with a processor's cores, beside its peers and what the memory allows?
+"""How does decoding scale with a processor's cores, compared with its peers and with the memory's bandwidth?
 
     python benchmarks/cores.py runs/cores
     python benchmarks/cores.py runs/cores --target TARGET --draft DRAFT --threads 4,8,16 --json cores.json
     python benchmarks/cores.py runs/7b --shape 7b --gguf --json cores.json    # random weights, written to the folder
     python benchmarks/cores.py runs/small --small                             # tiny ones, to see that everything runs
 
-For each number of threads processes of their own, bound to cores: a copy of memory; single steps behind long contexts;
-and `slipstream bench`: plain decoding, `auto` and the peers in turns on the same prompts, each once. Peers are Hugging
-Face's `generate`, plain and assisted, and for GGUF files llama.cpp (llama-cpp-python), plain and with prompt lookup.
-The limit is the time to read a step's weights, and the keys and values before it, at the rate of a copy, read and
-written, by as many threads. At the end one process computes logits at several widths, behind more than 1,024 positions
-where the model has as many, with 1 to 33 threads, and compares them to the bit.
+For each number of threads it measures three things, each in a process of its own whose threads are bound to cores: a
+copy of memory; single steps after long contexts; and `slipstream bench`, in which plain decoding, `auto` and the peers
+take turns on the same prompts. Peers are Hugging Face's `generate`, plain and assisted, and for GGUF files llama.cpp
+(llama-cpp-python), plain and with prompt lookup. The limit of a step is the time to read its weights, keys and values
+at the speed of the copy, counting the bytes it reads and writes. At the end one process computes logits at
+several widths with 1 to 33 threads, after 1,100 positions where the model has as many, and compares their bits.
 
-Started again with the same folder, it goes on after its last measurement; after --minutes it prints what there is and
-ends with exit code 3. Exit code 1 if a run failed, if a text is different from plain decoding's (llama.cpp's left out,
-which rounds otherwise), if a text of ours depends on the threads, or if bits do.
+Started again with the same folder, it continues after its last measurement. After --minutes it prints what it has and
+exits with code 3. It exits with code 1 if a run failed, if a text differs from plain decoding's (except llama.cpp's,
+which rounds differently), or if one of Slipstream's texts or the logits depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from slipstream.text.prompt_sets import builtin_prompts, read_prompts, spread
 OURS = {"none": "plain", "auto": "auto"}
 BITS_THREADS = (1, 2, 3, 5, 8, 16, 33)
 WIDTHS = (1, 2, 5, 8, 16)
-CONTEXT, CHUNK = 1100, 256  # positions before the compared ones; tokens of them that are read at a time
+CONTEXT, CHUNK = 1100, 256  # positions before the compared ones; how many of them are read at a time
 COPIED = 1 << 28  # bytes
-TURNS, FILLED = 9, 512  # of steps behind each context; positions that are given the same random numbers
+TURNS, FILLED = 9, 512  # timed steps after each context; positions after which the random numbers repeat
 ENVIRONMENT = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 OVERSUBSCRIBED = {"OMP_WAIT_POLICY": "passive", "OMP_PROC_BIND": "false"}
 STOPPED = 3  # exit code
@@ -58,25 +58,35 @@ Line = dict[str, Any]
 
 
 class TimeIsUpError(SlipstreamError):
-    """The minutes are over; what was measured is kept."""
+    """The time of --minutes is over. Finished measurements are kept."""
 
 
 def main(
     folder: Path,
     target: str = "smollm2",
     draft: str | None = None,
-    shape: Annotated[str | None, typer.Option(help="of a pair of random weights, see random_pair.py")] = None,
-    gguf: Annotated[bool, typer.Option("--gguf", help="with --shape: as Q4_K_M")] = False,
-    threads: Annotated[str | None, typer.Option(help="numbers  [default: 1, 2, 4, ... up to all cores]")] = None,
-    contexts: Annotated[str, typer.Option(help="positions before single steps")] = "128,8192,32768",
+    shape: Annotated[
+        str | None, typer.Option(help="measure a pair of random weights of this shape, see random_pair.py")
+    ] = None,
+    gguf: Annotated[bool, typer.Option("--gguf", help="with --shape: the pair as Q4_K_M files")] = False,
+    threads: Annotated[
+        str | None, typer.Option(help="separated by commas", show_default="1,2,4,... and all cores")
+    ] = None,
+    contexts: Annotated[
+        str, typer.Option(help="positions before the single steps, separated by commas")
+    ] = "128,8192,32768",
     prompt_file: Path | None = None,
     num_prompts: Count = 3,
     max_tokens: Count = 48,
-    minutes: Annotated[float | None, typer.Option(min=0, help="stop after them  [default: never]")] = None,
-    small: Annotated[bool, typer.Option("--small", help="shape tiny, short texts, 1 and 2 threads")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="minutes after which to stop", show_default="never")
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="try it out: shape tiny, short texts, 1 and 2 threads")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Print a line per number of threads and whether bits agree; keep every measurement in a folder."""
+    """Print a line per number of threads and whether the logits agree; keep every measurement in FOLDER."""
     ends = None if minutes is None else monotonic() + 60 * minutes
     if small:
         shape, threads, contexts, num_prompts, max_tokens = "tiny", "1,2", "128,1024", 2, 16
@@ -103,7 +113,7 @@ def main(
             lines[-1]["contexts"] = [{**step, "limit_ms": 1e3 * step["bytes"] / speed} for step in steps["contexts"]]
         bits = stage.measured("bits", "compare_bits", target, threads=None)
     except TimeIsUpError:
-        console.print(f"stopped after {minutes:g} minutes; with the same folder it goes on", soft_wrap=True)
+        console.print(f"stopped after {minutes:g} minutes; run it with the same folder to continue", soft_wrap=True)
     compare_with_first(lines)
     print_report(lines, bits)
     if json_file is not None:
@@ -117,7 +127,7 @@ def main(
 
 
 def write_shape(name: str, folder: Path, gguf: bool) -> tuple[str, str, Path]:
-    """Write a pair of random weights where it is not there yet: its target, its draft model and its prompts."""
+    """Write a pair of random weights unless it exists. Returns its target, its draft model and its prompts."""
     from random_pair import FILES, SHAPES, write_pair
 
     if name not in SHAPES:
@@ -128,7 +138,7 @@ def write_shape(name: str, folder: Path, gguf: bool) -> tuple[str, str, Path]:
 
 
 def arms_of(target: str, draft: str | None) -> list[str]:
-    """Ours, and the peers that compute with the target as it is, if they are installed."""
+    """Slipstream's arms, and the installed peers that can run the target's files."""
     if not is_gguf(target):
         return [*OURS, HF, ASSISTED if draft else LOOKUP]
     if find_spec("llama_cpp") is not None:
@@ -138,20 +148,20 @@ def arms_of(target: str, draft: str | None) -> list[str]:
 
 
 def all_cores() -> int:
-    """How many cores this program may run on, hyperthreads counted once."""
+    """How many physical cores this program may run on."""
     if sys.platform == "linux":
         return physical_cores(frozenset(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 
 
 def up_to(cores: int) -> list[int]:
-    """1, 2, 4, ... and all cores."""
+    """The powers of two below the number of cores, and the number itself."""
     powers = takewhile(lambda count: count < cores, (1 << i for i in range(32)))
     return [*powers, cores]
 
 
 def begin(folder: Path, plan: Line) -> None:
-    """Write the plan that all processes follow, or see that it is the one of what the folder holds."""
+    """Write the plan that all processes follow; UsageError if the folder holds measurements of another plan."""
     file = folder / "plan.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,22 +175,22 @@ def begin(folder: Path, plan: Line) -> None:
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """Of a process with so many threads, each on a core of its own; None: it sets their number itself."""
-    free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    """The environment of a process with these threads, each on its own core. None: the process sets their number."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     if threads is None:
-        return free | OVERSUBSCRIBED
-    return free | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+        return inherited | OVERSUBSCRIBED
+    return inherited | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Measurements in processes of their own, kept in a folder. ends: when time is up, by `monotonic`; None: never."""
+    """Runs measurements in processes of their own and keeps them in a folder. ends: when to stop, by `monotonic`."""
 
     folder: Path
     ends: float | None
 
     def measured(self, name: str, function: str, *arguments: str, threads: int | None) -> Line:
-        """What a function of this file returns with so many threads; read back if it has been measured before."""
+        """The result of a function of this file with this many threads, from the folder if it is there."""
         file = self.folder / f"{name}.json"
         if not file.exists():
             code = f"import json, sys; sys.path.insert(0, sys.argv[1]); from cores import {function}"
@@ -193,26 +203,28 @@ class Stage:
         return line
 
     def bench(self, threads: int) -> None:
-        """Run `slipstream bench` with so many threads; it goes on where it was stopped, and records runs that fail."""
+        """Run `slipstream bench` with this many threads; it continues where it was stopped and records failed runs."""
         code = "from slipstream.apps.cli import main; main()"
         options = ["--plan", str(self.folder / "plan.json"), "--out", str(self.folder / f"threads-{threads}")]
         self._run([sys.executable, "-c", code, "bench", *options], threads, (0, 1))
 
     def _run(self, command: list[str], threads: int | None, allowed: tuple[int, ...]) -> str:
-        """What the process prints."""
+        """Run a process and return what it prints."""
         seconds = None if self.ends is None else max(0.0, self.ends - monotonic())
         pipe = subprocess.PIPE
         try:
-            done = subprocess.run(command, stdout=pipe, encoding="utf-8", env=environment(threads), timeout=seconds)
+            process = subprocess.run(command, stdout=pipe, encoding="utf-8", env=environment(threads), timeout=seconds)
         except subprocess.TimeoutExpired as error:
             raise TimeIsUpError("time is up") from error
-        if done.returncode not in allowed:
-            raise SlipstreamError(f"{threads or 'several'} threads: a process ended with exit code {done.returncode}")
-        return done.stdout
+        if process.returncode not in allowed:
+            raise SlipstreamError(
+                f"{threads or 'several'} threads: a process ended with exit code {process.returncode}"
+            )
+        return process.stdout
 
 
 def copy_speed() -> Line:
-    """Bytes per second, read and written, of a copy by all threads: the median of 15."""
+    """Bytes per second that a copy by all threads reads and writes: the median of 15 copies."""
     import torch
 
     source, copy, seconds = torch.ones(COPIED // 4), torch.empty(COPIED // 4), list[float]()
@@ -224,10 +236,10 @@ def copy_speed() -> Line:
 
 
 def steps_behind(target: str, *contexts: str) -> Line:
-    """Milliseconds of a step of one token behind each of these numbers of positions, taken in turns; medians.
+    """Median milliseconds of a step of one token after each of these contexts, which take turns.
 
-    The positions hold random keys and values. bytes: of weights, keys and values that a step reads; digest: of its
-    logits; contexts beyond the model's are left out.
+    The contexts hold random keys and values; those longer than the model's are left out. bytes: the weights, keys and
+    values that a step reads; digest: of its logits.
     """
     import torch
 
@@ -238,7 +250,7 @@ def steps_behind(target: str, *contexts: str) -> Line:
     def logits(length: int) -> Any:
         return backend.forward(torch.tensor([[1]]), [length], first_slot=0, logits=True)
 
-    logits(lengths[-1])  # now there is memory for all
+    logits(lengths[-1])  # allocates the cache of the longest context
     cached = [keys for layer in backend.cache.layers for keys in (layer.keys, layer.values)]
     with torch.inference_mode():
         fill_with_random_numbers(cached)
@@ -262,20 +274,20 @@ def steps_behind(target: str, *contexts: str) -> Line:
 
 
 def fill_with_random_numbers(cached: Sequence[Any]) -> None:
-    """Overwrite keys or values [slots, heads, positions, size], the same ones every FILLED positions."""
+    """Fill keys or values [slots, heads, positions, size] with random numbers that repeat every FILLED positions."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     for keys in cached:
         _, heads, positions, size = keys.shape
-        some = torch.randn(heads, FILLED, size, generator=generator).to(keys.dtype)
+        block = torch.randn(heads, FILLED, size, generator=generator).to(keys.dtype)
         for first in range(0, positions, FILLED):
             part = keys[0, :, first : first + FILLED]
-            part.copy_(some[:, : part.shape[1]])
+            part.copy_(block[:, : part.shape[1]])
 
 
 def quiet_backend(target: str) -> Any:
-    """The backend of plain decoding; attention reads no more positions than it must."""
+    """The backend of plain decoding, whose attention reads exactly the positions before a token."""
     from slipstream import SpeculativeDecoder
     from slipstream.models.weights.model_files import quiet
 
@@ -286,7 +298,7 @@ def quiet_backend(target: str) -> Any:
 
 
 def compare_bits(target: str) -> Line:
-    """Which numbers of threads give other logits than one, by width."""
+    """The numbers of threads and widths whose logits differ from those of one thread."""
     import torch
 
     backend = quiet_backend(target)
@@ -307,7 +319,7 @@ def compare_bits(target: str) -> Line:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the matrices of a forward, as the kernels read them; of an embedding a row is read."""
+    """Bytes of the matrices that a forward reads, as the kernels store them. Of an embedding it reads one row: 0."""
     from torch import nn
 
     from slipstream.models.cpu.block_linear import BlockLinear
@@ -325,7 +337,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def summary(threads: int, runs: Sequence[Run], limit_seconds: float) -> Line:
-    """The figures of one number of threads. step_ms: of plain decoding, prompts left out; peers: tokens per second."""
+    """The figures of one number of threads. step_ms: of plain decoding without prompts; peers: tokens per second."""
     line: Line = {"threads": threads, "limit_ms": 1e3 * limit_seconds, "step_ms": None, "texts": {}, "peers": {}}
     line["errors"] = [f"{run.arm}: {run.error}" for run in runs if run.error]
     line["different"], line["verdicts"] = 0, {}
@@ -344,15 +356,17 @@ def summary(threads: int, runs: Sequence[Run], limit_seconds: float) -> Line:
             line["texts"][arm] = {" ".join(timed.prompts): timed.texts for timed in of_arm}
         elif speed:
             line["peers"][arm] = speed
-    of_plain = [step["seconds"] for run in runs if OURS.get(run.arm) == "plain" for step in run.rounds or []]
-    steps = [total for _, _, verify, _, total in of_plain if verify]  # a step that read the prompt verified nothing
+    plain_seconds = [step["seconds"] for run in runs if OURS.get(run.arm) == "plain" for step in run.rounds or []]
+    steps = [
+        total for _, _, verify, _, total in plain_seconds if verify
+    ]  # a step that read the prompt verified nothing
     if steps:
         line["step_ms"] = 1e3 * median(steps)
     return line
 
 
 def compare_with_first(lines: Sequence[Line]) -> None:
-    """Into each line: how many of our texts, and of the logits behind contexts, are not those of the first line."""
+    """Add to each line how many of our texts, and of the logits after contexts, differ from the first line's."""
     for line in lines:
         pairs = [(line["texts"][arm], lines[0]["texts"][arm]) for arm in OURS]
         line["depend_on_threads"] = sum(texts.get(key) != text for texts, first in pairs for key, text in first.items())
@@ -361,7 +375,7 @@ def compare_with_first(lines: Sequence[Line]) -> None:
 
 
 def print_report(lines: Sequence[Line], bits: Line | None) -> None:
-    """Tables of texts and of single steps, the number of threads with which a plain step is fastest, and the bits."""
+    """Print the tables of texts and single steps, the fastest number of threads, and whether bits differ."""
     console.print(table_of(lines))
     console.print(steps_table(lines))
     if timed := [line for line in lines if line["step_ms"]]:
@@ -373,14 +387,14 @@ def print_report(lines: Sequence[Line], bits: Line | None) -> None:
 
 
 def ratio(number: float | None, divisor: float | None) -> str:
-    """The quotient, or that there is none."""
+    """The quotient, or "-" if a number is missing or 0."""
     return f"{number / divisor:.2f}" if number and divisor else "-"
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    """A line per number of threads: tokens per second, in brackets how many texts are plain decoding's; a plain step.
+    """A line per number of threads: tokens per second, how many texts are plain decoding's, and a plain step's time.
 
-    auto / peer: beside the fastest peer. scaling: of the plain step and of its limit, over the first line's.
+    auto / peer: over the fastest peer. scaling: how many times as fast as in the first line the step and its limit are.
     """
     peers = list(dict.fromkeys(arm for line in lines for arm in line["peers"]))
     table = Table("threads", *peers, "plain", "auto", "auto / peer", "step", "limit", "ratio", "scaling", "faults")
@@ -402,7 +416,7 @@ def table_of(lines: Sequence[Line]) -> Table:
 
 
 def speed_cell(speed: float | None, verdicts: Line | None) -> str:
-    """Tokens per second, and how many texts are plain decoding's; those that part at a tie count."""
+    """Tokens per second, and how many of the texts are plain decoding's, counting those that part at a tie."""
     if not speed or not verdicts:
         return "-"
     same = sum(verdicts.get(verdict, 0) for verdict in ("identical", "tie"))
@@ -410,33 +424,33 @@ def speed_cell(speed: float | None, verdicts: Line | None) -> str:
 
 
 def steps_table(lines: Sequence[Line]) -> Table:
-    """Single steps behind contexts; what each adds to the first, and how long reading what it adds takes."""
-    table = Table("threads", "context", "step", "limit", "step / limit", "over the first", "reading that", "bits")
+    """Single steps after contexts: their times, and what the longer context adds to the step and to its limit."""
+    table = Table("threads", "context", "step", "limit", "step / limit", "step added", "limit added", "bits")
     for line in lines:
         first = line["contexts"][0]
         for step in line["contexts"]:
-            added, read = step["step_ms"] - first["step_ms"], step["limit_ms"] - first["limit_ms"]
+            added, added_limit = (step[name] - first[name] for name in ("step_ms", "limit_ms"))
             table.add_row(
                 str(line["threads"]),
                 f"{step['context']:,}",
                 f"{step['step_ms']:.2f} ms",
                 f"{step['limit_ms']:.2f} ms",
                 ratio(step["step_ms"], step["limit_ms"]),
-                f"{added:.2f} ms" if read else "",
-                f"{read:.2f} ms" if read else "",
+                f"{added:.2f} ms" if added_limit else "",
+                f"{added_limit:.2f} ms" if added_limit else "",
                 step["digest"][:8],
             )
     return table
 
 
 def bits_line(bits: Line) -> str:
-    """What the comparison of logits found, in words."""
-    threads, widths = (", ".join(map(str, several)) for several in (BITS_THREADS, WIDTHS))
-    of = f"logits after {bits['context']} positions at widths {widths} with {threads} threads"
+    """The result of comparing logits, in words."""
+    threads, widths = (", ".join(map(str, counts)) for counts in (BITS_THREADS, WIDTHS))
+    compared = f"logits after {bits['context']} positions at widths {widths} with {threads} threads"
     if not bits["different"]:
-        return f"{of}: the same bits"
+        return f"{compared}: the same bits"
     differs = "; ".join(f"width {case['width']} with {case['threads']} threads" for case in bits["different"])
-    return f"{of}: other bits at {differs}"
+    return f"{compared}: other bits at {differs}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A draft model that scores a part of the vocabulary, or reads a part of the prompt, beside one that does not.
+"""Compares a draft model that scores part of the vocabulary, or reads part of the prompt, with an unrestricted one.
 
     python benchmarks/draft_restrictions.py qwen1.5b qwen0.5b --prompt-file prompts.jsonl --limit 2
     python benchmarks/draft_restrictions.py qwen1.5b qwen0.5b --prompt-file prompts.jsonl --context 256 --context 512
 
-One pair of models, loaded once. Every prompt is decoded with each drafter, in alternating order, nothing cached. A
-prompt's step time is the median over rounds, without those in which the draft model reads the prompt; `reading` is the
-share of the time that it reads. Without --context the steps are also timed in turns along one text. Ends with one JSON
-line. Exit status 1 if a greedy text differs.
+The pair of models is loaded once. Every prompt is decoded with each drafter, in alternating order and with an empty
+cache. A prompt's step time is the median over rounds, except those in which the draft model reads the prompt; `reading`
+is the share of the time that it spends reading. Without --context, the drafters' steps are also timed in turns along
+one text. The last line of output is JSON. Exit code 1 if a greedy text differs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ STEPS, WARM_UP = 4, 5  # draft tokens of a timed proposal; proposals before any 
 def main(
     target: str,
     draft: str,
-    vocabulary: Annotated[str, typer.Option(help="auto, or a number of first tokens")] = "auto",
-    context: Annotated[list[int] | None, typer.Option(min=1, help="tokens of a prompt that are read; several")] = None,
+    vocabulary: Annotated[str, typer.Option(help="auto, or N for the first N token ids")] = "auto",
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="tokens of a prompt that the draft model reads; repeatable")
+    ] = None,
     draft_tokens: Count = 4,
     tokens: Count = 64,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines; without it the built-in ones")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines", show_default="the package's")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="prompts of each category")] = None,
 ) -> None:
     """Print a line per prompt and a JSON report."""
@@ -80,10 +82,10 @@ def main(
 
 
 def _by_vocabulary(decoder: SpeculativeDecoder) -> dict[str, ModelDrafter]:
-    """The draft model that scores all tokens, and the same scoring some."""
+    """Two drafters: the draft model scoring all tokens, and scoring its restricted vocabulary."""
     models = decoder._models
     if models.draft is None or models.draft.restricted is None or models.draft_session is None:
-        raise UsageError("--vocabulary leaves this draft model's whole; allowed: fewer tokens than it has")
+        raise UsageError("--vocabulary leaves this draft model's whole; allowed: fewer tokens than the vocabulary has")
     restricted, vocab_size = models.draft_scorer(), models.target.backend.vocab_size
     assert restricted is not None
     return {
@@ -93,10 +95,10 @@ def _by_vocabulary(decoder: SpeculativeDecoder) -> dict[str, ModelDrafter]:
 
 
 def _by_context(decoder: SpeculativeDecoder, limits: Sequence[int]) -> dict[str, ModelDrafter]:
-    """The draft model as it is, and the same reading at most so many tokens of a prompt."""
+    """The draft model as it is, and for each limit the draft model reading at most so many tokens."""
     models = decoder._models
     if models.draft is None or models.draft_session is None:
-        raise UsageError("draft context without a draft model; allowed: one of the target's vocabulary")
+        raise UsageError("--context without a draft model; allowed: with one that has the target's vocabulary")
     restricted, vocab_size = models.draft.restricted, models.target.backend.vocab_size
     scorer = models.draft_scorer()
     assert scorer is not None
@@ -112,7 +114,7 @@ def _by_context(decoder: SpeculativeDecoder, limits: Sequence[int]) -> dict[str,
 def interleaved_steps(
     drafters: Sequence[Drafter], text: Sequence[int], vocab_size: int, repeats: int = 60
 ) -> list[float]:
-    """Median milliseconds of a draft step of each drafter; they take turns along one text that grows."""
+    """Median milliseconds of a draft step of each drafter; the drafters take turns along one growing text."""
     device = torch.device("cpu")
     row = Row(0, list(text), SamplingParams(temperature=0.0, max_tokens=1 << 16), seed=0)
     sampler, times = Sampler([row], Race(vocab_size, device), vocab_size, device), [list[float]() for _ in drafters]
@@ -127,14 +129,14 @@ def interleaved_steps(
 
 
 def step_milliseconds(results: Sequence[Result]) -> float:
-    """The median over rounds of a draft step, rounds in which the draft model reads a prompt left out."""
+    """The median over rounds of a draft step's time, without the rounds in which the draft model reads a prompt."""
     drafted = [[r for r in result.rounds if r.num_draft_steps][1:] for result in results]
     steps = [1e3 * r.seconds.draft / r.num_draft_steps for rounds in drafted for r in rounds]
     return median(steps) if steps else math.nan
 
 
 def reading_share(results: Sequence[Result]) -> float:
-    """The share of all time in which the draft model read prompts: what its first rounds took beyond their steps."""
+    """The share of the time in which the draft model read prompts: its first rounds, minus their draft steps."""
     reading = 0.0
     for result in results:
         drafted = [r for r in result.rounds if r.num_draft_steps]
@@ -145,7 +147,7 @@ def reading_share(results: Sequence[Result]) -> float:
 
 
 def figures(results: Sequence[Result], full: Sequence[Result]) -> dict[str, float]:
-    """What an arm has come to, times relative to the unrestricted draft model's."""
+    """The figures of an arm. relative_time: over that of the unrestricted draft model."""
     drafted = sum(result.stats.num_draft_tokens for result in results)
     accepted = sum(result.stats.num_accepted_tokens for result in results)
     ratios = [a.stats.total_seconds / b.stats.total_seconds for a, b in zip(results, full, strict=True)]

@@ -1,12 +1,17 @@
-"""A process that computes forwards of one model in one engine, as `beside_llama_cpp.py` asks it to on standard input.
+"""The process of one engine for `beside_llama_cpp.py`: it computes the forwards that standard input asks for.
 
     python benchmarks/forward_worker.py ENGINE MODEL CONTEXT
 
-ENGINE is slipstream or llama.cpp. `tokens N`: a forward of N tokens after CONTEXT others, and the likeliest token after
-each, the second of two, as the first meets caches and threads that another process has just used; `prompt N`: a prompt
-of N tokens read up to its first new token; both are answered by milliseconds. `memory`: by bytes that are resident, and
-those of them that are no pages of files. `first PROMPT` is asked of a new process alone: a chat message answered up to
-its first token, from the model's name on, by the engine's own public interface.
+ENGINE is slipstream or llama.cpp. Lines of standard input, and what answers them:
+
+- `tokens N`: milliseconds of a forward of N tokens after CONTEXT others, including the likeliest token after each. The
+  forward is computed twice and the second one timed, since the first meets caches and threads that another process has
+  just used.
+- `prompt N`: milliseconds to read a prompt of N tokens up to its first new token.
+- `memory`: bytes that are resident, and how many of them are anonymous, that is, not pages of files.
+
+With `first MESSAGE` in place of CONTEXT the process loads the model, answers the chat message up to the first token
+through the engine's public interface, prints a line and ends.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ def slipstream(target: str) -> tuple[Read, Prompt]:
 
     quiet()
     decoder = SpeculativeDecoder(target, drafter="none", max_batch_size=1)
-    backend, one = decoder.target.backend, SamplingParams(max_tokens=1, ignore_eos=True)
+    backend, one_token = decoder.target.backend, SamplingParams(max_tokens=1, ignore_eos=True)
     backend.attended_unit = 1
     backend.reserve(1, LONGEST)
 
@@ -44,13 +49,13 @@ def slipstream(target: str) -> tuple[Read, Prompt]:
 
     def prompt(tokens: list[int]) -> Any:
         decoder.forget()
-        return decoder.generate(tokens, one).token_ids
+        return decoder.generate(tokens, one_token).token_ids
 
     return read, prompt
 
 
 def llama_cpp(target: str) -> tuple[Read, Prompt]:
-    """The same by llama.cpp."""
+    """Forwards and prompts by llama.cpp."""
     import torch
 
     from slipstream.bench.llama_cpp import LlamaCppModel
@@ -63,7 +68,7 @@ def llama_cpp(target: str) -> tuple[Read, Prompt]:
 
 
 def first_of_slipstream(target: str, message: str) -> None:
-    """A decoder and the first chunk of an answer."""
+    """Load a decoder and stream an answer up to its first chunk."""
     from slipstream import SamplingParams, SpeculativeDecoder
 
     decoder = SpeculativeDecoder(target, drafter="none")
@@ -71,54 +76,54 @@ def first_of_slipstream(target: str, message: str) -> None:
 
 
 def first_of_llama_cpp(target: str, message: str) -> None:
-    """The binding's class and the first piece of an answer that has text."""
+    """Load the model by llama-cpp-python and stream an answer up to the first piece with text."""
     from llama_cpp import Llama
 
     model = Llama(target, n_ctx=LONGEST, verbose=False)
-    said = model.create_chat_completion(
+    pieces = model.create_chat_completion(
         [{"role": "user", "content": message}], max_tokens=8, temperature=0, stream=True
     )
-    next(piece for piece in said if piece["choices"][0]["delta"].get("content"))
+    next(piece for piece in pieces if piece["choices"][0]["delta"].get("content"))
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process that are resident, and of them those that the system cannot take back."""
+    """Bytes of this process that are resident, and those of them that are anonymous."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = {name: int(size) * 1024 for name, size in re.findall(r"^(VmRSS|RssAnon):\s+(\d+) kB", status, re.M)}
-    return {"resident": found["VmRSS"], "anonymous": found["RssAnon"]}
+    sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(VmRSS|RssAnon):\s+(\d+) kB", status, re.M)}
+    return {"resident": sizes["VmRSS"], "anonymous": sizes["RssAnon"]}
 
 
 def serve(read: Read, prompt: Prompt, context: int) -> None:
     """Answer lines until the input ends."""
     tokens = [random.Random(1).randrange(1, SAFE) for _ in range(LONGEST)]
-    stands = False  # whether the cache holds the context
+    context_is_cached = False
     for line in sys.stdin:
-        what, _, number = line.strip().partition(" ")
-        if what == "tokens":
-            if not stands:
+        kind, _, number = line.strip().partition(" ")
+        if kind == "tokens":
+            if not context_is_cached:
                 read(tokens[:context], 0)
             read(tokens[context : context + int(number)], context)
-            stands = True
+            context_is_cached = True
         started = perf_counter()
-        if what == "tokens":
+        if kind == "tokens":
             read(tokens[context : context + int(number)], context)
-        elif what == "prompt":
+        elif kind == "prompt":
             prompt(tokens[: int(number)])
-            stands = False
-        answer = memory() if what == "memory" else 1e3 * (perf_counter() - started)
+            context_is_cached = False
+        answer = memory() if kind == "memory" else 1e3 * (perf_counter() - started)
         print(json.dumps(answer), flush=True)
 
 
-def main(engine: str, target: str, asked: str) -> None:
-    """Begin. asked: how many tokens of context, or `first MESSAGE`."""
+def main(engine: str, target: str, task: str) -> None:
+    """Run one engine. task: the number of context tokens, or `first MESSAGE`."""
     ours = engine == "slipstream"
-    if asked.startswith("first "):
-        (first_of_slipstream if ours else first_of_llama_cpp)(target, asked.removeprefix("first "))
+    if task.startswith("first "):
+        (first_of_slipstream if ours else first_of_llama_cpp)(target, task.removeprefix("first "))
         print("done", flush=True)
         return
     read, prompt = (slipstream if ours else llama_cpp)(target)
     print("ready", flush=True)
-    serve(read, prompt, int(asked))
+    serve(read, prompt, int(task))
 
 
 if __name__ == "__main__":

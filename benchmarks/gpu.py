@@ -1,17 +1,18 @@
-"""How fast is a round on a GPU, stage by stage, against what its memory bandwidth allows?
+"""How fast is each stage of a round on a GPU, compared with what the memory's bandwidth allows?
 
-    PYTHONPATH=src python benchmarks/gpu.py --json gpu.json      # repeated, it goes on with what gpu.json lacks
-    PYTHONPATH=src python benchmarks/gpu.py --small              # tiny models on the CPU, seconds
+    PYTHONPATH=src python benchmarks/gpu.py --json gpu.json      # started again, measures what gpu.json lacks
+    PYTHONPATH=src python benchmarks/gpu.py --small              # tiny models on the CPU, takes seconds
 
-Needs neither network nor weights: target and draft model have the shapes of Qwen3-8B and Qwen3-0.6B and random weights,
-except that both say the token after the last one with a wide margin, so that no near-tie disturbs the simulated
-acceptance: each token of the draft model is replaced by a wrong one with a set probability, the same positions in every
-arm, Hugging Face's own assisted generation included. Such a text hardly depends on the KV cache; so the logits of
-random tokens, with embeddings so small that they do, are compared on their own. So are the bits of a token in forwards
-of all widths and numbers of rows.
+Needs neither network nor weights. Target and draft model have the shapes of Qwen3-8B and Qwen3-0.6B and random weights,
+except that both choose the token id after the last one by a wide margin, so that no near-tie disturbs the text. To
+simulate acceptance, each token of the draft model is replaced by a wrong one with a set probability, at the same
+positions in every arm, Hugging Face's assisted generation included.
 
-Arms: "eager", transformers' forward; "graphed", that captured; "libraries", captured with Triton kernels and PyTorch's
-products; "fused", all by kernels, which is what `fast=True` does.
+Such texts hardly depend on the KV cache. Logits of random tokens are therefore compared too, with embeddings so small
+that they do depend on it, and so are a token's bits in forwards of all widths and numbers of rows.
+
+Arms: "eager" is transformers' forward; "graphed" is that forward captured in CUDA graphs; "libraries" is captured with
+Triton kernels, but with PyTorch's products; "fused" has kernels for everything, as with `fast=True`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ SETTING = ("device", "torch", "transformers", "num_draft_tokens", "max_tokens", 
 
 
 def main(
-    small: Annotated[bool, typer.Option(help="tiny models on the CPU, to see that everything runs")] = False,
+    small: Annotated[bool, typer.Option(help="try it out: tiny models on the CPU")] = False,
     prompt_tokens: Count = 128,
     max_tokens: Count = 96,
     num_draft_tokens: Count = 4,
@@ -74,11 +75,12 @@ def main(
     ] = 0.8,
     repeats: Count = 3,
     batches: Annotated[
-        list[int] | None, typer.Option(min=1, max=PROMPTS, help="rows decoded together; several times  [default: 1, 8]")
+        list[int] | None,
+        typer.Option(min=1, max=PROMPTS, help="rows decoded together; repeatable", show_default="1, 8"),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Interleaved arms, medians, milliseconds by stage against the roofline, parity; ends in one JSON line."""
+    """Print each arm's speed, times by stage and parity, and the rooflines; the last line is JSON."""
     quiet()
     logging.getLogger("slipstream").addHandler(logging.StreamHandler())  # why graphs are not used, if so
     if not small and not torch.cuda.is_available():
@@ -98,7 +100,7 @@ def main(
     backends["libraries"] = with_library_products(setting.faster_target), with_library_products(setting.faster_draft)
 
     def part(name: str, measured: Callable[[], Any]) -> None:
-        """Measure a part that is not known yet, print it and save all there is."""
+        """Measure a part unless an earlier run has; print it and save the result so far."""
         if name not in result["parts"]:
             result["parts"][name] = measured()
             if json_file is not None:
@@ -110,7 +112,7 @@ def main(
             result["batches"][rows] = measure(setting, backends, int(rows), repeats, result)
             if json_file is not None:
                 json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        against_limits(result, rows)
+        print_against_limits(result, rows)
     part("tokens with the bits that they have alone", lambda: fixed_orders(setting, backends, small))
     part("products, GB/s", lambda: compare_products((setting.target, setting.draft), small))
     part("logits of random tokens against eager", lambda: compare_logits(setting, backends))
@@ -129,22 +131,22 @@ def main(
 
 
 def measured_before(file: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run of the same machine and setting has left in a file, the rooflines too; nothing of others."""
+    """The result that an earlier run left in a file, rooflines included; empty if its machine or setting differs."""
     text = file.read_text(encoding="utf-8")
     saved: dict[str, Any] = json.loads(text) if text.strip() else {}
     return saved if all(saved.get(name) == result[name] for name in SETTING) else {}
 
 
 def fixed_orders(setting: Setting, backends: dict[str, Any], small: bool) -> dict[str, dict[str, int]]:
-    """`fixed_order` of the target by kernels, and as a negative control by PyTorch's products."""
+    """`fixed_order` of the target with all kernels, and as a negative control with PyTorch's products."""
     return {
         kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else 16)
         for kind in ("fused", "libraries")
     }
 
 
-def against_limits(result: dict[str, Any], rows: str) -> None:
-    """Print what plain and draft steps take beside the time of reading their weights, and what drafts bring."""
+def print_against_limits(result: dict[str, Any], rows: str) -> None:
+    """Print plain and draft steps over the time to read their weights, and the speed-up of drafting."""
     limits, arms = result["roofline_ms"], {arm["arm"]: arm for arm in result["batches"][rows] if arm["error"] is None}
     for kind in KINDS:
         plain, drafting = arms.get(f"plain {kind}"), arms.get(f"speculative {kind}")
@@ -159,7 +161,7 @@ def against_limits(result: dict[str, Any], rows: str) -> None:
 
 
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
-    """Models, prompts of random tokens, and where the draft will be wrong."""
+    """Build the models, prompts of random tokens, and the positions at which drafts will be wrong."""
     shapes = (TINY_TARGET | TINY, TINY_DRAFT | TINY) if small else (TARGET | SHARED, DRAFT | SHARED)
     target, draft, faster_target, faster_draft = (build(shape, device) for shape in (*shapes, *shapes))
     generator = torch.Generator().manual_seed(1)
@@ -169,7 +171,7 @@ def prepare(small: bool, device: torch.device, length: int, tokens: int, count: 
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second, read and written, of a copy of `size` bytes: the median of 20."""
+    """Bytes per second that a copy of `size` bytes reads and writes: the median of 20 copies."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     seconds = []
@@ -209,7 +211,7 @@ def describe(setting: Setting, bytes_per_second: float) -> dict[str, Any]:
 def measure(
     setting: Setting, backends: dict[str, Any], rows: int, repeats: int, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """All arms in turns, `repeats` times after one run to warm up, then once more by stage."""
+    """Run all arms in turns, `repeats` times after one run to warm up, then once more by stage."""
     arms = [hf_arm("hf generate", setting)]
     if rows == 1:
         arms.append(hf_arm("hf assisted", setting, setting.draft))
@@ -231,17 +233,17 @@ def measure(
 
 
 def attempt(arm: Arm, work: Callable[[], None]) -> None:
-    """Do some of an arm's work; an arm that failed once does nothing more."""
+    """Do some of an arm's work and keep its error. After an error, do nothing."""
     if arm.error is not None:
         return
     try:
         work()
-    except Exception as error:  # whatever it is, it belongs to this arm and is reported as such
+    except Exception as error:  # any error is reported as this arm's and stops no other
         arm.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def timed(arm: Arm, rows: int, setting: Setting, keep: bool) -> None:
-    """Run an arm once."""
+    """Run an arm once. keep: record its time and texts."""
     wait_for(setting.device)
     started = perf_counter()
     texts = arm.run(rows)
@@ -252,19 +254,21 @@ def timed(arm: Arm, rows: int, setting: Setting, keep: bool) -> None:
 
 
 def by_stage(arm: Arm, waiting: Arm, rows: int) -> None:
-    """Median milliseconds of each stage of a round, with a wait after each stage."""
+    """Set the arm's median milliseconds per stage of a round. waiting: the same arm, waiting after each stage."""
     waiting.run(rows)
-    whole = [done.seconds for done in waiting.rounds if done.seconds.prefill < 0.5 * done.seconds.total]
-    parts: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    for seconds in whole:
-        known = (seconds.draft, seconds.verify, seconds.accept)
-        for stage, value in zip(STAGES, (*known, seconds.total - seconds.prefill - sum(known)), strict=True):
-            parts[stage].append(value)
-    arm.stages = {stage: 1e3 * median(values) for stage, values in parts.items() if values}
+    seconds_of: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for seconds in (round_.seconds for round_ in waiting.rounds):
+        if seconds.prefill >= 0.5 * seconds.total:
+            continue  # mostly reads the prompt
+        timed_stages = (seconds.draft, seconds.verify, seconds.accept)
+        overhead = seconds.total - seconds.prefill - sum(timed_stages)
+        for stage, value in zip(STAGES, (*timed_stages, overhead), strict=True):
+            seconds_of[stage].append(value)
+    arm.stages = {stage: 1e3 * median(values) for stage, values in seconds_of.items() if values}
 
 
 def report(arm: Arm, reference: Arm, setting: Setting, rows: int) -> dict[str, Any]:
-    """Print one arm and return its figures."""
+    """Print an arm's line and return its figures."""
     if arm.error is not None:
         print(f"{arm.name:20} FAILED: {arm.error}")
         return {"arm": arm.name, "error": arm.error}
@@ -272,8 +276,9 @@ def report(arm: Arm, reference: Arm, setting: Setting, rows: int) -> dict[str, A
     fields: dict[str, Any] = {"arm": arm.name, "error": None, "tokens_per_second": tokens / seconds}
     fields["seconds"], fields["stages_ms"] = arm.seconds, arm.stages
     fields["parity"] = parity(arm.texts, reference.texts, setting)
-    drafted = sum(done.num_draft_tokens for done in arm.rounds)
-    fields["acceptance_rate"] = sum(done.num_accepted_tokens for done in arm.rounds) / drafted if drafted else None
+    drafted = sum(round_.num_draft_tokens for round_ in arm.rounds)
+    accepted = sum(round_.num_accepted_tokens for round_ in arm.rounds)
+    fields["acceptance_rate"] = accepted / drafted if drafted else None
     fields["tokens_per_round"] = len(arm.texts[0]) / len(arm.rounds) if arm.rounds else None
     stages = "  ".join(f"{stage} {ms:.2f}" for stage, ms in arm.stages.items())
     per_round = f"{fields['tokens_per_round']:.2f} tokens a round" if arm.rounds else ""
@@ -282,19 +287,19 @@ def report(arm: Arm, reference: Arm, setting: Setting, rows: int) -> dict[str, A
 
 
 def parity(texts: list[list[int]], expected: list[list[int]], setting: Setting) -> str:
-    """How many texts are those of the reference, part at a tie, or differ."""
+    """How many texts are identical to the reference's, part from it at a tie, or differ otherwise."""
     counts = {"identical": 0, "tie": 0, "different": 0}
     if not expected:
         return "no reference"
-    for prompt, text, other in zip(setting.prompts, texts, expected, strict=False):
-        at = first_difference(other, text)
-        if at is None:
+    for prompt, text, reference in zip(setting.prompts, texts, expected, strict=False):
+        position = first_difference(reference, text)
+        if position is None:
             counts["identical"] += 1
-        elif at >= min(len(text), len(other)):
+        elif position >= min(len(text), len(reference)):
             counts["different"] += 1
         else:
-            logits = last_logits(setting.target, [*prompt, *other[:at]])[0]
-            gap = float(logits.max() - logits[[text[at], other[at]]].min())
+            logits = last_logits(setting.target, [*prompt, *reference[:position]])[0]
+            gap = float(logits.max() - logits[[text[position], reference[position]]].min())
             counts["tie" if gap <= TIE * float(logits.abs().max()) else "different"] += 1
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 

@@ -1,4 +1,4 @@
-"""The models, the ways to generate and the comparisons of logits that `gpu.py` measures."""
+"""The models, the arms and the comparisons of logits for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from slipstream.models.hf.trials import OwnLogits
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.sampler import Sampler
 
-FAINT = 2.0**-10  # a factor of embeddings that lets random layers outweigh the last token
-SPREAD = 16.0  # of embeddings: the last token outweighs what random layers add to it
+FAINT = 2.0**-10  # factor of embeddings with which the random layers outweigh the last token
+SPREAD = 16.0  # standard deviation of embeddings with which the last token outweighs the random layers
 
 SHARED = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
 TARGET = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
@@ -41,9 +41,9 @@ TINY_DRAFT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What every arm shares. wrong: [rows, positions], where the draft is replaced by a wrong token.
+    """What every arm shares. wrong: [rows, positions], true where a draft token is replaced by a wrong one.
 
-    faster_target, faster_draft: the same models once more, whose layers are replaced.
+    faster_target, faster_draft: copies of the models whose layers `fused` replaces.
     """
 
     target: Any
@@ -57,15 +57,15 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """The device of models and tensors."""
         return self.wrong.device
 
 
 @dataclass
 class Arm:
-    """One way to generate: for a number of rows, their new tokens.
+    """A way to generate. run: takes a number of rows and returns their new tokens.
 
-    seconds: one per repeat; stages: milliseconds; backends: of target and draft model, if it is one of ours.
+    seconds: one per repeat; stages: median milliseconds; backends: of target and draft model, None for Hugging Face.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Arm:
 
 
 def build(shape: dict[str, int], device: torch.device) -> Any:
-    """A bf16 model of random weights on the device that says the id after the last one."""
+    """A bf16 model of random weights on the device, whose choice is the token id after the last one."""
     torch.manual_seed(0)
     config = Qwen3Config(**shape, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     with torch.device(device):
@@ -93,7 +93,7 @@ def build(shape: dict[str, int], device: torch.device) -> Any:
 
 
 def fused(model: Any) -> GraphedBackend:
-    """Captured, with joint products and, where there is a GPU, Triton kernels: what `fast=True` makes of a model."""
+    """A captured backend with joint products and, on a GPU, Triton kernels, as `fast=True` makes it."""
     fuse(model)
     backend = GraphedBackend(model)
     make_graphs_faster(backend, OwnLogits(backend.eager))
@@ -101,7 +101,7 @@ def fused(model: Any) -> GraphedBackend:
 
 
 def with_library_products(model: Any) -> GraphedBackend:
-    """A model that was `fused`, its products by PyTorch's libraries. What `fused` returned stays as it is."""
+    """A backend of a model that was `fused`, but with PyTorch's products. That of `fused` is unchanged."""
     for forward in (module.__dict__["forward"] for module in model.modules() if is_fused(module)):
         if isinstance(forward.ops, TritonOps):
             forward.ops = TritonOps(forward.plain)
@@ -112,7 +112,7 @@ def with_library_products(model: Any) -> GraphedBackend:
 
 @dataclass
 class Mistaken:
-    """Another drafter's tokens, some replaced by wrong ones; `wait` is called when they are there."""
+    """Replaces some of another drafter's tokens by wrong ones. wait: called after each proposal."""
 
     inner: Drafter
     wrong: Tensor
@@ -120,46 +120,46 @@ class Mistaken:
     wait: Callable[[], None]
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """All on the device, as the inner drafter's tokens are."""
+        """Propose without a transfer from the device."""
         draft = self.inner.propose(rows, lengths, sampler)
         if draft.width:
-            where = torch.tensor([[row.index, len(row.tokens)] for row in rows]).to(
+            places = torch.tensor([[row.index, len(row.tokens)] for row in rows]).to(
                 self.wrong.device, non_blocking=True
             )
-            columns = where[:, 1:] + torch.arange(draft.width, device=self.wrong.device)
-            draft = replace(draft, tokens=self.spoil(draft.tokens, self.wrong[where[:, :1], columns]))
+            columns = places[:, 1:] + torch.arange(draft.width, device=self.wrong.device)
+            draft = replace(draft, tokens=self.spoil(draft.tokens, self.wrong[places[:, :1], columns]))
         self.wait()
         return draft
 
     def spoil(self, tokens: Tensor, wrong: Tensor) -> Tensor:
-        """The tokens, other ones where they shall be wrong."""
+        """The tokens, with other ones where `wrong` is true."""
         return torch.where(wrong, (tokens + 1) % self.vocab_size, tokens)
 
 
 class WaitingSession(Session):
-    """A session whose scores are there when it returns, for times by stage."""
+    """A session that waits for the device after every forward, so that stages can be timed."""
 
     def score(self, *arguments: Any, **options: Any) -> Tensor:
-        """As `Session.score`."""
+        """See `Session.score`."""
         logits = super().score(*arguments, **options)
         wait_for(logits.device)
         return logits
 
     def verify_greedy(self, *arguments: Any, **options: Any) -> Verdict | None:
-        """As `Session.verify_greedy`; then a part of "verify" is the acceptance."""
+        """See `Session.verify_greedy`. Its time counts as "verify", the acceptance included."""
         verdict = super().verify_greedy(*arguments, **options)
         wait_for(self.backend.device)
         return verdict
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all its work."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None], waiting: bool = False) -> Arm:
-    """Slipstream over a target backend and, to speculate, one of the draft model."""
+    """An arm of Slipstream. backends: of the target and, to speculate, of the draft model."""
     target = (WaitingSession if waiting else Session)(backends[0])
     draft = None if backends[1] is None else Session(backends[1])
     wait = (lambda: wait_for(setting.device)) if waiting else (lambda: None)
@@ -174,7 +174,7 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
                 session.forget()
         params = SamplingParams(max_tokens=setting.max_tokens)
         batch = [Row(i, list(ids), params, i) for i, ids in enumerate(setting.prompts[:rows])]
-        arm.rounds = [done for done in scheduler.run(batch) if done.row == 0]
+        arm.rounds = [round_ for round_ in scheduler.run(batch) if round_.row == 0]
         return [row.output for row in batch]
 
     arm = Arm(name, run, backends=backends)
@@ -182,17 +182,17 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
 
 
 def hf_arm(name: str, setting: Setting, assistant: Any = None) -> Arm:
-    """Hugging Face `generate`, or its assisted generation with the same wrong tokens in the candidates."""
+    """Hugging Face's `generate`, or its assisted generation with wrong draft tokens at the same positions."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": setting.max_tokens, "pad_token_id": 0}
     target, make = setting.target, setting.target._get_candidate_generator
     spoiler = Mistaken(NoDrafter(setting.device), setting.wrong, target.config.vocab_size, lambda: None)
 
-    def mistaken(**given: Any) -> Any:
-        generator = make(**given)
+    def make_mistaken(**options: Any) -> Any:
+        generator = make(**options)
         propose = generator.get_candidates
 
-        def get_candidates(input_ids: Tensor, **more: Any) -> Any:
-            ids, logits = propose(input_ids, **more)
+        def get_candidates(input_ids: Tensor, **options: Any) -> Any:
+            ids, logits = propose(input_ids, **options)
             length = input_ids.shape[1]
             spoilt = spoiler.spoil(ids[:, length:], setting.wrong[:1, length : ids.shape[1]])
             return torch.cat([ids[:, :length], spoilt], dim=1), logits
@@ -205,10 +205,10 @@ def hf_arm(name: str, setting: Setting, assistant: Any = None) -> Arm:
         if assistant is None:
             out = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             return out[:, ids.shape[1] :].tolist()
-        own = assistant.generation_config
-        own.num_assistant_tokens, own.num_assistant_tokens_schedule = setting.num_draft_tokens, "constant"
-        own.assistant_confidence_threshold = 0.0
-        target._get_candidate_generator = mistaken
+        config = assistant.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = setting.num_draft_tokens, "constant"
+        config.assistant_confidence_threshold = 0.0
+        target._get_candidate_generator = make_mistaken
         try:
             out = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, **options)
         finally:
@@ -219,18 +219,18 @@ def hf_arm(name: str, setting: Setting, assistant: Any = None) -> Arm:
 
 
 def agreeing_widths(backend: Any) -> str:
-    """The widths that calibration finds for up to eight rows, and what keeping to them costs a plain step.
+    """The widths that a calibration for eight rows finds, and what keeping to them costs a plain step.
 
-    It writes over what is cached.
+    Overwrites the KV cache.
     """
-    found = calibrate(backend, 8)
-    return f"{', '.join(map(str, found.widths))} ({found.cost:+.0%})" if found.agrees else "none"
+    calibration = calibrate(backend, 8)
+    return f"{', '.join(map(str, calibration.widths))} ({calibration.cost:+.0%})" if calibration.agrees else "none"
 
 
 def fixed_order(backend: Any, prompts: list[list[int]], longest: int) -> dict[str, int]:
-    """How many tokens have the bits that they have alone, in forwards of every width and number of rows.
+    """How many tokens have, in forwards of every width and number of rows, the same bits as alone.
 
-    It writes over what is cached.
+    Overwrites the KV cache.
     """
     rows, length = len(prompts), len(prompts[0])
     generator = torch.Generator().manual_seed(3)
@@ -262,14 +262,14 @@ def fixed_order(backend: Any, prompts: list[list[int]], longest: int) -> dict[st
 
 
 def _shapes() -> Iterator[tuple[int, int]]:
-    """Rows and widths whose logits are compared."""
+    """Numbers of rows and widths whose logits are compared."""
     yield from ((rows, width) for rows in (1, 2, 3, 8) for width in (1, 5, 8, 12))
 
 
 def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Graphed and fused against eager after the same ragged random contexts.
+    """Compare the logits of every kind of backend with eager's after the same ragged random contexts.
 
-    of_other_contexts: the difference that another row's prompt makes, which a mistake in the KV cache would resemble.
+    of_other_contexts: how much the logits change with another row's prompt, as they would by a mistake in the KV cache.
     """
     embeddings = [model.get_input_embeddings().weight for model in (setting.target, setting.faster_target)]
     with torch.no_grad():
@@ -293,11 +293,11 @@ def _compare(setting: Setting, pair: Sequence[Any]) -> dict[str, float]:
     for rows, width in _shapes():
         tokens = torch.randint(0, pair[0].vocab_size, (rows, width), generator=generator).to(setting.device)
         starts = [len(setting.prompts[0]) - row for row in range(rows)]
-        one, other = (b.forward(tokens, starts, first_slot=0, logits=True).float() for b in pair)
-        worst = max(worst, float((one - other).abs().max() / one.abs().max()))
-        agree, positions = agree + int((one.argmax(-1) == other.argmax(-1)).sum()), positions + rows * width
+        eager, logits = (b.forward(tokens, starts, first_slot=0, logits=True).float() for b in pair)
+        worst = max(worst, float((eager - logits).abs().max() / eager.abs().max()))
+        agree, positions = agree + int((eager.argmax(-1) == logits.argmax(-1)).sum()), positions + rows * width
     tokens, starts = torch.zeros(1, 1, dtype=torch.int64, device=setting.device), [len(setting.prompts[0]) - 2]
-    own, other = (pair[0].forward(tokens, starts, first_slot=slot, logits=True).float() for slot in (0, 1))
-    controller = float((own - other).abs().max() / own.abs().max())
+    first, second = (pair[0].forward(tokens, starts, first_slot=slot, logits=True).float() for slot in (0, 1))
+    control = float((first - second).abs().max() / first.abs().max())
     share = agree / positions
-    return {"largest_relative_difference": worst, "share_of_equal_argmax": share, "of_other_contexts": controller}
+    return {"largest_relative_difference": worst, "share_of_equal_argmax": share, "of_other_contexts": control}

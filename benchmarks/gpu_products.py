@@ -1,4 +1,4 @@
-"""How fast do the kernel's products read their weights, beside PyTorch's, and with other tiles than the ones in use?"""
+"""How fast does the kernel of matrix products read its weights: with the tiles in use, with others, and in PyTorch?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.models.cuda import triton_layer
 from slipstream.models.cuda.triton_layer import COLUMNS, Product, Tile
 
 TOKENS = (1, 8, 16, 64, 256)
-OTHER_TILES = {  # for up to 16 tokens; a tile changes no bit
+OTHER_TILES = {  # for up to 16 tokens; tiles do not change a product's bits
     "32 columns": Tile(1, 16, 32, 4, 4),
     "128 columns": Tile(1, 16, 128, 4, 3),
     "3 stages": Tile(1, 16, COLUMNS, 4, 3),
@@ -21,14 +21,14 @@ OTHER_TILES = {  # for up to 16 tokens; a tile changes no bit
     "2 warps": Tile(1, 16, COLUMNS, 2, 4),
     "8 warps": Tile(1, 16, COLUMNS, 8, 4),
 }
-APART = 1 << 28  # bytes of weights that take turns, so that none stays in the GPU's cache
+TURNING_BYTES = 1 << 28  # of weights that take turns, so that none stays in the GPU's cache
 
 
 def compare_products(models: Sequence[Any], small: bool) -> dict[str, dict[str, float]]:
-    """Gigabytes of weights per second by model, layer, number of tokens and way; empty where there is no GPU."""
+    """Gigabytes of weights per second, by layer shape and then by number of tokens and way; empty without a GPU."""
     if small or not torch.cuda.is_available():
         return {}
-    found = {}
+    speeds = {}
     for model in models:
         config = model.config
         heads = config.num_attention_heads + 2 * config.num_key_value_heads
@@ -39,13 +39,13 @@ def compare_products(models: Sequence[Any], small: bool) -> dict[str, dict[str, 
             "down": (config.intermediate_size, config.hidden_size),
         }
         for name, (inner, outputs) in shapes.items():
-            found[f"{name} {inner} to {outputs}"] = _speeds(inner, outputs)
-    return found
+            speeds[f"{name} {inner} to {outputs}"] = _speeds(inner, outputs)
+    return speeds
 
 
 def _speeds(inner: int, outputs: int) -> dict[str, float]:
     size = 2 * inner * outputs
-    layers = [_layer(inner, outputs) for _ in range(max(2, -(-APART // size)))]
+    layers = [_layer(inner, outputs) for _ in range(max(2, -(-TURNING_BYTES // size)))]
     products, speeds = [Product(layer) for layer in layers], {}
     for tokens in TOKENS:
         x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
@@ -67,7 +67,7 @@ def _layer(inner: int, outputs: int) -> nn.Linear:
 
 
 def _gigabytes(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, size: int) -> float:
-    """Per second: weights of `size` bytes, by a graph of each product and then each once more."""
+    """Gigabytes per second of products with weights of `size` bytes, timed in a CUDA graph that runs each twice."""
     for product in products:
         product(x)
     torch.cuda.synchronize()

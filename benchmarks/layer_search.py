@@ -3,13 +3,15 @@
     python benchmarks/layer_search.py smollm2 PROMPTS.jsonl
     python benchmarks/layer_search.py TARGET PROMPTS.jsonl --save
 
-The target's own greedy texts are the truth. They are cut into blocks of `--depth` tokens. In each block a candidate
-reads the target's KV cache of all tokens before it, as a draft does, and is given the true tokens from there on;
-agreement is the share of positions at which its first choice is the target's, and how many in a row are says how long
-its drafts would last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one,
-each time the least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes
-what a plain forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of
-layers. The speed-up is what `slipstream.bench.speed_model` expects of these figures at the best draft length.
+Candidates are the first 1, 2, ... layers, and the layers that remain when the least missed one is removed again and
+again. They are judged on the target's own greedy texts, cut into blocks of `--depth` tokens. In each block a candidate
+starts from the target's KV cache of all tokens before it, as a draft does, and then reads the target's tokens.
+Agreement is the share of positions at which its first choice is the target's; how many of them come in a row tells how
+long its drafts would be.
+
+Forwards of the target are timed at every width. A draft step with all layers costs a plain forward; a step with one
+layer is timed as a share of that; the steps in between are taken as linear in the number of layers. The speed-up is the
+one that `slipstream.bench.speed_model` predicts from these figures at the best draft length.
 
 --save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this
 model.
@@ -43,12 +45,12 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import NamedPrompt, read_prompts, spread
 
 SHOWN = 10
-TURNS = 20  # of the clock around a step of a draft; the fastest counts
+TURNS = 20  # timed draft steps of each kind, of which the fastest counts
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice of layers and what it should be worth. step: milliseconds, relative to a plain forward of the target."""
+    """A choice of layers and its predicted value. step: time of a draft step, in plain forwards of the target."""
 
     layers: tuple[int, ...]
     agreement: float
@@ -60,7 +62,7 @@ class Candidate:
 
 
 class Truth:
-    """The target's texts and their KV cache, in the first slots; candidates use as many slots after them."""
+    """The target's texts, with their KV cache in the first slots. Candidates use equally many after them."""
 
     def __init__(self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -75,11 +77,11 @@ class Truth:
         for slot, text in enumerate(self.texts):
             tokens = torch.tensor([text[:-1]], device=self.backend.device)
             self.backend.forward(tokens, [0], first_slot=slot, logits=False)
-        # from the end on, so that nothing is read that an earlier block wrote
-        self._blocks = [[len(ids) + at for ids in prompts] for at in range(max_tokens - depth, -1, -depth)]
+        # backwards, so that no block reads what a block before it wrote
+        self._blocks = [[len(ids) + offset for ids in prompts] for offset in range(max_tokens - depth, -1, -depth)]
 
     def judge(self, layers: Sequence[int]) -> Candidate:
-        """How often the layers' first choice is the target's, and how many in a row are."""
+        """Measure how often the layers' first choice is the target's, also in a row."""
         chosen = layer_subset(self.backend, layers)
         for slot in range(self._rows):
             self.backend.copy(slot, self._rows + slot, self._length)
@@ -88,42 +90,44 @@ class Truth:
         return Candidate(tuple(layers), float(right.float().mean()), tuple(in_a_row.tolist()))
 
     def _block(self, chosen: Backend, firsts: Sequence[int]) -> Tensor:
-        """[rows, depth]: whether position firsts[i] + j of text i is the choice of a draft told all before it."""
-        blocks = torch.tensor([text[at - 1 : at + self.depth] for text, at in zip(self.texts, firsts, strict=True)])
+        """[rows, depth]: whether the layers, given all tokens before it, choose the token firsts[i] + j of text i."""
+        blocks = torch.tensor(
+            [text[first - 1 : first + self.depth] for text, first in zip(self.texts, firsts, strict=True)]
+        )
         blocks = blocks.to(self.backend.device)
-        starts = [at - 1 for at in firsts]
+        starts = [first - 1 for first in firsts]
         logits = chosen.forward(blocks[:, :-1], starts, first_slot=self._rows, logits=True)
         return (logits.argmax(-1) == blocks[:, 1:]).cpu()
 
-    def share_of_one(self, count: int) -> float:
-        """Time of a draft's step with one layer, as a share of the same step with all; they take turns."""
-        both, text = (layer_subset(self.backend, [0]), layer_subset(self.backend, range(count))), self.texts[0]
-        token, least = torch.tensor([text[-1:]], device=self.backend.device), [float("inf")] * 2
+    def share_of_one_layer(self, count: int) -> float:
+        """Time of a draft step with one layer, over that of a step with all; they are timed in turns."""
+        subsets, text = [layer_subset(self.backend, layers) for layers in ([0], range(count))], self.texts[0]
+        token, fastest = torch.tensor([text[-1:]], device=self.backend.device), [float("inf")] * 2
         for turn in range(2 * TURNS):
-            begun = perf_counter()
-            both[turn % 2].forward(token, [len(text) - 1], first_slot=self._rows, logits=True).sum().item()
-            least[turn % 2] = min(least[turn % 2], perf_counter() - begun)
-        return min(1.0, least[0] / least[1])
+            started = perf_counter()
+            subsets[turn % 2].forward(token, [len(text) - 1], first_slot=self._rows, logits=True).sum().item()
+            fastest[turn % 2] = min(fastest[turn % 2], perf_counter() - started)
+        return min(1.0, fastest[0] / fastest[1])
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a round costs: as `measure_costs` found without a drafter; one: a step of one layer, in steps of all."""
+    """Costs of rounds. costs: measured without a drafter; one: time of a step with one layer, in steps with all."""
 
     costs: Costs
     one: float
     count: int
 
-    def value(self, found: Candidate) -> Candidate:
-        """The candidate with the draft length that should be best for it, at least 1."""
-        share = (len(found.layers) - 1) / max(1, self.count - 1)
+    def value(self, candidate: Candidate) -> Candidate:
+        """The candidate with its predicted speed-up at its best draft length, which is at least 1."""
+        share = (len(candidate.layers) - 1) / max(1, self.count - 1)
         step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.width_for(1, 1))
         costs = replace(self.costs, draft_step={1: step}, draft_round={1: 0.0})
-        acceptance = Acceptance(found.accepted, (1.0,) * len(found.accepted))
+        acceptance = Acceptance(candidate.accepted, (1.0,) * len(candidate.accepted))
         lengths = range(1, acceptance.longest + 1)
         best = max(lengths, key=lambda n: predicted_speed_up(costs, acceptance, n))
         return replace(
-            found,
+            candidate,
             step=step / costs.plain(1, costs.width_for(1, 1)),
             num_draft_tokens=best,
             tokens_per_round=expected_tokens(acceptance, best),
@@ -132,19 +136,19 @@ class Prices:
 
 
 def candidates(truth: Truth, count: int, fewest: int) -> Iterator[Candidate]:
-    """The first layers, more and more of them; then fewer and fewer of all, always without the least missed one."""
+    """Judge the first 1, 2, ... layers; then all but the least missed one, again and again, down to `fewest`."""
     for first in range(1, count):
         yield truth.judge(range(first))
     layers = tuple(range(count))
     while len(layers) > fewest:
         tried = [truth.judge([i for i in layers if i != out]) for out in layers]
-        best = max(tried, key=lambda found: (sum(found.accepted), found.agreement))
+        best = max(tried, key=lambda candidate: (sum(candidate.accepted), candidate.agreement))
         yield best
         layers = best.layers
 
 
 def spans(layers: Sequence[int]) -> str:
-    """Layers as the drafter "layer_skip" takes them: "8" for the first eight, else "0-7,12" or "4-4"."""
+    """Layers as the drafter "layer_skip" spells them: "8" for the first eight, else "0-7,12" or "4-4"."""
     if list(layers) == list(range(len(layers))):
         return str(len(layers))
     runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
@@ -158,13 +162,13 @@ def main(
     prompts: Path,
     dtype: str = "auto",
     num_prompts: Count = 8,
-    max_tokens: Annotated[int, typer.Option(min=8, help="of each text")] = 64,
-    depth: Annotated[int, typer.Option(min=1, max=8, help="draft tokens judged in a row")] = 4,
-    fewest: Annotated[int, typer.Option(min=0, help="layers at which leaving out ends; 0: half of them")] = 0,
-    seconds: Annotated[float, typer.Option(help="for timing the target")] = 10.0,
+    max_tokens: Annotated[int, typer.Option(min=8, help="tokens of each text")] = 64,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="longest draft that is judged")] = 4,
+    fewest: Annotated[int, typer.Option(min=0, help="layers that remain at least; 0: half of them")] = 0,
+    seconds: Annotated[float, typer.Option(help="time spent timing the target")] = 10.0,
     save: Annotated[bool, typer.Option("--save", help="save the best, if it pays, for the drafter layer_skip")] = False,
 ) -> None:
-    """Print the best choices of layers, best first, whether any should pay, and one JSON line."""
+    """Print the best choices of layers and whether the best one pays; the last line is JSON."""
     quiet()
     decoder = SpeculativeDecoder(target, drafter="none", dtype=dtype, max_batch_size=num_prompts, reproducible=False)
     backend = decoder.target.backend
@@ -177,16 +181,16 @@ def main(
     ]
     costs = measure_costs(decoder, (1,), range(1, depth + 2), seconds=seconds)
     truth = Truth(decoder, ids, max_tokens, depth)
-    prices = Prices(costs, truth.share_of_one(count), count)
-    found: dict[tuple[int, ...], Candidate] = {}
+    prices = Prices(costs, truth.share_of_one_layer(count), count)
+    judged: dict[tuple[int, ...], Candidate] = {}
     with console.status("judging layers ..."):
         for candidate in candidates(truth, count, fewest or (count + 1) // 2):
-            found[candidate.layers] = prices.value(candidate)
-    best = sorted(found.values(), key=lambda one: -one.speed_up)
-    _print(best[:SHOWN], len(found))
+            judged[candidate.layers] = prices.value(candidate)
+    best = sorted(judged.values(), key=lambda candidate: -candidate.speed_up)
+    _print(best[:SHOWN], len(judged))
     summary = {"target": target, "torch": torch.__version__, "layers": count, "best": asdict(best[0])}
     if save and best[0].speed_up <= 1:
-        console.print("Not saved, since it would slow things down.")
+        console.print("Not saved: it would slow down decoding.")
     elif save:
         note = f"{target}: predicted {best[0].speed_up:.2f}x with {best[0].num_draft_tokens} draft tokens"
         console.print(f"saved as {remember_layers(backend, best[0].layers, note)}", markup=False, soft_wrap=True)
@@ -197,16 +201,23 @@ def _read(prompts: Path, count: int) -> Sequence[NamedPrompt]:
     return spread(read_prompts(prompts), count)
 
 
-def _print(best: Sequence[Candidate], judged: int) -> None:
+def _print(best: Sequence[Candidate], num_judged: int) -> None:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("layers", overflow="fold")
     for name in ("layers", "agreement", "step", "draft\ntokens", "tokens\nper round", "predicted\nspeed-up"):
         table.add_column(name, justify="right")
-    for one in best:
-        figures = f"{one.agreement:.2f}", f"{one.step:.2f}", str(one.num_draft_tokens), f"{one.tokens_per_round:.2f}"
-        table.add_row(f"layer_skip:{spans(one.layers)}", str(len(one.layers)), *figures, f"{one.speed_up:.2f}x")
+    for candidate in best:
+        figures = (
+            f"{candidate.agreement:.2f}",
+            f"{candidate.step:.2f}",
+            str(candidate.num_draft_tokens),
+            f"{candidate.tokens_per_round:.2f}",
+        )
+        table.add_row(
+            f"layer_skip:{spans(candidate.layers)}", str(len(candidate.layers)), *figures, f"{candidate.speed_up:.2f}x"
+        )
     console.print(table)
-    console.print(f"{judged} choices judged; step: a draft token's time in plain forwards of the target")
+    console.print(f"{num_judged} choices judged; step: time of a draft token, in plain forwards of the target")
     if best[0].speed_up > 1:
         console.print(f"Should pay: {best[0].speed_up:.2f}x, before the drafter's own overhead.")
     else:

@@ -1,7 +1,8 @@
-"""A load of chat requests on a server, streamed unless whole answers are asked for: what was said, and when.
+"""Sends a load of chat requests to a server and records the answers and the time of each piece.
 
-Two loads: so many streams at a time, each beginning when another ends, or arrivals at random (Poisson). Knows nothing
-of the server but OpenAI's API.
+A load is either a fixed number of concurrent requests, of which the next starts when one ends, or requests that arrive
+at random times (Poisson). Answers are streamed unless the request's body says otherwise. The client knows nothing of
+the server but OpenAI's API.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from slipstream.errors import SlipstreamError
 
 @dataclass
 class Answer:
-    """One request. times: of its beginning, and of every chunk with text, in seconds."""
+    """A request and its answer. begun, times: when it was sent and when each chunk with text came, in seconds."""
 
     prompt: str
     begun: float
     text: str = ""
     times: list[float] = field(default_factory=list)
-    tokens: int = 0  # filled in by whoever has the tokenizer
+    tokens: int = 0  # set by the caller, who has the tokenizer
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Load:
-    """streams: at most so many requests at a time; rate: arrivals per second at random, if not None."""
+    """streams: most requests at a time; rate: random arrivals per second, None: the next when a stream is free."""
 
     streams: int
     rate: float | None = None
@@ -45,16 +46,16 @@ class Load:
 
 
 async def run_load(url: str, model: str, prompts: Sequence[str], load: Load, fields: dict[str, Any]) -> list[Answer]:
-    """Ask every prompt once. fields: of the request's body; with `"stream": False` an answer comes in one piece."""
+    """Send every prompt once. fields: added to each request's body; `"stream": False` asks for whole answers."""
     limit, waits = asyncio.Semaphore(load.streams), random.Random(0)
 
-    async def one(prompt: str) -> tuple[Answer, list[bytes]]:
+    async def ask(prompt: str) -> tuple[Answer, list[bytes]]:
         async with limit:
             return await _ask(url, {"model": model, **fields}, prompt)
 
     tasks = []
     for prompt in prompts:
-        tasks.append(asyncio.create_task(one(prompt)))
+        tasks.append(asyncio.create_task(ask(prompt)))
         if load.rate is not None:
             await asyncio.sleep(waits.expovariate(load.rate))
     read = _read if fields.get("stream", True) else _read_whole
@@ -62,113 +63,116 @@ async def run_load(url: str, model: str, prompts: Sequence[str], load: Load, fie
 
 
 async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, list[bytes]]:
-    """An answer without its text, and what came at each of its times: it is read once the load is over.
+    """Returns an answer without its text, and the piece that came at each of its times.
 
-    Written by hand, since on the machine of the server the client's work is the server's loss.
+    The pieces are parsed when the load is over, and HTTP is written by hand: the client shares the server's cores, so
+    its work would slow the server.
     """
     request = json.dumps({"stream": True} | fields | {"messages": [{"role": "user", "content": prompt}]}).encode()
     host, loop = urlsplit(url), asyncio.get_running_loop()
-    found = Answer(prompt, perf_counter())
-    transport, came = await loop.create_connection(lambda: _Came(loop.create_future()), host.hostname, host.port)
+    answer = Answer(prompt, perf_counter())
+    transport, received = await loop.create_connection(
+        lambda: _Received(loop.create_future()), host.hostname, host.port
+    )
     try:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host.netloc}\r\ncontent-type: application/json\r\n"
         transport.write(f"{head}content-length: {len(request)}\r\nconnection: close\r\n\r\n".encode() + request)
-        await came.over
+        await received.closed
     finally:
         transport.close()
-    told, _, body = b"".join(came.data).partition(b"\r\n\r\n")
-    streamed, good = fields.get("stream", True), b" 200 " in told.partition(b"\r\n")[0]
-    if good and not streamed:
-        found.times = came.times[-1:]
-        return found, [body]
-    if not good or b"transfer-encoding: chunked" not in told.lower():
-        raise SlipstreamError(f"the server answered {told.decode().splitlines()[0]}: {body.decode():.300}")
-    pieces, ends = _unchunked(body, len(told) + 4)
-    reached = list(accumulate(map(len, came.data)))
-    found.times = [came.times[bisect_left(reached, end)] for end in ends]
-    return found, pieces
+    headers, _, body = b"".join(received.data).partition(b"\r\n\r\n")
+    is_streamed, is_ok = fields.get("stream", True), b" 200 " in headers.partition(b"\r\n")[0]
+    if is_ok and not is_streamed:
+        answer.times = received.times[-1:]
+        return answer, [body]
+    if not is_ok or b"transfer-encoding: chunked" not in headers.lower():
+        raise SlipstreamError(f"the server answered {headers.decode().splitlines()[0]}: {body.decode():.300}")
+    pieces, ends = _unchunked(body, len(headers) + 4)
+    totals = list(accumulate(map(len, received.data)))  # bytes received after each part
+    answer.times = [received.times[bisect_left(totals, end)] for end in ends]
+    return answer, pieces
 
 
-class _Came(asyncio.Protocol):
-    """Notes what comes and when."""
+class _Received(asyncio.Protocol):
+    """Records the data of a connection and when each part came."""
 
-    def __init__(self, over: asyncio.Future[None]) -> None:
-        self.over, self.data, self.times = over, list[bytes](), list[float]()
+    def __init__(self, closed: asyncio.Future[None]) -> None:
+        self.closed, self.data, self.times = closed, list[bytes](), list[float]()
 
     def data_received(self, data: bytes) -> None:
         self.times.append(perf_counter())
         self.data.append(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.over.done():
+        if self.closed.done():
             return
         if error is None:
-            self.over.set_result(None)
+            self.closed.set_result(None)
         else:
-            self.over.set_exception(error)
+            self.closed.set_exception(error)
 
 
-def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
-    """The pieces of a chunked body, and where in the answer each ends; the body begins at byte `begin`."""
-    pieces, ends, at = list[bytes](), list[int](), 0
-    while (line := body.find(b"\r\n", at)) > 0:
-        size = int(body[at:line], 16)
+def _unchunked(body: bytes, offset: int) -> tuple[list[bytes], list[int]]:
+    """The pieces of a chunked body, and the byte of the answer at which each ends. offset: where the body begins."""
+    pieces, ends, position = list[bytes](), list[int](), 0
+    while (line := body.find(b"\r\n", position)) > 0:
+        size = int(body[position:line], 16)
         if not size:
             return pieces, ends
-        at = line + 2 + size + 2
-        pieces.append(body[line + 2 : at - 2])
-        ends.append(begin + at)
+        position = line + 2 + size + 2
+        pieces.append(body[line + 2 : position - 2])
+        ends.append(offset + position)
     raise SlipstreamError(f"the server broke off after {len(body)} bytes")
 
 
-def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:
-    """The answer with its text, and the times of those pieces alone that had text."""
-    times, found.times = found.times, []
-    for at, piece in zip(times, _whole_lines(pieces), strict=True):
-        told = "".join(_text(line, found) for line in piece.split(b"\n") if line.startswith(b"data: {"))
-        found.text += told
-        found.times += [at] * bool(told)
-    return found
+def _read(answer: Answer, pieces: Sequence[bytes]) -> Answer:
+    """Fill in the answer's text, and keep only the times of pieces that have text."""
+    times, answer.times = answer.times, []
+    for time, piece in zip(times, _whole_lines(pieces), strict=True):
+        text = "".join(_text(line, answer) for line in piece.split(b"\n") if line.startswith(b"data: {"))
+        answer.text += text
+        answer.times += [time] * bool(text)
+    return answer
 
 
-def _read_whole(found: Answer, pieces: Sequence[bytes]) -> Answer:
-    """The same of an answer that came in one piece."""
+def _read_whole(answer: Answer, pieces: Sequence[bytes]) -> Answer:
+    """Fill in the text of an answer that was not streamed."""
     body = b"".join(pieces)
     try:
         choice = json.loads(body)["choices"][0]
     except json.JSONDecodeError as error:
         raise SlipstreamError(f"the server broke off after {len(body)} bytes") from error
-    found.text, found.reason = choice["message"]["content"], choice["finish_reason"]
-    return found
+    answer.text, answer.reason = choice["message"]["content"], choice["finish_reason"]
+    return answer
 
 
 def _whole_lines(pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """The same with what ends within a line moved to the next."""
-    rest = b""
+    """As many pieces, each of whole lines: the begun line at a piece's end moves to the next piece."""
+    begun = b""
     for piece in pieces:
-        lines, end, rest = (rest + piece).rpartition(b"\n")
-        yield lines + end
+        lines, newline, begun = (begun + piece).rpartition(b"\n")
+        yield lines + newline
 
 
-def _text(line: bytes, found: Answer) -> str:
-    """What an event adds to the answer; notes the finish reason."""
+def _text(line: bytes, answer: Answer) -> str:
+    """The text of an event. Sets the answer's finish reason."""
     chunk = json.loads(line[6:])
     if "error" in chunk:
         raise SlipstreamError(f"the server broke off: {chunk['error']}")
     for choice in chunk.get("choices", []):
-        found.reason = choice.get("finish_reason") or found.reason
+        answer.reason = choice.get("finish_reason") or answer.reason
     return "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", []))
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
-    """Tokens per second of all together; p50 and p99 in ms of the first token, between chunks, and per token."""
-    begun, ended = min(one.begun for one in answers), max(one.times[-1] for one in answers if one.times)
-    first = [one.times[0] - one.begun for one in answers if one.times]
-    between = [b - a for one in answers for a, b in zip(one.times, one.times[1:], strict=False)]
-    each = [(one.times[-1] - one.times[0]) / (one.tokens - 1) for one in answers if one.tokens > 1]
-    found = {"tokens": float(sum(one.tokens for one in answers)), "seconds": ended - begun}
-    found["tokens_per_second"] = found["tokens"] / found["seconds"]
-    for name, values in (("first_ms", first), ("between_ms", between), ("per_token_ms", each)):
-        cuts = quantiles([*values, *values], n=100, method="inclusive")  # twice: of a single value as well
-        found |= {f"{name}_p50": 1000 * cuts[49], f"{name}_p99": 1000 * cuts[98]}
-    return found
+    """Tokens per second of the load; p50 and p99 of milliseconds to the first token, between chunks and per token."""
+    begun, ended = min(answer.begun for answer in answers), max(a.times[-1] for a in answers if a.times)
+    first = [answer.times[0] - answer.begun for answer in answers if answer.times]
+    between = [later - time for a in answers for time, later in zip(a.times, a.times[1:], strict=False)]
+    per_token = [(a.times[-1] - a.times[0]) / (a.tokens - 1) for a in answers if a.tokens > 1]
+    totals = {"tokens": float(sum(answer.tokens for answer in answers)), "seconds": ended - begun}
+    totals["tokens_per_second"] = totals["tokens"] / totals["seconds"]
+    for name, values in (("first_ms", first), ("between_ms", between), ("per_token_ms", per_token)):
+        cuts = quantiles([*values, *values], n=100, method="inclusive")  # doubled, since it needs two values
+        totals |= {f"{name}_p50": 1000 * cuts[49], f"{name}_p99": 1000 * cuts[98]}
+    return totals

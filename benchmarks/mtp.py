@@ -1,16 +1,16 @@
-"""Multi-token prediction by Slipstream and by transformers, with layers that know the next token with a set chance.
+"""Multi-token prediction by Slipstream and by transformers, with MTP layers that are right with a set probability.
 
     python benchmarks/mtp.py --chance 0.7 --layers 1
 
-The target is a random GLM-4 with dense layers, the MTP layers behind them mixtures of experts, as GLM-4.5 has them. Its
-output layer knows one token after each, so texts run through the whole vocabulary and look-ups find nothing; the
-layers hardly change that. An MTP layer's product takes the newest token over, which gives the same next token. But it
-turns what marks a token as hard into another guess, and as many tokens are hard as the chance says; they are always
-guessed wrong, whoever asks. Both systems read the same files.
+The target is a random GLM-4 with dense layers, followed by MTP layers with mixtures of experts, as in GLM-4.5. Its
+output layer maps each token to one next token, and the other layers add next to nothing, so a text runs once through
+the whole vocabulary and look-ups find nothing. An MTP layer's projection passes the newest token on, so it predicts the
+same next token, except after "hard" tokens: their embeddings carry a mark that the projection turns into a wrong guess.
+A share of 1 - chance of the tokens is hard, in both systems, which read the same files.
 
-Plain decoding, fixed draft lengths, "auto" and transformers' `use_mtp` take turns on the same texts, new ones in every
-turn. Transformers drafts one token with each layer, one text after another; its layers are loaded once here, though it
-loads them for each call. Exit code 1 if a text is not the one that the weights were made for.
+Plain decoding, fixed draft lengths, "auto" and transformers' `use_mtp` take turns on the same texts, with new texts in
+every turn. Transformers drafts one token per MTP layer and decodes one text after another. It would load the MTP layers
+on each call; here it loads them once. Exit code 1 if a text is not the one that the weights were made for.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.weights.model_files import quiet
 
 PROMPT = 16  # tokens
-GAP = 20.0  # between the logit of the next token and the others: layers are as sure of wrong guesses as of right ones
-MARK = 4.0  # of hard tokens in the first number of their embedding
+GAP = 20.0  # between the next token's logit and the others: wrong guesses are as probable as right ones
+MARK = 4.0  # first number of a hard token's embedding
 AUTO, PLAIN, THEIRS, THEIR_PLAIN = "auto", "plain", "transformers, use_mtp", "transformers, plain"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the target."""
+    """Sizes of the target."""
 
     vocab: int
     hidden: int
@@ -55,7 +55,7 @@ class Sizes:
 
 @dataclass
 class Arm:
-    """Generates texts after prompts; seconds: per output token of each turn. right: texts as they should be."""
+    """A way to generate. seconds: per output token, one for each turn; right: number of correct texts."""
 
     generate: Callable[[list[list[int]]], list[list[int]]]
     seconds: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Arm:
 
 
 def main(
-    chance: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.7,
+    chance: Annotated[float, typer.Option(min=0.0, max=1.0, help="probability that an MTP layer is right")] = 0.7,
     layers: Count = 1,
     lengths: str = "1,2,3,4,5,6,7,8",
     batches: str = "1,8",
@@ -98,13 +98,13 @@ def main(
 
 
 def write_model(folder: Path, sizes: Sizes, layers: int, chance: float) -> list[int]:
-    """Write the target and its MTP layers. Returns the vocabulary in the order of its texts, which is a circle."""
+    """Write the target and its MTP layers. Returns the circular order in which its texts run through the vocabulary."""
     torch.manual_seed(0)
     config = transformers.Glm4MoeConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         intermediate_size=3 * sizes.hidden,
-        num_hidden_layers=sizes.layers + layers,  # those of the MTP layers stand behind the others
+        num_hidden_layers=sizes.layers + layers,  # transformers counts the MTP layers, too
         num_attention_heads=sizes.hidden // 64,
         num_key_value_heads=sizes.hidden // 128 or 1,
         head_dim=64,
@@ -123,11 +123,11 @@ def write_model(folder: Path, sizes: Sizes, layers: int, chance: float) -> list[
     embedded = torch.randn(sizes.vocab, sizes.hidden)
     head = torch.empty_like(embedded)
     head[order.roll(-1)] = embedded[order] * GAP / sizes.hidden
-    head[:, 0] = 0  # the mark changes no text
+    head[:, 0] = 0  # so that the mark changes no text
     embedded[:, 0] = MARK * (torch.rand(sizes.vocab) >= chance)
     project = torch.zeros(sizes.hidden, 2 * sizes.hidden)
     project[:, : sizes.hidden] = torch.eye(sizes.hidden)
-    project[:, 0] = (head[0] + head[1:3].sum(0) / 2) * sizes.hidden / GAP  # runners-up are wrong, too
+    project[:, 0] = (head[0] + head[1:3].sum(0) / 2) * sizes.hidden / GAP  # makes runners-up wrong, too
     tensors |= {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
     for number in range(sizes.layers, sizes.layers + layers):
         start = f"model.layers.{number}."
@@ -141,10 +141,10 @@ def write_model(folder: Path, sizes: Sizes, layers: int, chance: float) -> list[
 
 
 def use_layers_loaded_once(model: Any, layers: int) -> None:
-    """Have transformers' generator find the MTP layers, and read them once. layers: how many there are."""
+    """Make transformers' generator use these MTP layers, loaded once. layers: how many there are."""
     first = model.config.num_hidden_layers
     names = "|".join(str(first + number) for number in range(layers))
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({names})\."]  # it knows those of published models
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({names})\."]  # knows only published models'
     loaded = MtpModel.from_pretrained(model)
     MtpModel.from_pretrained = lambda *_, **__: loaded
 
@@ -158,13 +158,13 @@ def _batch(
     max_tokens: int,
     repeats: int,
 ) -> dict[str, Arm]:
-    """All arms at one batch size, in turns, in the other order every other time."""
+    """Run all arms at one batch size in turns, whose order alternates."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
     def ours(decoder: SpeculativeDecoder) -> Arm:
         def generate(prompts: list[list[int]]) -> list[list[int]]:
             decoder.forget()
-            decoder.forget_learned()  # the other arms' texts, which look-ups would find
+            decoder.forget_learned()  # the texts of other arms, which look-ups would find
             return [result.token_ids for result in decoder.generate(prompts, params)]
 
         return Arm(generate)
@@ -182,38 +182,41 @@ def _batch(
     arms |= {str(length): ours(base.using("model", num_draft_tokens=length)) for length in lengths}
     arms |= {AUTO: ours(base), THEIR_PLAIN: of_transformers(), THEIRS: of_transformers(use_mtp=True)}
     length = PROMPT + max_tokens
-    for turn in range(repeats + 1):  # the first warms up
+    for turn in range(repeats + 1):  # the first turn warms up
         starts = [(turn * batch + row) * length for row in range(batch)]
         prompts = [[order[(start + i) % len(order)] for i in range(PROMPT)] for start in starts]
         for name in list(arms)[:: 1 if turn % 2 else -1]:
             started = perf_counter()
             texts = arms[name].generate(prompts)
-            taken = perf_counter() - started
+            seconds = perf_counter() - started
             if turn:
-                arms[name].seconds.append(taken / (batch * max_tokens))
+                arms[name].seconds.append(seconds / (batch * max_tokens))
                 arms[name].right += sum(map(_is_walk(order, max_tokens), prompts, texts))
     return arms
 
 
 def _is_walk(order: Sequence[int], count: int) -> Callable[[list[int], list[int]], bool]:
-    """Whether a text follows its prompt as the vocabulary's order says."""
-    after = dict(pairwise([*order, order[0]]))
-    return lambda prompt, text: len(text) == count and all(after[a] == b for a, b in pairwise([prompt[-1], *text]))
+    """Returns a check that a text continues its prompt in the vocabulary's order."""
+    next_token = dict(pairwise([*order, order[0]]))
+    return lambda prompt, text: len(text) == count and all(next_token[a] == b for a, b in pairwise([prompt[-1], *text]))
 
 
 def _print(batch: int, arms: dict[str, Arm], repeats: int) -> dict[str, Any]:
-    """A batch size's table. Returns what it says in short."""
+    """Print a batch size's table and return its main figures."""
     table = Table(box=box.SIMPLE, pad_edge=False, title=f"batch {batch}", title_justify="left")
     table.add_column("draft tokens", no_wrap=True)
-    for head in ("tokens/s", "of plain", "of use_mtp", "texts right"):
-        table.add_column(head, justify="right")
+    for heading in ("tokens/s", "of plain", "of use_mtp", "texts right"):
+        table.add_column(heading, justify="right")
     speeds = {name: 1 / median(arm.seconds) for name, arm in arms.items()}
     for name, arm in arms.items():
-        ratios = (f"{speeds[name] / speeds[other]:.2f}x" for other in (PLAIN, THEIRS))
+        ratios = (f"{speeds[name] / speeds[reference]:.2f}x" for reference in (PLAIN, THEIRS))
         table.add_row(name, f"{speeds[name]:.1f}", *ratios, f"{arm.right} of {repeats * batch}")
     console.print(table)
     best = max((name for name in arms if name.isdecimal()), key=lambda name: speeds[name])
-    shares = [of_best / auto for of_best, auto in zip(arms[best].seconds, arms[AUTO].seconds, strict=True)]
+    shares = [
+        best_seconds / auto_seconds
+        for best_seconds, auto_seconds in zip(arms[best].seconds, arms[AUTO].seconds, strict=True)
+    ]
     console.print(
         f"auto: {speeds[AUTO] / speeds[best]:.3f} of the best fixed length, {best}; turn by turn {median(shares):.3f}"
     )

@@ -1,4 +1,4 @@
-"""The mechanisms of `auto` that `policy_replay.py --ablate` removes, one at a time, by replacing what does them."""
+"""The mechanisms of `auto`, and the patches by which `policy_replay.py --ablate` removes one at a time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from slipstream.drafters.model import model_drafter
 
 
 class Mechanism(NamedTuple):
-    """patches: object, attribute, what takes its place."""
+    """patches: (object, attribute, replacement)."""
 
     name: str
     patches: tuple[tuple[Any, str, Any], ...]
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """Learns nothing."""
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a method that learns."""
 
 
 def unextended(extender: object, row: object, tokens: list[int], probs: list[float], length: int) -> Any:
-    """Nothing behind the draft model's draft."""
+    """The draft model's draft, without retrieved tokens after it."""
     return tokens, probs
 
 
@@ -29,20 +29,29 @@ MECHANISMS = (
     Mechanism(
         "passing over searches that save less than they take", ((planner.Planner, "_searches", lambda *_: True),)
     ),
-    Mechanism("trials of what was passed over", ((planner.Pause, "is_due", False),)),
-    Mechanism("the first guess of a draft model that is not used", ((acceptance_model.ModelDrafts, "relax", nothing),)),
-    Mechanism("what retrieval leaves to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))),
-    Mechanism("what reading a text takes", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),
-    Mechanism("how long texts get (64 tokens)", ((planner.TextLengths, "learn", nothing),)),
+    Mechanism("trying again what was passed over", ((planner.Pause, "is_due", False),)),
     Mechanism(
-        "the row that ends last counts more",
+        "the return to a first guess while a draft model is unused",
+        ((acceptance_model.ModelDrafts, "relax", do_nothing),),
+    ),
+    Mechanism(
+        "counting what lookups leave to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))
+    ),
+    Mechanism("counting the time to read a text", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),
+    Mechanism("learning how long texts get", ((planner.TextLengths, "learn", do_nothing),)),
+    Mechanism(
+        "more weight for the row that ends last",
         ((planner, "worth_of_tokens", lambda rows, *_: [planner.Worth()] * len(rows)),),
     ),
-    Mechanism("a draft model's sureness, corrected", ((acceptance_model.ModelDrafts, "_learn_chances", nothing),)),
-    Mechanism("acceptance by position", ((acceptance_model.Positions, "chance", lambda self, row, position: 1.0),)),
+    Mechanism(
+        "correction of how sure the draft model is", ((acceptance_model.ModelDrafts, "_learn_chances", do_nothing),)
+    ),
+    Mechanism(
+        "chances by position in the draft", ((acceptance_model.Positions, "chance", lambda self, row, position: 1.0),)
+    ),
     Mechanism("correction of single shapes", ((costs, "SHAPE", 0.0),)),
     Mechanism("a row's own weight", ((acceptance_model.AcceptanceModel.__init__, "__kwdefaults__", NO_ROWS),)),
-    Mechanism("retrieval behind the draft model's draft", ((model_drafter, "extended", unextended),)),
+    Mechanism("lookups that continue the draft model's draft", ((model_drafter, "extended", unextended),)),
     Mechanism(
         "runner-up tokens of the draft model", ((acceptance_model.ModelDrafts, "runner_up_probs", lambda *_: []),)
     ),

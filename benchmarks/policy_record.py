@@ -1,12 +1,13 @@
-"""Records texts for `policy_replay.py`.
+"""Records texts, drafts and costs for `policy_replay.py`.
 
     python benchmarks/policy_record.py smollm2 smollm2.jsonl
     python benchmarks/policy_record.py qwen1.5b pair.jsonl --draft qwen0.5b --per-family 4 --prompts PROMPTS.jsonl
 
-The first line holds what forwards, steps of the draft model, its reading of a token and a search for retrieval drafts
-take here. Each further line is one of the target's greedy texts; of a draft model also its two likeliest tokens at each
-of the text's positions and the steps after it, and how sure it is of both. Answers to long prompts are noted a second
-time as texts that end after a few tokens, which is where reading the text with a draft model pays least.
+The first line holds, in milliseconds on this machine, the times of forwards, of the draft model's steps, of its reading
+of a token, and of a search for retrieval drafts. Each further line is one of the target's greedy texts. With a draft
+model it also has, at each position of the text, that model's two likeliest tokens of each step and their probabilities.
+Answers to long prompts are recorded a second time, cut to a few tokens: in such texts a draft model's reading of the
+prompt pays least.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def main(
     prompts: Path | None = None,
     per_family: int = 5,
     max_tokens: int = 64,
-    batches: Annotated[list[int], typer.Option()] = [1, 2, 4, 8],  # noqa: B006
+    batches: Annotated[list[int], typer.Option(help="batch size to measure; repeatable")] = [1, 2, 4, 8],  # noqa: B006
 ) -> None:
-    """Note texts, drafts and costs."""
+    """Write texts, drafts and costs to OUT."""
     quiet()
     decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
-    known = builtin_prompts() if prompts is None else read_prompts(prompts)
-    chosen = [prompt for group in _by_family(known).values() for prompt in group[:per_family]]
+    offered = builtin_prompts() if prompts is None else read_prompts(prompts)
+    chosen = [prompt for group in _by_family(offered).values() for prompt in group[:per_family]]
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
     with out.open("w", encoding="utf-8") as file:
@@ -57,19 +58,19 @@ def main(
             line = {"family": prompt.category, "prompt": ids, "output": output, "max_tokens": max_tokens}
             line["stops"] = result.finish_reason == "stop"
             if draft:
-                steps = [_continued(decoder, ids + output[:at]) for at in range(len(output))]
-                line |= {"model": [drafted for drafted, _ in steps], "chances": [chances for _, chances in steps]}
+                steps = [_drafts(decoder, ids + output[:length]) for length in range(len(output))]
+                line |= {"model": [tokens for tokens, _ in steps], "chances": [probs for _, probs in steps]}
             lines = [line]
             if len(ids) >= LONG_PROMPT and len(output) > SHORT_ANSWER:
                 short = {name: line[name][:SHORT_ANSWER] for name in ("output", "model", "chances") if name in line}
                 lines.append(line | short | {"family": "short answer", "stops": True})
-            file.writelines(json.dumps(each) + "\n" for each in lines)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             console.print(f"{prompt.category}: {len(ids)} + {len(output)} tokens")
 
 
 def _costs(decoder: SpeculativeDecoder, batches: Sequence[int], has_draft: bool) -> dict[str, Any]:
-    """Milliseconds: of rounds, of looking for retrieval drafts by rows, and of a token that the draft model reads."""
+    """Milliseconds of rounds, of searches for retrieval drafts, and of the draft model's reading of a token."""
     searching = measure_costs(decoder.using("suffix"), batches, WIDTHS)
     costs = measure_costs(decoder.using("model"), batches, WIDTHS[:4]) if has_draft else searching
     rounds = searching.to_dict() | {"draft_step": costs.draft_step if has_draft else dict.fromkeys(batches, 0.0)}
@@ -85,20 +86,20 @@ def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 @torch.inference_mode()
-def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[list[int]], list[list[float]]]:
-    """By step the draft model's two likeliest tokens, and how sure it is of each; it goes on with the first."""
+def _drafts(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+    """The draft model's two likeliest tokens of each step, and their probabilities. The likeliest is drafted."""
     session = decoder._models.draft_session
     assert session is not None
     row = Row(0, tokens, SamplingParams(max_tokens=STEPS), seed=0)
     session.reserve(1, len(tokens) + STEPS)
-    drafted, found, chances = torch.zeros(1, STEPS, dtype=torch.int64), [], []
+    drafted, leaders, probs = torch.zeros(1, STEPS, dtype=torch.int64), [], []
     for j in range(STEPS):
         logits = session.score([row], drafted[:, :j], [j], keep=1)[0, 0, : decoder.target.backend.vocab_size]
-        sure, leaders = logits.float().softmax(-1).topk(2)
-        drafted[0, j] = leaders[0]
-        found.append(leaders.tolist())
-        chances.append([round(chance, 4) for chance in sure.tolist()])
-    return found, chances
+        top = logits.float().softmax(-1).topk(2)
+        drafted[0, j] = top.indices[0]
+        leaders.append(top.indices.tolist())
+        probs.append([round(prob, 4) for prob in top.values.tolist()])
+    return leaders, probs
 
 
 if __name__ == "__main__":

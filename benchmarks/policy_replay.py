@@ -1,18 +1,18 @@
-"""Drafters and policies over recorded texts: what each would have taken, on a clock of recorded costs.
+"""Replays recorded texts with different drafters and policies, on a simulated clock that runs by recorded costs.
 
     python benchmarks/policy_record.py qwen1.5b pair.jsonl --draft qwen0.5b
     python benchmarks/policy_replay.py pair.jsonl --batch 1
     python benchmarks/policy_replay.py pair.jsonl --batch 8 --ablate
 
-The real engine, drafters and policies run; the target and the draft model say what was recorded and move a clock by
-what forwards, draft steps, reading a text and looking for retrieval drafts took. No model is needed, so the same texts
-can be tried with many settings. Printed: the speed-up over plain decoding of each setting by family (geometric means
-over texts), prompt processing not counted. "random" texts repeat nothing, and the draft model is wrong about them.
+The engine, drafters and policies are the real ones. Target and draft model are stand-ins: they return what was recorded
+and advance the clock by the recorded times of forwards, draft steps, reading a text and searches for retrieval drafts.
+So the same texts can be tried with many settings, without a model. The script prints each setting's speed-up over plain
+decoding by family of prompts (geometric means over texts), without the time to read prompts. "random" texts repeat
+nothing, and the draft model is always wrong about them.
 
-The rows of a batch belong to one call, which ends when the last of them does. Rounds take up to a few percent more or
-less, as they do on a machine. With `--off 0.1` the lengths that pay are chosen by measurements of forwards that are off
-by 10 %, each by another amount. `--ablate` removes one mechanism of `auto` at a time and prints what becomes of the
-speed, in percent.
+The rows of a batch belong to one call, which ends when the last of them does. Times vary at random by a few percent, as
+on a real machine. With `--off 0.1`, `auto` chooses draft lengths by costs that are off by about 10 %, each by another
+amount. `--ablate` removes one mechanism of `auto` at a time and prints how the speed changes, in percent.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from slipstream.sampling.sampler import Sampler
 CPU = torch.device("cpu")
 LONGEST = 56  # tokens of a draft
 NOISE = 0.03  # of a round's time, as a standard deviation of its logarithm
-CATCH_UP = 3  # tokens that the draft model reads beside its first step in no time of their own
+CATCH_UP = 3  # unread tokens that the draft model reads in its first step, at no extra time
 Record = dict[str, Any]
 
 
 @dataclass
 class Recording:
-    """Texts and costs. reading: milliseconds per token that the draft model reads. Token ids are made few."""
+    """Texts and costs. reading: milliseconds per token that the draft model reads. Token ids are renumbered from 0."""
 
     costs: Costs
     records: list[Record]
@@ -82,7 +82,7 @@ class Recording:
 
     @classmethod
     def read(cls, file: Path) -> Recording:
-        """What `policy_record.py` has written, but for texts of a few tokens, and random texts beside it."""
+        """Read what `policy_record.py` has written, without very short texts, and add random texts."""
         try:
             header, *records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             costs, reading = Costs.from_dict(header["costs"]), float(header["reading"])
@@ -96,7 +96,7 @@ class Recording:
 
 
 def _as_wide(costs: Costs, width: int) -> Costs:
-    """Costs of rounds up to so many tokens per row, beyond what was measured by the slope of its end."""
+    """Costs of rounds of up to `width` tokens per row, extrapolated beyond the measured ones."""
     target, overhead = (
         {rows: _extended(points, costs.width_for(width, rows)) for rows, points in grid.items()}
         for grid in (costs.target, costs.overhead)
@@ -110,18 +110,18 @@ def _extended(points: Mapping[int, float], width: int) -> dict[int, float]:
     return dict(points) if high >= width else {**points, width: points[high] + slope * (width - high)}
 
 
-def random_texts(like: Sequence[Record], seed: int = 0) -> list[Record]:
-    """Texts that cannot be drafted, as long as these: the draft model is as sure as it was there, and wrong."""
-    rng, made = random.Random(seed), []
-    for record in like:
+def random_texts(records: Sequence[Record], seed: int = 0) -> list[Record]:
+    """Texts as long as these that cannot be drafted: the draft model has the same probabilities, but wrong tokens."""
+    rng, texts = random.Random(seed), []
+    for record in records:
         prompt, output = ([rng.randrange(50) for _ in record[name]] for name in ("prompt", "output"))
         wrong = [[[50 + rng.randrange(50), 100] for _ in line] for line in record.get("model") or []]
-        made.append(record | {"family": "random", "prompt": prompt, "output": output, "model": wrong})
-    return made
+        texts.append(record | {"family": "random", "prompt": prompt, "output": output, "model": wrong})
+    return texts
 
 
 class SimulatedClock(Clock):
-    """Takes the times that the recorded models and drafters say they took."""
+    """A clock that the recorded models and drafters advance."""
 
     def __init__(self) -> None:
         self.now = self._before = self._start = 0.0
@@ -141,7 +141,7 @@ class SimulatedClock(Clock):
 
 @dataclass
 class RecordedModel:
-    """What both models have in common: the texts, a clock and costs in milliseconds."""
+    """What the stand-ins for both models share. noise: varies the times."""
 
     recording: Recording
     clock: SimulatedClock
@@ -152,12 +152,12 @@ class RecordedModel:
         self.device, self.vocab_size = CPU, self.recording.vocab_size
 
     def take(self, milliseconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock, with some noise."""
         self.clock.now += milliseconds / 1e3 * exp(self.noise.gauss(0, NOISE))
 
 
 class RecordedTarget(RecordedModel):
-    """The target, as far as `Engine` needs one. Reading prompts takes no time."""
+    """Stands in for the target's session in `Engine`. Reading prompts takes no time."""
 
     returns_prompt_logits = True
     longest_draft = LONGEST
@@ -166,17 +166,17 @@ class RecordedTarget(RecordedModel):
     table = SimpleNamespace(longest_short=None, longest_draft=lambda rows: LONGEST)
 
     def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
-        """The first token of new rows."""
+        """Logits of the first token of new rows."""
         return self._logits([self._text(row)[:1] for row in rows]) if logits else None
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
-        """Whether there is a shape for it."""
+        """Whether the costs of such a tree were measured."""
         costs, batch = self.recording.costs, len(rows)
         is_measured = costs.trees is not None and costs.trees.spans(batch)
         return is_measured and costs.shapes.tree_total_for(batch + sum(draft.lengths), batch) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
-        """[B, K + 1, V] likeliest where the text goes on."""
+        """[B, K + 1, V] logits whose argmax after each node is the recorded text's next token."""
         costs, batch, nodes = self.recording.costs, len(rows), sum(draft.lengths)
         assert draft.parents is not None and costs.trees is not None
         if batch in costs.trees.forward and batch + nodes > (limit := max(costs.trees.forward[batch])):
@@ -193,25 +193,25 @@ class RecordedTarget(RecordedModel):
         return self._logits(chosen)
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[B, K + 1, V] the same of chains."""
+        """[B, K + 1, V] logits whose argmax is the recorded text."""
         self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))
         width = draft.shape[1] + 1
         return self._logits([(self._text(row) + [0] * width)[:width] for row in rows])
 
     def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
-        """How far each draft is the text."""
+        """Accept each draft as far as it is the recorded text."""
         self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))
         accepted, following = [], []
         for row, line, length in zip(rows, draft.tolist(), lengths, strict=True):
             text = self._text(row)
             pairs = enumerate(zip(line[:length], text, strict=False))
-            count = next((at for at, (token, came) in pairs if token != came), min(length, len(text) - 1))
+            count = next((i for i, (token, actual) in pairs if token != actual), min(length, len(text) - 1))
             accepted.append(count)
             following.append(text[count])
         return Verdict(torch.tensor(accepted), torch.tensor(following))
 
     def _text(self, row: Row) -> list[int]:
-        """What is still to come."""
+        """The rest of the row's recorded output."""
         return list(self.recording.records[row.index]["output"][row.num_output_tokens :])
 
     def _logits(self, chosen: Sequence[Sequence[int]]) -> Tensor:
@@ -220,44 +220,44 @@ class RecordedTarget(RecordedModel):
 
 
 class RecordedDraftModel(RecordedModel):
-    """The draft model, as far as `ModelDrafter` needs one."""
+    """Stands in for the draft model's session in `ModelDrafter`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._read: dict[Row, int] = {}  # tokens of each row that it has read
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        """[B, 1, V] likeliest what it said here, as sure as it was."""
-        at = draft.shape[1]
-        if not at:
+        """[B, 1, V] logits with the probabilities recorded at this step, uniform where nothing was recorded."""
+        step = draft.shape[1]
+        if not step:
             unread = [len(row.tokens) - self._read.get(row, 0) for row in rows]
             self.take(self.recording.reading * sum(count for count in unread if count > CATCH_UP))
             self._read |= {row: len(row.tokens) for row in rows}
         self.take(self.recording.costs.drafting(len(rows), 1) - self.recording.costs.drafting(len(rows), 0))
         probs = torch.full((len(rows), 1, self.vocab_size), 1e-9)
         for i, row in enumerate(rows):
-            record, place = self.recording.records[row.index], row.num_output_tokens
-            if place < len(record["model"]) and at < len(record["model"][place]):
-                tokens, sure = torch.tensor(record["model"][place][at]), torch.tensor(record["chances"][place][at])
-                probs[i, 0] += (1 - float(sure.sum())) / self.vocab_size
-                probs[i, 0, tokens] = sure
+            record, position = self.recording.records[row.index], row.num_output_tokens
+            if position < len(record["model"]) and step < len(record["model"][position]):
+                tokens, leaders = (torch.tensor(record[name][position][step]) for name in ("model", "chances"))
+                probs[i, 0] += (1 - float(leaders.sum())) / self.vocab_size
+                probs[i, 0, tokens] = leaders
         return probs.log()
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """Not in one call."""
+        """None: steps are drafted one by one."""
         return None
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """Nothing is cached."""
+        """Do nothing, as there is no cache."""
 
     def holds(self, row: Row) -> bool:
-        """Whether it has read a row's text."""
+        """Whether it has read some of the row's text."""
         return row in self._read
 
 
 @dataclass
 class Replay:
-    """One setting over recorded texts. drafted: tokens, row by row and round by round."""
+    """Decodes recorded texts with one setting. drafted: length of every draft, of each round and row."""
 
     recording: Recording
     clock: SimulatedClock
@@ -265,12 +265,12 @@ class Replay:
     drafted: list[int] = field(default_factory=list)
 
     def seconds(self, chosen: Sequence[int]) -> float:
-        """What these texts take, together."""
+        """Decode these texts as one batch and return the simulated seconds."""
         rows, before = [self._row(i) for i in chosen], self.clock.now
         with awaited_together(rows):
             while active := [row for row in rows if row.finish_reason is None]:
-                for done in self.engine.step(self.engine.batch(active), self.clock):
-                    self.drafted.append(len(done.draft))
+                for round_ in self.engine.step(self.engine.batch(active), self.clock):
+                    self.drafted.append(len(round_.draft))
                 failed = next((row.error for row in active if row.error is not None), None)
                 if failed is not None:
                     raise failed
@@ -280,8 +280,8 @@ class Replay:
     def _row(self, index: int) -> Row:
         record = self.recording.records[index]
         length, stops = len(record["output"]), record.get("stops", False)
-        most = max(record.get("max_tokens", length), length) if stops else length
-        row = Row(index, list(record["prompt"]), SamplingParams(max_tokens=most), seed=0)
+        limit = max(record.get("max_tokens", length), length) if stops else length
+        row = Row(index, list(record["prompt"]), SamplingParams(max_tokens=limit), seed=0)
         row.completes_stop = (lambda token: row.num_output_tokens >= length) if stops else None
         return row
 
@@ -293,7 +293,7 @@ def replay_of(
     planner: Planner | None = None,
     seed: int = 0,
 ) -> Replay:
-    """A setting that has learned nothing yet. planner: where lengths that pay are chosen."""
+    """A replay that has learned nothing yet. planner: of `auto`, None for other policies."""
     noise, clock = random.Random(seed), SimulatedClock()
     target = RecordedTarget(recording, clock, noise)
     draft = RecordedDraftModel(recording, clock, noise)
@@ -309,21 +309,21 @@ def replay_of(
     )
     if planner is not None:
         planner.has_cached = draft.holds
-    made = load(drafter, setup)
-    searching = getattr(made, "first", made)  # what retrieves
+    loaded = load(drafter, setup)
+    retriever = getattr(loaded, "first", loaded)
 
     def search(rows: Sequence[Row], lengths: Sequence[int], *others: Any) -> Draft:
         if any(lengths):
             target.take(recording.costs.drafting(len(rows), 0))
         return look_up(rows, lengths, *others)
 
-    if drafter != "none" and (searching is not made or not traits(drafter).needs_draft_model):
-        look_up, searching.propose = searching.propose, search
-    return Replay(recording, clock, Engine(cast(Session, target), made, policy(draft), Sampler))
+    if drafter != "none" and (retriever is not loaded or not traits(drafter).needs_draft_model):
+        look_up, retriever.propose = retriever.propose, search
+    return Replay(recording, clock, Engine(cast(Session, target), loaded, policy(draft), Sampler))
 
 
 def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 0) -> Replay:
-    """Lengths that pay."""
+    """A replay whose planner chooses draft lengths, as `auto` does."""
     declared = traits(drafter)
     planner = Planner(
         cost_model,
@@ -337,7 +337,7 @@ def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 
 
 
 def settings(recording: Recording, off: float = 0.0, seed: int = 0) -> Iterator[tuple[str, Replay]]:
-    """Name and replay of everything that is compared; each has learned nothing yet. off, seed: of `cost_model_of`."""
+    """Names and replays of all settings; none has learned anything yet. off, seed: see `cost_model_of`."""
 
     def fixed(drafter: str, policy: Policy) -> Replay:
         return replay_of(recording, drafter, lambda _: policy, seed=seed)
@@ -354,35 +354,35 @@ def settings(recording: Recording, off: float = 0.0, seed: int = 0) -> Iterator[
 
 
 def cost_model_of(costs: Costs, off: float = 0.0, seed: int = 0, reading: float = 0.0) -> CostModel:
-    """What a decoder would know of these costs beforehand.
+    """The cost model that a decoder would have calibrated from these costs.
 
-    off: how far each measurement is off, as a standard deviation of logarithms.
+    off: the error of each measurement, as a standard deviation of its logarithm.
     """
-    noise, most = random.Random(seed), max(costs.batches)
+    noise, max_batch = random.Random(seed), max(costs.batches)
 
     def measured(points: Any) -> dict[int, float]:
-        return {width: taken * exp(noise.gauss(0, off)) for width, taken in points.items()}
+        return {width: milliseconds * exp(noise.gauss(0, off)) for width, milliseconds in points.items()}
 
-    ragged = None if costs.ragged is None else costs.ragged.forward.get(most)
-    steps = {rows: taken for rows, taken in measured(costs.draft_step).items() if taken}
+    ragged = None if costs.ragged is None else costs.ragged.forward.get(max_batch)
+    steps = {rows: milliseconds for rows, milliseconds in measured(costs.draft_step).items() if milliseconds}
     return CostModel(
         lambda width, rows: costs.width_for(width, rows),
         (lambda rows, drafted: None) if ragged is None else lambda rows, n: costs.shapes.total_for(rows + n),
         measured=measured(costs.target[1]),
         together={} if ragged is None else measured(ragged),
-        max_batch_size=most,
+        max_batch_size=max_batch,
         steps=steps,
         token=reading * exp(noise.gauss(0, off)) or None,
     )
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
+    """The geometric mean of positive numbers."""
     return exp(sum(map(log, values)) / len(values))
 
 
 def groups_of(recording: Recording, batch: int, seed: int) -> dict[str, list[list[int]]]:
-    """Texts that are decoded together, by family; in batches also some of all families, as "mixed"."""
+    """Indices of texts decoded together, by family; above batch 1 also "mixed", of all but random ones."""
     order = list(range(len(recording.records)))
     random.Random(seed).shuffle(order)
     families = defaultdict[str, list[int]](list)
@@ -391,24 +391,24 @@ def groups_of(recording: Recording, batch: int, seed: int) -> dict[str, list[lis
     if batch > 1:
         families["mixed"] = [i for i in order if recording.records[i]["family"] != "random"]
     return {
-        family: [texts[at : at + batch] for at in range(0, len(texts), batch)]
+        family: [texts[first : first + batch] for first in range(0, len(texts), batch)]
         for family, texts in sorted(families.items())
     }
 
 
 def seconds_of(replay: Replay, groups: Mapping[str, Sequence[Sequence[int]]], seed: int) -> dict[str, list[float]]:
-    """What each group takes; the families take turns, so that what is learned of one is used for another."""
-    turns = [(family, at) for family, texts in groups.items() for at in range(len(texts))]
+    """The simulated seconds of each group. Families alternate, so that what one teaches is used for another."""
+    turns = [(family, i) for family, texts in groups.items() for i in range(len(texts))]
     random.Random(seed).shuffle(turns)
-    taken = {family: [0.0] * len(texts) for family, texts in groups.items()}
-    for family, at in turns:
-        taken[family][at] = replay.seconds(groups[family][at])
-    return taken
+    seconds = {family: [0.0] * len(texts) for family, texts in groups.items()}
+    for family, i in turns:
+        seconds[family][i] = replay.seconds(groups[family][i])
+    return seconds
 
 
-def speed_ups(plain: Mapping[str, Sequence[float]], taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Geometric means by family, that of all texts but random ones first."""
-    ratios = {family: [a / b for a, b in zip(plain[family], taken[family], strict=True)] for family in plain}
+def speed_ups(plain: Mapping[str, Sequence[float]], seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Geometric means of the speed-ups: of all texts but random ones first, then by family."""
+    ratios = {family: [a / b for a, b in zip(plain[family], seconds[family], strict=True)] for family in plain}
     everything = [ratio for family, values in ratios.items() if family != "random" for ratio in values]
     return {"all": geometric_mean(everything)} | {family: geometric_mean(values) for family, values in ratios.items()}
 
@@ -416,36 +416,36 @@ def speed_ups(plain: Mapping[str, Sequence[float]], taken: Mapping[str, Sequence
 def ablation(
     recording: Recording, batch: int, off: float, seeds: Sequence[int], without: Mechanism | None
 ) -> dict[str, float]:
-    """The speed-up of `auto` over plain decoding by family, the mean over the seeds, without one of its mechanisms."""
+    """The speed-up of `auto`, without one of its mechanisms, over plain decoding: by family, means over the seeds."""
     name = "hybrid" if recording.has_draft else "suffix:outputs=0"
-    found = defaultdict[str, list[float]](list)
+    by_family = defaultdict[str, list[float]](list)
     for seed in seeds:
         groups = groups_of(recording, batch, seed)
         with ExitStack() as stack:
-            for owner, attribute, other in without.patches if without is not None else ():
-                stack.enter_context(patch.object(owner, attribute, other))
+            for owner, attribute, replacement in without.patches if without is not None else ():
+                stack.enter_context(patch.object(owner, attribute, replacement))
             plain = replay_of(recording, "none", lambda _: Fixed(0), seed=seed)
-            tried = auto(recording, name, cost_model_of(recording.costs, off, seed, recording.reading), seed)
-            means = speed_ups(*(seconds_of(each, groups, seed) for each in (plain, tried)))
+            ablated = auto(recording, name, cost_model_of(recording.costs, off, seed, recording.reading), seed)
+            means = speed_ups(*(seconds_of(replay, groups, seed) for replay in (plain, ablated)))
         for family, mean in means.items():
-            found[family].append(mean)
-    return {family: geometric_mean(means) for family, means in found.items()}
+            by_family[family].append(mean)
+    return {family: geometric_mean(means) for family, means in by_family.items()}
 
 
 def show_ablation(recording: Recording, batch: int, off: float, seeds: Sequence[int]) -> None:
-    """Print what each mechanism is worth."""
-    whole = ablation(recording, batch, off, seeds, None)
+    """Print how much speed the lack of each mechanism costs."""
+    full = ablation(recording, batch, off, seeds, None)
     table = Table(
         title=f"auto without each mechanism, batch {batch}, costs off by {off:.0%}: change of speed in percent"
     )
     for column in ("without", "all", "worst family", "random, of plain"):
         table.add_column(column)
-    table.add_row("(nothing)", f"{whole['all']:.3f}x", "", f"{whole.get('random', 1):.3f}")
+    table.add_row("(nothing)", f"{full['all']:.3f}x", "", f"{full.get('random', 1):.3f}")
     for mechanism in MECHANISMS:
-        found = ablation(recording, batch, off, seeds, mechanism)
-        change = {family: 100 * (found[family] / whole[family] - 1) for family in found}
+        ablated = ablation(recording, batch, off, seeds, mechanism)
+        change = {family: 100 * (ablated[family] / full[family] - 1) for family in ablated}
         worst = min((family for family in change if family != "all"), key=lambda family: change[family])
-        random_speed = f"{found.get('random', 1):.3f}"
+        random_speed = f"{ablated.get('random', 1):.3f}"
         table.add_row(mechanism.name, f"{change['all']:+.1f}", f"{change[worst]:+.1f} {worst}", random_speed)
     console.print(table)
 
@@ -454,11 +454,11 @@ def main(
     file: Path,
     batch: Count = 1,
     seed: int = 0,
-    off: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    ablate: bool = False,
-    repeats: Count = 3,
+    off: Annotated[float, typer.Option(min=0, max=1, help="error of the costs that auto knows; 0.1: 10 %")] = 0.0,
+    ablate: Annotated[bool, typer.Option(help="remove one mechanism of auto at a time")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="with --ablate: runs, each with the texts in another order")] = 3,
 ) -> None:
-    """Compare settings over a recording. repeats: of --ablate, with the texts in another order each."""
+    """Print the speed-up of every setting on a recording, or with --ablate the worth of each mechanism of `auto`."""
     recording = Recording.read(file)
     if ablate:
         show_ablation(recording, batch, off, range(seed, seed + repeats))
@@ -467,9 +467,9 @@ def main(
     plain: dict[str, list[float]] = {}
     table = Table(title=f"speed-up over plain decoding, batch {batch}, {len(recording.records)} texts")
     for name, replay in settings(recording, off, seed):
-        taken = seconds_of(replay, groups, seed)
-        plain = plain or taken
-        means = speed_ups(plain, taken)
+        seconds = seconds_of(replay, groups, seed)
+        plain = plain or seconds
+        means = speed_ups(plain, seconds)
         if not table.columns:
             for column in ("setting", *means):
                 table.add_column(column, justify="left" if column == "setting" else "right")

@@ -1,13 +1,17 @@
-"""What predictions save where they are right and cost where they are wrong: the same texts with and without them.
+"""What do right predictions save, and what do wrong ones cost? Decodes the same texts with and without them.
 
     python benchmarks/predicted_outputs.py qwen1.5b "right prediction" --arms suffix,suffix.predicted
 
-Prompts are those of some categories of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
-(the file of another prompt) or "whole file" (longer files, small changes); or "changed request", where the prompt does
-not hold the old text: it is the target's own answer to an earlier wording of the request (changed_requests.jsonl). Arms
-are drafters, with `.predicted` where they get the prediction too; they take turns, in the other order every other time,
-and each run begins with an empty KV cache. Speed-ups are over the first arm; accepted and rejected are tokens of
-predictions. Exit code 1 if a text differs.
+Categories of prompts, the first three from code_edits.jsonl, the last from changed_requests.jsonl:
+
+- "right prediction": the prediction is the file to be edited;
+- "wrong prediction": it is the file of another prompt;
+- "whole file": longer files with small changes;
+- "changed request": it is the target's own answer to an earlier wording of the request, which the prompt lacks.
+
+Arms are drafters; a name with `.predicted` also gets the prediction. They take turns in alternating order, each with an
+empty KV cache. Speed-ups are over the first arm; the columns accepted and rejected count tokens of predictions. Exit
+code 1 if a text differs between arms.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ ALL = "all"
 
 @dataclass
 class Runs:
-    """What an arm has done on the prompts of a category, or on all."""
+    """The rounds and seconds of an arm on some prompts."""
 
     rounds: list[Round] = field(default_factory=list)
     seconds: float = 0.0
 
     def add(self, other: Runs) -> None:
-        """Count another's runs in."""
+        """Add another's rounds and seconds."""
         self.rounds += other.rounds
         self.seconds += other.seconds
 
@@ -58,28 +62,28 @@ class Runs:
 
     @property
     def decoding(self) -> float:
-        """Seconds without those of the prompts."""
+        """Seconds without the reading of prompts."""
         return self.seconds - self.stats.prefill_seconds
 
     @property
     def text(self) -> tuple[int, ...]:
-        """The tokens."""
-        return tuple(token for one in self.rounds for token in one.tokens)
+        """The output tokens of all rounds."""
+        return tuple(token for round_ in self.rounds for token in round_.tokens)
 
 
 def main(
     target: str,
-    categories: Annotated[list[str], typer.Argument(help=f"of {', '.join(CATEGORIES)}")],
-    arms: Annotated[str, typer.Option(help="drafters, each with or without .predicted")] = (
-        "none,none.predicted,suffix,suffix.predicted"
-    ),
+    categories: Annotated[list[str], typer.Argument(help=f"one or more of: {', '.join(CATEGORIES)}")],
+    arms: Annotated[
+        str, typer.Option(help="drafters, with .predicted to give them the prediction; separated by commas")
+    ] = ("none,none.predicted,suffix,suffix.predicted"),
     max_tokens: Count = 160,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     repeats: Count = 1,
 ) -> None:
-    """Measure and print, by category and in all."""
+    """Print a table for each category, and one for all."""
     quiet()
-    if unknown := [one for one in categories if one not in CATEGORIES]:
+    if unknown := [category for category in categories if category not in CATEGORIES]:
         raise UsageError(f"category {unknown[0]!r}; allowed: {', '.join(map(repr, CATEGORIES))}")
     names = arms.split(",")
     if twice := [name for name in names if names.count(name) > 1]:
@@ -88,9 +92,9 @@ def main(
     decoders = {name: base.using(name.removesuffix(PREDICTED)) for name in names}
     for decoder in decoders.values():
         decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
-    done = {category: {name: Runs() for name in names} for category in categories}
+    runs_of = {category: {name: Runs() for name in names} for category in categories}
     same = dict.fromkeys(categories, 0)
-    prompts = [one for category in categories for one in _prompts_of(category, base, max_tokens)]
+    prompts = [prompt for category in categories for prompt in _prompts_of(category, base, max_tokens)]
     for repeat in range(repeats):
         for number, prompt in enumerate(prompts, 1):
             answers = dict[str, Runs]()
@@ -98,12 +102,12 @@ def main(
                 prediction = prompt.prediction if name.endswith(PREDICTED) else None
                 params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, prediction=prediction)
                 answers[name] = _answer(decoders[name], prompt, params)
-                done[prompt.category][name].add(answers[name])
-            same[prompt.category] += len({one.text for one in answers.values()}) == 1
-            took = ", ".join(f"{name} {one.seconds:.2f} s" for name, one in answers.items())
-            console.print(f"{repeat * len(prompts) + number}/{repeats * len(prompts)} {prompt.category}: {took}")
-    counts = {category: repeats * sum(one.category == category for one in prompts) for category in categories}
-    _print(done, same, counts)
+                runs_of[prompt.category][name].add(answers[name])
+            same[prompt.category] += len({runs.text for runs in answers.values()}) == 1
+            times = ", ".join(f"{name} {runs.seconds:.2f} s" for name, runs in answers.items())
+            console.print(f"{repeat * len(prompts) + number}/{repeats * len(prompts)} {prompt.category}: {times}")
+    counts = {category: repeats * sum(prompt.category == category for prompt in prompts) for category in categories}
+    _print(runs_of, same, counts)
     if same != counts:
         sys.exit(1)
 
@@ -112,12 +116,12 @@ def _prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> 
     """The prompts of a category, each with its prediction."""
     if category != "changed request":
         return read_prompts(PROMPTS, categories=[category])
-    found = []
+    prompts = []
     for line in CHANGED.read_text(encoding="utf-8").splitlines():
-        earlier, now = json.loads(line)["turns"]
-        before = decoder.generate(earlier, SamplingParams(max_tokens=max_tokens)).text
-        found.append(NamedPrompt(now, category, before))
-    return found
+        earlier, changed = json.loads(line)["turns"]
+        answer = decoder.generate(earlier, SamplingParams(max_tokens=max_tokens)).text
+        prompts.append(NamedPrompt(changed, category, answer))
+    return prompts
 
 
 def _answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams) -> Runs:
@@ -128,15 +132,15 @@ def _answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingPa
     return Runs(list(result.rounds), perf_counter() - started)
 
 
-def _print(done: dict[str, dict[str, Runs]], same: dict[str, int], counts: dict[str, int]) -> None:
-    if len(done) > 1:
-        whole: dict[str, Runs] = {}
-        for arms in done.values():
+def _print(runs_of: dict[str, dict[str, Runs]], same: dict[str, int], counts: dict[str, int]) -> None:
+    if len(runs_of) > 1:
+        total: dict[str, Runs] = {}
+        for arms in runs_of.values():
             for name, runs in arms.items():
-                whole.setdefault(name, Runs()).add(runs)
-        done = {**done, ALL: whole}
+                total.setdefault(name, Runs()).add(runs)
+        runs_of = {**runs_of, ALL: total}
         same, counts = {**same, ALL: sum(same.values())}, {**counts, ALL: sum(counts.values())}
-    for category, arms in done.items():
+    for category, arms in runs_of.items():
         console.print(f"{category}: {same[category]}/{counts[category]} texts identical")
         console.print(_table(arms))
 
@@ -144,8 +148,8 @@ def _print(done: dict[str, dict[str, Runs]], same: dict[str, int], counts: dict[
 def _table(arms: dict[str, Runs]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("arm", min_width=16, no_wrap=True)
-    for head in ("tokens per forward", "seconds", "speed-up", "without prompts", "speed-up", "accepted", "rejected"):
-        table.add_column(head, justify="right")
+    for heading in ("tokens per forward", "seconds", "speed-up", "without prompts", "speed-up", "accepted", "rejected"):
+        table.add_column(heading, justify="right")
     first = next(iter(arms.values()))
     for name, runs in arms.items():
         stats = runs.stats

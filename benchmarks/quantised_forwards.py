@@ -1,15 +1,13 @@
-"""Forwards of a quantised model in its own blocks: time by width, memory, bits and distance from the file's numbers.
+"""Forwards of a quantised model by our kernels: time by width, memory, equal bits, and distance from float32.
 
     python benchmarks/quantised_forwards.py MODEL.gguf
     python benchmarks/quantised_forwards.py MODEL.gguf --beside FOLDER --kl 160 --llama-cpp
     python benchmarks/quantised_forwards.py FOLDER --quantize int4,int8 --activations int8 --beside FOLDER --kl 160
 
-Widths take turns; medians count. MODEL: a GGUF file or a folder of quantised weights, or, with --quantize, of others.
-beside: another model to time, such as the same one unpacked to bfloat16. draft_dtype: the folder's weights as a draft
-model has them too, "int4" or "int8"; with --quantize int4 that compares the two ways to compute with 4 bits. kl: so
-many tokens of the package's own prompts through the model in float32 (4 bytes a weight), before it is quantised at
-load; --llama-cpp (extra `llama`) compares llama.cpp's numbers with those too. Memory is the process's anonymous memory
-(Linux) on top of what it was before the model and its tokenizer were loaded.
+MODEL is a GGUF file, a folder of quantised weights or, with --quantize, a folder of others. Widths take turns, and the
+medians are printed. --kl N reads N tokens of the package's prompts and compares the logits with those of the file's
+weights in float32 (4 bytes a weight), not quantised at load. Memory is the anonymous memory of the process (Linux)
+beyond that before the model and its tokenizer were loaded.
 """
 
 from __future__ import annotations
@@ -40,34 +38,34 @@ from slipstream.text.prompt_sets import builtin_prompts
 
 MEGA = 1e6
 ROLLUP = Path("/proc/self/smaps_rollup")
-EVERY_S = 0.005
+POLL_SECONDS = 0.005
 
 
 class Watch(Thread):
-    """Keeps the most anonymous memory, in bytes, that was seen between `start` and `stop`."""
+    """Records the peak of anonymous memory between `start` and `stop`, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.before = self.most = _anonymous()
-        self._over = Event()
+        self.before = self.peak = _anonymous()
+        self._stopped = Event()
 
     def run(self) -> None:
-        """Until `stop`."""
-        while not self._over.wait(EVERY_S):
-            self.most = max(self.most, _anonymous())
+        """Poll until `stop`."""
+        while not self._stopped.wait(POLL_SECONDS):
+            self.peak = max(self.peak, _anonymous())
 
     def stop(self) -> int:
-        """What came on top of the memory at the start, at most."""
-        self._over.set()
+        """End, and return how far the peak was above the memory at the start."""
+        self._stopped.set()
         self.join()
-        return self.most - self.before
+        return self.peak - self.before
 
 
 def _anonymous() -> int:
-    found = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(encoding="utf-8"), re.M)
-    if found is None:
-        raise SlipstreamError(f"{ROLLUP} does not say how much is anonymous; this needs a newer Linux")
-    return int(found[1]) * 1024
+    line = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(encoding="utf-8"), re.M)
+    if line is None:
+        raise SlipstreamError(f"{ROLLUP} has no line Anonymous; this needs a newer Linux")
+    return int(line[1]) * 1024
 
 
 def main(
@@ -75,15 +73,17 @@ def main(
     widths: str = "1,4,8,16",
     turns: Count = 15,
     context: int = 200,
-    activations: str = "int8,int15",
-    quantize: str = "none",
-    beside: Annotated[str | None, typer.Option()] = None,
-    kl: int = 0,
+    activations: Annotated[str, typer.Option(help="int8, int15 or both")] = "int8,int15",
+    quantize: Annotated[str, typer.Option(help="quantise a folder's weights at load: int4, int8 or both")] = "none",
+    beside: Annotated[str | None, typer.Option(help="another model to time, such as the same in bfloat16")] = None,
+    kl: Annotated[int, typer.Option(help="tokens to compare with float32; 0: none")] = 0,
     json_file: JsonFile = None,
-    llama_cpp: Annotated[bool, typer.Option(help="with --kl: that of llama.cpp on the same file too")] = False,
-    draft_dtype: str = "none",
+    llama_cpp: Annotated[
+        bool, typer.Option(help="with --kl: also compare llama.cpp on the same file; extra llama")
+    ] = False,
+    draft_dtype: Annotated[str, typer.Option(help="also the folder's weights as a draft model, int4 or int8")] = "none",
 ) -> None:
-    """Print milliseconds and ratios per width, memory over the size of the file, and whether bits are the same."""
+    """Print milliseconds by width, memory over the size of the file, and whether all widths give the same bits."""
     quiet()
     if llama_cpp and not kl:
         raise UsageError("llama_cpp without kl; allowed: both")
@@ -93,7 +93,7 @@ def main(
     file = gguf_file(target, "llama_cpp") if llama_cpp else None
     sizes, size = numbers("--widths", widths), _size(Path(target).expanduser())
     _warm_up()
-    models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
+    models, figures = dict[str, Loaded](), dict[str, dict[str, object]]()
     options = {
         kind if rounding == "none" else f"{rounding}, {kind}": LoadOptions(activations=kind, rounding=rounding)
         for rounding in quantize.split(",")
@@ -105,39 +105,39 @@ def main(
         watch = Watch()
         watch.start()
         models[name] = load(target, chosen)
-        stays = _anonymous() - watch.before
+        kept = _anonymous() - watch.before
         peak = watch.stop()
-        found[name] = {"peak": peak / size, "stays": stays / size, "megabytes": stays / MEGA}
+        figures[name] = {"peak": peak / size, "stays": kept / size, "megabytes": kept / MEGA}
         console.print(
             f"{models[name].name}, {models[name].arithmetic or name}: file {size / MEGA:.0f} MB, loading takes "
-            f"{peak / MEGA:.0f} MB ({peak / size:.2f}) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
+            f"{peak / MEGA:.0f} MB ({peak / size:.2f}) at most, {kept / MEGA:.0f} MB stay ({kept / size:.2f})"
         )
     if beside is not None:
         models[beside] = load(beside, LoadOptions())
-    most = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))
-    tokens = torch.randint(1, most, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
+    max_id = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))
+    tokens = torch.randint(1, max_id, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for name, loaded in models.items():
         loaded.backend.attended_unit = EXACT_FIT.attended_unit
         loaded.backend.reserve(1, context + max(32, *sizes))
         _logits(loaded, tokens[:, :context], 0)
         same = all(_same_bits(loaded, tokens, context, width) for width in (*sizes, 3, 5, 32))
-        found.setdefault(name, {})["same_bits"] = same
+        figures.setdefault(name, {})["same_bits"] = same
         console.print(f"{name}: the same bits at every width: {same}")
     for name, by_width in _timed(models, tokens, context, sizes, turns).items():
         first = by_width[sizes[0]]
-        shown = ", ".join(f"{width}: {ms:.1f} ms ({ms / first:.2f})" for width, ms in by_width.items())
-        found[name]["milliseconds"] = by_width
-        console.print(f"{name}: {shown}")
+        times = ", ".join(f"{width}: {ms:.1f} ms ({ms / first:.2f})" for width, ms in by_width.items())
+        figures[name]["milliseconds"] = by_width
+        console.print(f"{name}: {times}")
     if kl:
         for name, distance in _distances(target, models, kl, file).items():
-            found.setdefault(name, {}).update(kl=distance[0], same_choice=distance[1])
+            figures.setdefault(name, {}).update(kl=distance[0], same_choice=distance[1])
             console.print(f"{name}: KL {distance[0]:.2g}, the likeliest token is the same at {distance[1]:.1%}")
     if json_file is not None:
-        json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps({"target": target, "file": size, **figures}) + "\n", encoding="utf-8")
 
 
 def _size(target: Path) -> int:
-    """Bytes of a file, or of a folder's weights."""
+    """Bytes of a file, or of the weights in a folder."""
     files = [target] if target.suffix == ".gguf" else list(target.glob("*.safetensors"))
     if not files or not all(file.is_file() for file in files):
         raise UsageError(f"target {str(target)!r}; allowed: a .gguf file, or a folder of safetensors files")
@@ -145,7 +145,7 @@ def _size(target: Path) -> int:
 
 
 def _warm_up() -> None:
-    """Load what is not the model's: modules, and what the first product needs."""
+    """Import modules and allocate what the first product needs, so that they do not count as the model's memory."""
     torch.ones(1) @ torch.ones(1)
     load("smollm2", LoadOptions(fast=False))
 
@@ -156,7 +156,7 @@ def _logits(loaded: Loaded, tokens: Tensor, start: int) -> Tensor:
 
 def _same_bits(loaded: Loaded, tokens: Tensor, context: int, width: int) -> bool:
     together = _logits(loaded, tokens[:, context : context + width], context)
-    alone = [_logits(loaded, tokens[:, at : at + 1], at) for at in range(context, context + width)]
+    alone = [_logits(loaded, tokens[:, i : i + 1], i) for i in range(context, context + width)]
     return torch.equal(together, torch.cat(alone))
 
 
@@ -164,20 +164,20 @@ def _timed(
     models: dict[str, Loaded], tokens: Tensor, context: int, widths: list[int], turns: int
 ) -> dict[str, dict[int, float]]:
     """Median milliseconds; models and widths take turns."""
-    taken: dict[tuple[str, int], list[float]] = {(name, width): [] for name in models for width in widths}
+    timings: dict[tuple[str, int], list[float]] = {(name, width): [] for name in models for width in widths}
     for turn in range(turns + 1):
-        for (name, width), seconds in taken.items():
+        for (name, width), seconds in timings.items():
             started = perf_counter()
             _logits(models[name], tokens[:, context : context + width], context).argmax(-1).tolist()
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 seconds.append(perf_counter() - started)
-    return {name: {width: 1e3 * median(taken[name, width]) for width in widths} for name in models}
+    return {name: {width: 1e3 * median(timings[name, width]) for width in widths} for name in models}
 
 
 def _distances(target: str, models: dict[str, Loaded], count: int, file: Path | None) -> dict[str, tuple[float, float]]:
-    """Mean KL from the numbers of the file in float32, and how often the likeliest token is the same.
+    """Mean KL divergence from the file's weights in float32, and how often the likeliest token is the same.
 
-    file: what llama.cpp reads too, if it is asked.
+    file: compared in llama.cpp too, unless None.
     """
     tokenizer = next(iter(models.values())).tokenizer
     if tokenizer is None:
@@ -186,24 +186,24 @@ def _distances(target: str, models: dict[str, Loaded], count: int, file: Path | 
     reference = load_unpacked(target, LoadOptions("float32", "cpu"))
     with torch.inference_mode():
         expected = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0].double(), -1)
-    found = {}
+    distances = {}
     for name, loaded in models.items():
         loaded.backend.reserve(1, ids.shape[1])
-        found[name] = _distance(expected, _logits(loaded, ids, 0))
+        distances[name] = _distance(expected, _logits(loaded, ids, 0))
     if file is not None:
-        found["llama.cpp"] = _distance(expected, _logits_of_llama_cpp(file, ids[0].tolist()))
-    return found
+        distances["llama.cpp"] = _distance(expected, _logits_of_llama_cpp(file, ids[0].tolist()))
+    return distances
 
 
 def _distance(expected: Tensor, logits: Tensor) -> tuple[float, float]:
-    got = torch.log_softmax(logits[:, : expected.shape[1]].double(), -1)
-    kl = float((expected.exp() * (expected - got)).sum(-1).mean())
-    return kl, float((expected.argmax(-1) == got.argmax(-1)).float().mean())
+    log_probs = torch.log_softmax(logits[:, : expected.shape[1]].double(), -1)
+    kl = float((expected.exp() * (expected - log_probs)).sum(-1).mean())
+    return kl, float((expected.argmax(-1) == log_probs.argmax(-1)).float().mean())
 
 
 def _logits_of_llama_cpp(file: Path, tokens: list[int]) -> Tensor:
     model = LlamaCppModel(file, torch.get_num_threads())
-    parts = [torch.from_numpy(model.forward(tokens[at : at + BATCH], at).copy()) for at in range(0, len(tokens), BATCH)]
+    parts = [torch.from_numpy(model.forward(tokens[i : i + BATCH], i).copy()) for i in range(0, len(tokens), BATCH)]
     model.close()
     return torch.cat(parts)
 

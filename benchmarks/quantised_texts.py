@@ -1,12 +1,13 @@
-"""Are a quantised model's texts those of the file's own numbers in float32?
+"""Are a quantised model's texts the same as with the file's weights in float32?
 
     python benchmarks/quantised_texts.py MODEL.gguf --prompt-file FILE
     python benchmarks/quantised_texts.py FOLDER --activations int8 --num-prompts 4 --max-tokens 32
 
-Greedy texts of the kernels, each read once by transformers' model of the same file unpacked to float32 (4 bytes a
-weight), token by token: would it have said the same? Where not, the gap is how much likelier its own choice is, in
-nats; below --tie the two count as tied, since float32 sums that are added in another order differ by as much. Prompts
-are the package's own, or the first of each family of a file. Exit code 1 if a text differs by more, with int15.
+The kernels generate greedy texts. Transformers' model of the same file, unpacked to float32 (4 bytes a weight), reads
+each text once and checks every token: would it have chosen the same one? If not, the gap is how much more likely its
+own choice is, in nats. Gaps up to --tie count as ties, since float32 sums in another order differ by as much. Prompts
+are the package's own, or those of a file, one of each family before the second of any. Exit code 1 if a text of int15
+differs by more than a tie.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_promp
 def main(
     target: str,
     activations: str = "int15",
-    prompt_file: Annotated[Path | None, typer.Option(help="in place of the package's prompts")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines", show_default="the package's")] = None,
     num_prompts: Count = 13,
     max_tokens: Count = 64,
-    tie: Annotated[float, typer.Option(min=0, help="nats")] = 0.01,
+    tie: Annotated[float, typer.Option(min=0, help="largest gap of a tie, in nats")] = 0.01,
     json_file: JsonFile = None,
 ) -> None:
-    """Print how many texts are the same, how many part at a tie, and each gap."""
+    """Print each gap, and how many texts are the same, tied or different."""
     quiet()
     prompts = _of_all_families(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))[:num_prompts]
     with SpeculativeDecoder(target, drafter="none", activations=activations) as decoder:
@@ -49,12 +50,10 @@ def main(
     for prompt, ids, text in zip(prompts, encoded, texts, strict=True):
         with torch.inference_mode():
             logits = reference(input_ids=torch.tensor([ids + text]), use_cache=False).logits[0, len(ids) - 1 : -1]
-        found = first_gap(logits, text)
-        if found is not None:
-            gaps.append(found[1])
-            console.print(
-                f"{prompt.category}: another token is likelier at {found[0]} of {len(text)}, gap {found[1]:.2g}"
-            )
+        if (difference := first_gap(logits, text)) is not None:
+            position, gap = difference
+            gaps.append(gap)
+            console.print(f"{prompt.category}: another token is likelier at {position} of {len(text)}, gap {gap:.2g}")
     differing = sum(gap > tie for gap in gaps)
     console.print(
         f"{activations}: {len(texts)} texts, {len(texts) - len(gaps)} the same, {len(gaps) - differing} tied, "
@@ -69,17 +68,18 @@ def main(
 
 
 def first_gap(logits: Tensor, text: list[int]) -> tuple[int, float] | None:
-    """Where the likeliest token is first another than the text's, and by how many nats; None if nowhere.
+    """The first position at which another token is likelier than the text's, and by how many nats; None if none.
 
-    logits: [T, V], of the forward that says each token of the text.
+    logits: [T, V], from which each token of the text was chosen.
     """
     choices = logits.argmax(-1)
-    at = next((i for i, (one, said) in enumerate(zip(choices.tolist(), text, strict=True)) if one != said), None)
-    return None if at is None else (at, float(logits[at, choices[at]] - logits[at, text[at]]))
+    differs = (i for i, (choice, token) in enumerate(zip(choices.tolist(), text, strict=True)) if choice != token)
+    i = next(differs, None)
+    return None if i is None else (i, float(logits[i, choices[i]] - logits[i, text[i]]))
 
 
 def _of_all_families(prompts: list[NamedPrompt]) -> list[NamedPrompt]:
-    """The first prompt of each family, then the second ones."""
+    """The first prompt of each family, then the second of each, and so on."""
     families: dict[str, list[NamedPrompt]] = {}
     for prompt in prompts:
         families.setdefault(prompt.category, []).append(prompt)

@@ -1,13 +1,15 @@
-"""Writes a target and a draft model with the shapes of real ones, whose drafts are right with a set chance.
+"""Writes a target and a draft model with the shapes of real ones, whose drafts are right with a set probability.
 
     python benchmarks/random_pair.py 1.5b FOLDER
     python benchmarks/random_pair.py 1.5b FOLDER --gguf      # and both as Q4_K_M, by llama.cpp's quantiser
 
-For machines without network. The weights are random, but both models follow one tour through the vocabulary: after each
-token they say the next one by a wide margin, so that neither a near-tie nor a repetition disturbs what is measured.
-After a set share of the tokens the draft model says another one. All layers of a model are copies of one random layer.
+For machines without network. The weights are random, but both models follow the same tour through the vocabulary: after
+each token they choose the next one by a wide margin, so that neither near-ties nor repetitions disturb a measurement.
+After a set share of the tokens, the draft model chooses a wrong one. All layers of a model are copies of one random
+layer.
 
-Written are FOLDER/target and FOLDER/draft as transformers saves models, target.gguf and draft.gguf, and prompts.jsonl.
+It writes FOLDER/target and FOLDER/draft as transformers saves models, FOLDER/prompts.jsonl and, with --gguf,
+FOLDER/target.gguf and FOLDER/draft.gguf.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from slipstream.bench.llama_cpp import bindings
 from slipstream.errors import SlipstreamError, UsageError
 
-SPREAD = 16.0  # of embeddings: the last token outweighs what random layers add to it
+SPREAD = 16.0  # standard deviation of embeddings with which the last token outweighs the random layers
 LAYER_SPREAD = 0.02
 ACCEPTANCE = 0.8
 END = "<end>"
-MERGE = ("Ċ", "Ċ")  # a byte-level BPE tokenizer needs one at least
+MERGE = ("Ċ", "Ċ")  # a byte-level BPE tokenizer needs at least one merge
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PROMPTS, PROMPT_TOKENS = 8, 127  # tokens before the last one, in which prompts differ, and so do their texts
+PROMPTS, PROMPT_TOKENS = 8, 127  # tokens before the last; that one differs in each prompt, and with it the text
 FILES = ("target", "draft")
 
 Shape = dict[str, int]
 
 
 def shape(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> Shape:
-    """Sizes as transformers names them."""
+    """Sizes under transformers' names."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    return sizes | heads_of | {"vocab_size": vocabulary}
+    num_heads = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return sizes | num_heads | {"vocab_size": vocabulary}
 
 
 SHAPES: dict[str, tuple[Shape, Shape]] = {
@@ -66,11 +68,11 @@ def main(
     name: Annotated[str, typer.Argument(help=", ".join(SHAPES))],
     folder: Path,
     acceptance: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="chance that a draft token is right")
+        float, typer.Option(min=0.0, max=1.0, help="probability that a draft token is right")
     ] = ACCEPTANCE,
-    gguf: Annotated[bool, typer.Option("--gguf", help="both as Q4_K_M too; needs llama-cpp-python")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="also write both as Q4_K_M; needs llama-cpp-python")] = False,
 ) -> None:
-    """Write the pair; what is there already stays."""
+    """Write the files of the pair that FOLDER lacks."""
     if name not in SHAPES:
         raise UsageError(f"shape {name!r}; allowed: {', '.join(SHAPES)}")
     write_pair(name, folder, acceptance, gguf)
@@ -92,13 +94,13 @@ def write_pair(name: str, folder: Path, acceptance: float = ACCEPTANCE, gguf: bo
 
 
 def vocabulary(size: int) -> list[str]:
-    """The bytes, the pair that the merge makes, tokens that no text has, and last the end."""
+    """All tokens: the bytes, the merged pair, tokens that no text contains, and the end token."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "".join(MERGE)]
     return [*tokens, *(f"t{number}" for number in range(size - len(tokens) - 1)), END]
 
 
 def tour(size: int, acceptance: float) -> Tensor:
-    """[size]: the token after each. A share of 1 - acceptance of them are others than with acceptance 1."""
+    """[size]: the token after each. A share of 1 - acceptance of them differs from the tour with acceptance 1."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(size - 1, generator=generator)  # nothing leads to the end
     following = torch.zeros(size, dtype=torch.int64)
@@ -110,23 +112,23 @@ def tour(size: int, acceptance: float) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model of random weights that follows the tour. acceptance: how often it says the tour's next token."""
+    """A model of random weights that follows the tour. acceptance: how often it chooses the tour's next token."""
 
     sizes: Shape
     acceptance: float
 
     @property
     def config(self) -> Qwen2Config:
-        """Of an architecture whose rows have the same order in a GGUF file."""
+        """A Qwen2 configuration, an architecture whose rows need no reordering for a GGUF file."""
         last = self.sizes["vocab_size"] - 1
-        more = {"max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": torch.bfloat16}
+        fixed = {"max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": torch.bfloat16}
         return Qwen2Config(
-            **self.sizes, **more, eos_token_id=last, bos_token_id=None, architectures=["Qwen2ForCausalLM"]
+            **self.sizes, **fixed, eos_token_id=last, bos_token_id=None, architectures=["Qwen2ForCausalLM"]
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and bfloat16 numbers, in the model's order; those of later layers are the first one's."""
-        generator, made = torch.Generator().manual_seed(1), dict[str, Tensor]()
+        """Names and bfloat16 tensors in the model's order. Every layer has the tensors of the first."""
+        generator, of_first_layer = torch.Generator().manual_seed(1), dict[str, Tensor]()
         embedding = torch.empty(self.sizes["vocab_size"], self.sizes["hidden_size"], dtype=torch.bfloat16)
         embedding.normal_(0, SPREAD, generator=generator)
         with torch.device("meta"):
@@ -140,14 +142,16 @@ class RandomModel:
                 head[tour(len(embedding), self.acceptance)] = embedding / (SPREAD * embedding.shape[1] ** 0.5)
                 yield name, head
             else:
-                if kind not in made:
-                    made[kind] = torch.zeros(empty.shape) if kind.endswith("bias") else torch.ones(empty.shape)
+                if kind not in of_first_layer:
+                    of_first_layer[kind] = (
+                        torch.zeros(empty.shape) if kind.endswith("bias") else torch.ones(empty.shape)
+                    )
                     if empty.dim() == 2:
-                        made[kind].normal_(0, LAYER_SPREAD, generator=generator)
-                yield name, made[kind].bfloat16()
+                        of_first_layer[kind].normal_(0, LAYER_SPREAD, generator=generator)
+                yield name, of_first_layer[kind].bfloat16()
 
     def save(self, folder: Path) -> None:
-        """As transformers does, a file for each layer; the configuration last, which says that all is there."""
+        """Save as transformers does, a file for each layer. The configuration comes last: then all is there."""
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer().save_pretrained(folder)
         files, parts = dict[str, str](), dict[str, dict[str, Tensor]]()
@@ -171,12 +175,12 @@ class RandomModel:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
     def save_gguf(self, file: Path) -> None:
-        """As Q4_K_M, by way of a file of bfloat16 numbers."""
+        """Save as Q4_K_M, by way of a bfloat16 file."""
         import gguf
         import numpy
 
-        numbers, architecture = file.with_suffix(".bf16"), gguf.MODEL_ARCH.QWEN2
-        writer = gguf.GGUFWriter(numbers, "qwen2")
+        bf16_file, architecture = file.with_suffix(".bf16"), gguf.MODEL_ARCH.QWEN2
+        writer = gguf.GGUFWriter(bf16_file, "qwen2")
         writer.add_context_length(self.config.max_position_embeddings)
         writer.add_embedding_length(self.sizes["hidden_size"])
         writer.add_block_count(self.sizes["num_hidden_layers"])
@@ -195,18 +199,18 @@ class RandomModel:
         writer.add_eos_token_id(len(tokens) - 1)
         names = gguf.get_tensor_name_map(architecture, self.sizes["num_hidden_layers"])
         for name, tensor in self.tensors():
-            there = names.get_name(name, (".weight", ".bias"))
+            gguf_name = names.get_name(name, (".weight", ".bias"))
             if tensor.dim() == 1:
-                writer.add_tensor(there, tensor.float().numpy())
+                writer.add_tensor(gguf_name, tensor.float().numpy())
             else:
                 rows = tensor.view(torch.uint8).numpy().view(numpy.uint8)
-                writer.add_tensor(there, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+                writer.add_tensor(gguf_name, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        quantise(numbers, file)
-        numbers.unlink()
+        quantise(bf16_file, file)
+        bf16_file.unlink()
 
 
 def _save_all(parts: dict[str, dict[str, Tensor]], folder: Path) -> None:
@@ -215,13 +219,13 @@ def _save_all(parts: dict[str, dict[str, Tensor]], folder: Path) -> None:
     parts.clear()
 
 
-def quantise(numbers: Path, file: Path) -> None:
-    """Q4_K_M by llama.cpp's quantiser, with as many threads as PyTorch has."""
+def quantise(bf16_file: Path, file: Path) -> None:
+    """Quantise a GGUF file to Q4_K_M by llama.cpp, with as many threads as PyTorch has."""
     llama, scratch = bindings("--gguf"), file.with_suffix(".part")
     settings = llama.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = llama.LLAMA_FTYPE_MOSTLY_Q4_K_M, torch.get_num_threads()
-    if code := llama.llama_model_quantize(str(numbers).encode(), str(scratch).encode(), ctypes.byref(settings)):
-        raise SlipstreamError(f"llama.cpp could not quantise {str(numbers)!r}: code {code}")
+    if code := llama.llama_model_quantize(str(bf16_file).encode(), str(scratch).encode(), ctypes.byref(settings)):
+        raise SlipstreamError(f"llama.cpp could not quantise {str(bf16_file)!r}: code {code}")
     scratch.replace(file)
 
 

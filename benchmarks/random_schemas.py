@@ -1,4 +1,4 @@
-"""Random JSON schemas, each small enough that a text of it ends; together they use the keywords people use."""
+"""Random JSON schemas: small, so that a text of one ends soon, and together with all the usual keywords."""
 
 from __future__ import annotations
 

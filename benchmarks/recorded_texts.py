@@ -1,8 +1,10 @@
-"""Recorded texts for the benchmarks that replay them: prompts and what was said to them, as token ids.
+"""Reads recorded prompts and outputs, as token ids, for benchmarks that replay them.
 
-Inputs: `runs.jsonl` of a benchmark (the texts of its first arm; prompts are those that come with the package, or of a
-prompt file), other .jsonl files with {"prompt": [ids], "output": [ids], "family": name} in each line, perhaps with
-"rankings", or text files, of which the first part is the prompt.
+Inputs may be
+
+- `runs.jsonl` of a benchmark: the texts of its first arm, on the package's prompts or those of a prompt file;
+- other .jsonl files: in each line {"prompt": [ids], "output": [ids], "family": name}, and perhaps "rankings";
+- text files, whose first part is the prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Recorded:
-    """A prompt and what was said to it. rankings: the target's likeliest ids in place of each output token."""
+    """A prompt and its output. rankings: for each output token, the target's likeliest ids at its position."""
 
     family: str
     prompt: list[int]
@@ -33,40 +35,40 @@ class Recorded:
     rankings: list[list[int]] | None = None
 
     def token_ids(self) -> Iterator[int]:
-        """Every id of the text and its rankings."""
+        """Every id of the prompt, the output and the rankings."""
         return chain(self.prompt, self.output, *(self.rankings or ()))
 
 
 def tokenizer_of(source: str) -> Tokenizer:
-    """The tokenizer of a model by its name."""
-    found = ToyTokenizer() if source == "toy" else load_tokenizer(source, resolve(source))
-    if found is None:
+    """The tokenizer of a model; "toy" for bytes."""
+    tokenizer = ToyTokenizer() if source == "toy" else load_tokenizer(source, resolve(source))
+    if tokenizer is None:
         raise UsageError(f"model {source!r} has no tokenizer; allowed: a model with one, or toy")
-    return found
+    return tokenizer
 
 
 def read_texts(
     inputs: Sequence[Path], tokenizer: Tokenizer, prompt_file: Path | None, share: float, max_tokens: int
 ) -> list[Recorded]:
-    """The texts of the inputs, see above."""
-    found: list[Recorded] = []
+    """Read all inputs, without texts that lack a prompt or an output. share: of a text file that is its prompt."""
+    recorded: list[Recorded] = []
     for path in inputs:
         if path.name == FILE:
-            found += _of_runs(path, tokenizer, prompt_file)
+            recorded += _of_runs(path, tokenizer, prompt_file)
         elif path.suffix == ".jsonl":
-            found += _of_ids(path)
+            recorded += _of_ids(path)
         else:
             ids = tokenizer.encode(read_prompts(path)[0].prompt)
             cut = int(len(ids) * share)
-            found.append(Recorded(path.suffix.lstrip(".") or "text", ids[:cut], ids[cut:]))
-    texts = [Recorded(t.family, t.prompt, t.output[:max_tokens], t.rankings) for t in found if t.prompt and t.output]
+            recorded.append(Recorded(path.suffix.lstrip(".") or "text", ids[:cut], ids[cut:]))
+    texts = [Recorded(t.family, t.prompt, t.output[:max_tokens], t.rankings) for t in recorded if t.prompt and t.output]
     if not texts:
         raise UsageError(f"{', '.join(map(str, inputs))}: no texts; allowed: inputs with a prompt and an output")
     return texts
 
 
 def _of_runs(path: Path, tokenizer: Tokenizer, prompt_file: Path | None) -> Iterator[Recorded]:
-    """The texts that the first arm said to each prompt."""
+    """The first arm's text for each prompt."""
     header, runs = read_records(path.parent)
     named = name_prompts(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))
     prompts = {prompt.digest: prompt for prompt in named}

@@ -1,13 +1,13 @@
-"""What do reproducible forward shapes cost, end to end and in parts, against shapes that fit their tokens?
+"""How much slower are reproducible forward shapes than shapes that fit their tokens, end to end and in parts?
 
     python benchmarks/reproducible_cost.py smollm2 PROMPTS.jsonl
     python benchmarks/reproducible_cost.py TARGET PROMPTS.jsonl --draft DRAFT --dtype float32
 
-First fresh calibrations, whatever is saved: how much longer a plain step takes at the agreeing widths than
-at the fastest one. Then plain and speculative decoding, greedy, each prompt through both kinds of shapes in turns. All
-times of a prompt are medians of its turns; a cost is their ratio minus 1, shown as the median over the prompts and its
-range. A round is timed by its verification, reading the prompt by the target's part of it. Texts of the free shapes are
-compared with those of the reproducible ones.
+First it calibrates anew, whatever is saved, and prints how much longer a plain step takes at the agreeing widths than
+at the fastest one. Then it decodes every prompt greedily, plain and speculative, with both kinds of shapes in turns. A
+prompt's times are medians of its turns. A cost is the ratio of two times minus 1: end to end the geometric mean over
+the prompts, for the parts the median, each with its range. The time of a round is that of its verification; the time of
+reading the prompt is the target's. Texts of the free shapes are compared with those of the reproducible ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = SamplingParams(max_tokens=8)
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one text, per output token, of reading the prompt and per round; or their reproducible / free."""
+    """Seconds of a text per output token, of reading its prompt, and per round; or ratios of these, see `ratio`."""
 
     token: float
     reading: float
@@ -45,7 +45,7 @@ class Parts:
 
     @classmethod
     def ratio(cls, agreeing: Sequence[Parts], free: Sequence[Parts]) -> Parts:
-        """Reproducible / free, medians of the turns."""
+        """Medians over the turns, reproducible / free."""
         return cls(
             median(turn.token for turn in agreeing) / median(turn.token for turn in free),
             median(turn.reading for turn in agreeing) / median(turn.reading for turn in free),
@@ -55,7 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Costs:
-    """All prompts through one drafter."""
+    """The costs of one drafter, over all prompts."""
 
     drafter: str
     ratios: list[Parts]
@@ -68,12 +68,12 @@ class Costs:
 
     @property
     def mean(self) -> float:
-        """Their geometric mean."""
+        """The geometric mean of the end-to-end ratios."""
         return exp(sum(map(log, self.whole)) / len(self.whole))
 
     @property
     def line(self) -> str:
-        """The costs in words."""
+        """The costs as a line of text."""
         rounds, reading = [ratio.round for ratio in self.ratios], [ratio.reading for ratio in self.ratios]
         return (
             f"{self.drafter} {_signed(self.mean)} ({_range(self.whole)} by prompt); "
@@ -93,55 +93,53 @@ def main(
     calibrations: Count = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Print the calibrations' line, a table of the texts, and a line of costs per drafter."""
+    """Print the calibrations, a table of end-to-end costs and texts, and a line of costs per drafter."""
     quiet()
     base = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=True)
     ids = [base.encode(p.prompt, chat=True) for p in spread(read_prompts(prompts), num_prompts)]
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
     if any(len(tokens) < 2 for tokens in ids):
         raise UsageError("a prompt of one token has nothing to read; allowed: prompts of two tokens or more")
-    found = fresh_calibrations(base, calibrations)
-    console.print(calibration_line(base, found), soft_wrap=True)
+    calibrated = fresh_calibrations(base, calibrations)
+    console.print(calibration_line(base, calibrated), soft_wrap=True)
     drafters = ["none", "ngram", *(["model"] if draft else [])]
     costs = [measure(base, name, ids, SamplingParams(max_tokens=max_tokens), repeats) for name in drafters]
     console.print(table_of(costs))
     lengths = [len(tokens) for tokens in ids]
     console.print(f"{max_tokens} new tokens after prompts of {min(lengths)} to {max(lengths)} tokens:")
-    for one in costs:
-        console.print(one.line, soft_wrap=True)
+    for cost in costs:
+        console.print(cost.line, soft_wrap=True)
     if json_file is not None:
         report = {
             "target": target,
             "draft": draft,
             "dtype": dtype,
             "torch": torch.__version__,
-            "calibrations": [asdict(c) | {"cost": c.cost} for c in found],
+            "calibrations": [asdict(c) | {"cost": c.cost} for c in calibrated],
         }
         json_file.write_text(
-            json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({**report, "costs": [_as_json(cost) for cost in costs]}, indent=1) + "\n", encoding="utf-8"
         )
 
 
 def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:
-    """Calibrate anew; the saved calibrations are neither read nor written, and the decoder's KV cache is dropped."""
-    found = [calibrate(base.target.backend, base.config.max_batch_size) for _ in range(count)]
+    """Calibrate `count` times, without reading or writing saved calibrations. Clears the decoder's KV cache."""
+    calibrations = [calibrate(base.target.backend, base.config.max_batch_size) for _ in range(count)]
     base.forget()
-    if not all(one.agrees for one in found):
-        raise SlipstreamError(
-            "a fresh calibration found no shapes that agree, though the remembered one had; try again"
-        )
-    return found
+    if not all(calibration.agrees for calibration in calibrations):
+        raise SlipstreamError("a fresh calibration found no shapes that agree, although the saved one did; try again")
+    return calibrations
 
 
-def calibration_line(base: SpeculativeDecoder, found: Sequence[Calibration]) -> str:
-    """What the calibrations measured, in words."""
-    model, costs = base.target.model, [100 * one.cost for one in found]
+def calibration_line(base: SpeculativeDecoder, calibrations: Sequence[Calibration]) -> str:
+    """The calibrations as a line of text."""
+    model, costs = base.target.model, [100 * calibration.cost for calibration in calibrations]
     name = base.target.name if model is None else f"{base.target.name} {str(model.dtype).removeprefix('torch.')}"
-    widths = " or ".join(sorted({", ".join(map(str, one.widths)) for one in found}))
-    units = " or ".join(map(str, sorted({one.attended_unit for one in found})))
+    widths = " or ".join(sorted({", ".join(map(str, calibration.widths)) for calibration in calibrations}))
+    units = " or ".join(map(str, sorted({calibration.attended_unit for calibration in calibrations})))
     return (
         f"Calibration, {name}{' packed' if base.target.packed else ''}: a plain step takes {min(costs):.1f} to "
-        f"{max(costs):.1f} % longer than at the fastest width ({len(found)} fresh); widths {widths} agree, "
+        f"{max(costs):.1f} % longer than at the fastest width ({len(calibrations)} fresh); widths {widths} agree, "
         f"attended lengths are multiples of {units}"
     )
 
@@ -149,7 +147,7 @@ def calibration_line(base: SpeculativeDecoder, found: Sequence[Calibration]) -> 
 def measure(
     base: SpeculativeDecoder, drafter: str, ids: Sequence[list[int]], params: SamplingParams, repeats: int
 ) -> Costs:
-    """Every prompt through both kinds of shapes, which take turns and change places from turn to turn."""
+    """Decode every prompt with both kinds of shapes in turns, whose order alternates."""
     arms, judge = [base.using(drafter), base.using(drafter, reproducible=False)], TieJudge(base)
     ratios, differences = list[Parts](), list[Difference | None]()
     for arm in arms:
@@ -176,13 +174,13 @@ def _turn(decoder: SpeculativeDecoder, tokens: list[int], params: SamplingParams
 
 
 def table_of(costs: Sequence[Costs]) -> Table:
-    """A line per drafter: the end-to-end cost and the texts."""
+    """A line per drafter: the end-to-end cost, and how many texts are identical."""
     names = ("identical", "ties", "different")
     table = Table("drafter", "cost (geometric mean)", "least", "most", *names)
-    for one in costs:
-        counts = count_differences(one.differences)
-        cells = [_signed(ratio, 1) for ratio in (one.mean, min(one.whole), max(one.whole))]
-        table.add_row(one.drafter, *cells, *(str(counts[name]) for name in names))
+    for cost in costs:
+        counts = count_differences(cost.differences)
+        cells = [_signed(ratio, 1) for ratio in (cost.mean, min(cost.whole), max(cost.whole))]
+        table.add_row(cost.drafter, *cells, *(str(counts[name]) for name in names))
     return table
 
 
@@ -190,7 +188,7 @@ def _as_json(costs: Costs) -> dict[str, Any]:
     return {
         "drafter": costs.drafter,
         "cost": costs.mean - 1,
-        "ratios": [asdict(one) for one in costs.ratios],
+        "ratios": [asdict(ratio) for ratio in costs.ratios],
         **count_differences(costs.differences),
     }
 

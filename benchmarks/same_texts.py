@@ -5,9 +5,9 @@
     python benchmarks/same_texts.py BEFORE AFTER --target toy --self-check          # must find a difference
 
 Each checkout runs in a process of its own, on the same prompts, with the prompt's number as the seed. Arms draft a
-fixed number of tokens, so that their texts cannot depend on measured times; "auto" alone chooses drafter and length
-itself. A draft model is loaded in 4 bits, so that a target may be its own. Only the public interface is used, and
-speed is not measured. Exit code 1 if a text differs.
+fixed number of tokens, so that their texts cannot depend on measured times; only "auto" chooses drafter and length
+itself. A draft model is loaded in 4 bits, so that it differs from the target even if both have the same name. The
+script uses only the public interface and does not measure speed. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rich.table import Table
 
 NUM_DRAFT_TOKENS = 4  # of every arm but "auto"
 DRAFTERS, NEEDS_DRAFT = "none,ngram,suffix,model,auto", "model"
-WORKER = "--worker"  # makes this script the process of one checkout, whose job comes on standard input
+WORKER = "--worker"  # runs this script as the process of one checkout, which reads its job from standard input
 
 Texts = dict[str, list[list[int]]]  # arm -> token ids of each prompt's text
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both checkouts do. options: further arguments of the decoder; batch: prompts decoded together."""
+    """The work of both checkouts. options: further arguments of the decoder; batch: prompts decoded together."""
 
     target: str
     draft: str | None
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm's texts against each other. first: prompt and position of the first difference, if there is one."""
+    """How one arm's texts compare. first: prompt and position of the first difference, if there is one."""
 
     identical: int
     different: int
@@ -59,16 +59,16 @@ class Comparison:
 
 
 def compare(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Comparison:
-    """Count texts that are the same; a text that ends earlier differs where it ends."""
+    """Compare an arm's texts of two checkouts. A text that ends earlier differs where it ends."""
     if len(before) != len(after):
         raise ValueError(f"{len(before)} texts before, {len(after)} after; allowed: as many")
-    partings = [_parting(*pair) for pair in zip(before, after, strict=True)]
-    places = [(i, at) for i, at in enumerate(partings) if at is not None]
+    positions = [_first_difference(*pair) for pair in zip(before, after, strict=True)]
+    places = [(prompt, position) for prompt, position in enumerate(positions) if position is not None]
     return Comparison(len(before) - len(places), len(places), places[0] if places else None)
 
 
-def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    return next((at for at, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+def _first_difference(before: Sequence[int], after: Sequence[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip_longest(before, after)) if a != b), None)
 
 
 def work(job: Job, checkout: Path) -> None:
@@ -83,31 +83,35 @@ def work(job: Job, checkout: Path) -> None:
     lengths: dict[str, int | str] = {name: NUM_DRAFT_TOKENS for name in job.drafters} | {"auto": "auto"}
     decoders = {name: loaded.using(name, num_draft_tokens=lengths[name]) for name in job.drafters}
     texts: Texts = {f"{name} at {temperature:g}": [] for name in job.drafters for temperature in job.temperatures}
-    for at in range(0, len(job.prompts), job.batch):
-        group = job.prompts[at : at + job.batch]
-        for name, decoder in decoders.items():  # a prompt meets every arm in turn, and so is read only once
+    for first in range(0, len(job.prompts), job.batch):
+        group = job.prompts[first : first + job.batch]
+        for name, decoder in decoders.items():  # arm after arm, so that the prompts stay in the KV cache
             for temperature in job.temperatures:
-                asked = SamplingParams(temperature=temperature, max_tokens=job.max_tokens)
-                params = [replace(asked, seed=at + i) for i in range(len(group))]
+                unseeded = SamplingParams(temperature=temperature, max_tokens=job.max_tokens)
+                params = [replace(unseeded, seed=first + i) for i in range(len(group))]
                 texts[f"{name} at {temperature:g}"] += [result.token_ids for result in decoder.generate(group, params)]
-        print(f"{at + len(group)} of {len(job.prompts)} prompts", file=sys.stderr, flush=True)
+        print(f"{first + len(group)} of {len(job.prompts)} prompts", file=sys.stderr, flush=True)
     print(json.dumps(texts))
 
 
 def texts_of(checkout: Path, job: Job, keep: Path | None) -> Texts:
-    """The texts of a checkout: those kept in a folder if its sources are committed and known there, else new ones."""
+    """The texts of a checkout, from the folder `keep` if it has those of the checkout's commit, else generated."""
     commit = _commit(checkout)
     kept = None if keep is None or commit is None else keep / f"{commit[:12]}-{_digest(commit, job)}.json"
     if kept is not None and kept.exists():
         return dict(json.loads(kept.read_text(encoding="utf-8")))
-    command, own = [sys.executable, __file__, WORKER, str(checkout)], {"PYTHONPATH": str(checkout / "src")}
-    order = json.dumps(asdict(job))
-    done = subprocess.run(
-        command, input=order, stdout=subprocess.PIPE, text=True, env=os.environ | own, encoding="utf-8"
+    command, sources = [sys.executable, __file__, WORKER, str(checkout)], {"PYTHONPATH": str(checkout / "src")}
+    process = subprocess.run(
+        command,
+        input=json.dumps(asdict(job)),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | sources,
+        encoding="utf-8",
     )
-    if done.returncode:
-        raise SystemExit(f"{checkout}: the worker failed with exit code {done.returncode}")
-    texts = done.stdout.splitlines()[-1]
+    if process.returncode:
+        raise SystemExit(f"{checkout}: the worker failed with exit code {process.returncode}")
+    texts = process.stdout.splitlines()[-1]
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(texts, encoding="utf-8")
@@ -115,23 +119,23 @@ def texts_of(checkout: Path, job: Job, keep: Path | None) -> Texts:
 
 
 def _commit(checkout: Path) -> str | None:
-    """The commit of its sources, or None if they are changed or not under git."""
+    """The checkout's commit, or None if its sources have uncommitted changes or are not under git."""
     git = ["git", "-C", str(checkout)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, encoding="utf-8")
     changed = subprocess.run(
         [*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True, encoding="utf-8"
     )
-    clean = head.returncode == changed.returncode == 0 and not changed.stdout.strip()
-    return head.stdout.strip() if clean else None
+    is_clean = head.returncode == changed.returncode == 0 and not changed.stdout.strip()
+    return head.stdout.strip() if is_clean else None
 
 
 def _digest(commit: str, job: Job) -> str:
-    named = {"commit": commit, "length": NUM_DRAFT_TOKENS, "torch": version("torch"), **asdict(job)}
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
+    key = {"commit": commit, "length": NUM_DRAFT_TOKENS, "torch": version("torch"), **asdict(job)}
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
 
 
 def choose_prompts(files: Sequence[Path], count: int) -> list[str]:
-    """`count` first turns, taken from the categories of the files in rotation."""
+    """The first turns of `count` lines, taken from the files' categories in rotation."""
     families: dict[str, list[str]] = {}
     for file in files:
         for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
@@ -139,22 +143,22 @@ def choose_prompts(files: Sequence[Path], count: int) -> list[str]:
             families.setdefault(item["category"], []).append(item["turns"][0])
     rotation = [prompt for turn in zip_longest(*families.values()) for prompt in turn if prompt is not None]
     if count > len(rotation):
-        raise typer.BadParameter(f"--prompts {count}; the files hold {len(rotation)}: give a --prompt-file")
+        raise typer.BadParameter(f"--prompts {count}; the files hold {len(rotation)}; add a --prompt-file")
     return rotation[:count]
 
 
 def show(comparisons: dict[str, Comparison]) -> None:
     """Print one line for each arm."""
     table = Table("arm", "identical", "different", "first difference")
-    for arm, found in comparisons.items():
-        where = "-" if found.first is None else "prompt {}, token {}".format(*found.first)
-        table.add_row(arm, str(found.identical), str(found.different), where)
+    for arm, comparison in comparisons.items():
+        place = "-" if comparison.first is None else "prompt {}, token {}".format(*comparison.first)
+        table.add_row(arm, str(comparison.identical), str(comparison.different), place)
     Console(highlight=False).print(table)
 
 
 def main(
     before: Path,
-    after: Annotated[Path | None, typer.Argument(help="left out with --keep, to keep BEFORE's texts for later")] = None,
+    after: Annotated[Path | None, typer.Argument(help="omit it with --keep to save only BEFORE's texts")] = None,
     target: str = "smollm2",
     draft: str | None = None,
     options: Annotated[str, typer.Option(help="further arguments of the decoder, as JSON")] = "{}",
@@ -163,14 +167,18 @@ def main(
     drafters: Annotated[str | None, typer.Option(help=f"by default {DRAFTERS}; model needs --draft")] = None,
     temperatures: str = "0,0.8",
     batch: Annotated[int, typer.Option(min=1, help="prompts decoded together")] = 1,
-    prompt_file: Annotated[Path | None, typer.Option(help="JSON lines, besides the package's prompts")] = None,
-    keep: Annotated[Path | None, typer.Option(help="folder for BEFORE's texts, if committed")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="JSON lines to add to the package's prompts")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="folder that keeps BEFORE's texts if its sources are committed")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the comparison and all texts here")] = None,
-    self_check: Annotated[bool, typer.Option(help="change one token of AFTER, which must be found")] = False,
+    self_check: Annotated[
+        bool, typer.Option(help="change one token of AFTER; exit code 1 shows that it was found")
+    ] = False,
 ) -> None:
     """Compare the texts of two checkouts, arm by arm."""
     if after is None and keep is None:
-        raise typer.BadParameter("AFTER is missing; only --keep DIR can do without")
+        raise typer.BadParameter("AFTER is missing; allowed: without it only with --keep DIR")
     names = (drafters or DRAFTERS).split(",")
     if draft is None:
         if drafters and NEEDS_DRAFT in names:
@@ -178,8 +186,16 @@ def main(
         names = [name for name in names if name != NEEDS_DRAFT]
     further = ({"draft_dtype": "int4"} if draft else {}) | json.loads(options)
     files = [*(before.resolve() / "src").rglob("prompts.jsonl"), *([prompt_file] if prompt_file else [])]
-    heats, chosen = list(map(float, temperatures.split(","))), choose_prompts(files, prompts)
-    job = Job(target, draft, further, max_tokens, batch, names, heats, chosen)
+    job = Job(
+        target=target,
+        draft=draft,
+        options=further,
+        max_tokens=max_tokens,
+        batch=batch,
+        drafters=names,
+        temperatures=list(map(float, temperatures.split(","))),
+        prompts=choose_prompts(files, prompts),
+    )
     texts = {"before": texts_of(before.resolve(), job, keep)}
     if after is None:
         return
@@ -189,8 +205,8 @@ def main(
     comparisons = {arm: compare(texts["before"][arm], texts["after"][arm]) for arm in texts["before"]}
     show(comparisons)
     if json_file is not None:
-        found = {arm: asdict(comparison) for arm, comparison in comparisons.items()}
-        json_file.write_text(json.dumps({"job": asdict(job), "comparisons": found, "texts": texts}), encoding="utf-8")
+        report = {"job": asdict(job), "comparisons": {arm: asdict(c) for arm, c in comparisons.items()}, "texts": texts}
+        json_file.write_text(json.dumps(report), encoding="utf-8")
     sys.exit(any(comparison.different for comparison in comparisons.values()))
 
 

@@ -1,14 +1,14 @@
-"""Time of a round against context length and batch, beside the time of the attention alone.
+"""Does a round grow with context length and batch only as much as its attention does?
 
     python benchmarks/scaling.py smollm2
     python benchmarks/scaling.py TARGET --draft DRAFT --drafter model --contexts 128,1024,8192 --batches 1,8,32
 
-A round should grow with its context as its attention grows, and by nothing else. So each line shows how much longer a
-round takes than at the shortest context of its batch, and how much longer the attention takes: one bare
-scaled_dot_product_attention of the round's shapes (the query heads that share a key head as rows of one product), times
-the number of layers. All rows hold the same random prompt, which is read once. Times are medians over the rounds of
-all turns, in which the lines take part in order; the reading of prompts is left out. On a GPU each forward is awaited,
-so that the parts are those of the work and not of issuing it.
+A round should take longer with a longer context only because its attention does. So each line shows how much longer a
+round takes than at the shortest context of its batch, and how much longer the attention takes: one call of
+scaled_dot_product_attention with the round's shapes, times the number of layers. All rows hold the same random prompt,
+which is read once. Times are medians over the rounds of all turns, without the reading of prompts; in each turn all
+batches and contexts are measured in order. On a GPU the script waits for each forward, so that its time is counted
+where it is spent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -42,13 +42,13 @@ from slipstream.drafters import Setup, load
 from slipstream.models.weights.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
-WARM_UP = 2  # rounds of each line and turn that are not counted
+WARM_UP = 2  # uncounted rounds at the start of each line's turn
 PARTS = ("draft", "verify", "accept", "overhead")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds per round at one batch and context; attention: of all layers, None where the model has none."""
+    """Milliseconds per round at one batch and context. attention: of all layers, None if it cannot be timed."""
 
     batch: int
     context: int
@@ -61,13 +61,13 @@ class Line:
 
     @property
     def total(self) -> float:
-        """The whole round."""
+        """The time of the whole round."""
         return self.draft + self.verify + self.accept + self.overhead
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Proposes as many tokens as it may, of no merit: every round has the same shape."""
+class _ConstantDrafter:
+    """Proposes the same token as often as it may, so that every round has the same shape."""
 
     device: torch.device
 
@@ -75,8 +75,8 @@ class _Given:
         return Draft.from_lists([[1] * length for length in lengths], self.device)
 
 
-class _Awaited:
-    """A backend whose forwards are finished when they return."""
+class _WaitingBackend:
+    """A backend that waits for the device after each forward."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner, self.attended_unit = inner, inner.attended_unit
@@ -98,7 +98,7 @@ class _Awaited:
 
 @dataclass
 class Scaling:
-    """Rounds of one decoder's models at any context and batch. rounds: counted ones per line and turn."""
+    """Times rounds of a decoder's models at any context and batch. rounds: counted rounds per line and turn."""
 
     decoder: SpeculativeDecoder
     drafter: str = "given"
@@ -110,24 +110,24 @@ class Scaling:
         decoder = self.decoder
         calibrated = decoder.reproducible and decoder.calibration is not None
         self._shapes = decoder.calibration.shapes if calibrated else EXACT_FIT
-        self._target = Session(_Awaited(decoder.target.backend), self._shapes)
+        self._target = Session(_WaitingBackend(decoder.target.backend), self._shapes)
         uses_model = self.drafter == "model" and decoder.draft is not None
-        self._draft = Session(_Awaited(decoder.draft.backend), EXACT_FIT) if uses_model else None
+        self._draft = Session(_WaitingBackend(decoder.draft.backend), EXACT_FIT) if uses_model else None
         self._tokens = (self.rounds + WARM_UP + 1) * (self.num_draft_tokens + 1)  # more than the rounds can commit
         decoder.forget()  # its sessions must not reuse a KV cache that is about to be overwritten
 
     def measure(self, contexts: Sequence[int], batches: Sequence[int], turns: int = 3) -> list[Line]:
-        """One line per batch and context."""
+        """Time every batch and context."""
         self._check(contexts, batches, turns)
         cells = [(batch, context) for batch in sorted(set(batches)) for context in sorted(set(contexts))]
         self._read(max(contexts), max(batches))
-        seen: dict[tuple[int, int], list[Round]] = {cell: [] for cell in cells}
-        bare: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
+        rounds: dict[tuple[int, int], list[Round]] = {cell: [] for cell in cells}
+        attention: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
         for _ in range(turns):
             for cell in cells:
-                seen[cell] += self._steps(*cell)
-                bare[cell] += self._attention(*cell)
-        return [self._line(cell, seen[cell], bare[cell]) for cell in cells]
+                rounds[cell] += self._steps(*cell)
+                attention[cell] += self._attention(*cell)
+        return [self._line(cell, rounds[cell], attention[cell]) for cell in cells]
 
     def _check(self, contexts: Sequence[int], batches: Sequence[int], turns: int) -> None:
         for name, values in (
@@ -137,7 +137,7 @@ class Scaling:
             ("rounds", [self.rounds]),
         ):
             if not values or min(values) < 1:
-                raise UsageError(f"{name}={list(values)}; allowed: whole numbers from 1, at least one")
+                raise UsageError(f"{name}={list(values)}; allowed: one or more whole numbers from 1 on")
         longest = min(s.backend.max_length for s in (self._target, self._draft) if s is not None)
         if max(contexts) > longest - self._tokens:
             raise UsageError(
@@ -156,7 +156,7 @@ class Scaling:
         return [Row(i, list(prompt), params, seed=i) for i in range(batch)]
 
     def _read(self, context: int, batch: int) -> None:
-        """Read the longest prompt into one slot more than any batch has, where all rows find it."""
+        """Read the longest prompt into the KV cache. One slot more than the largest batch keeps it for all rows."""
         for session in (self._target, self._draft):
             if session is not None:
                 session.reserve(batch + 1, context + self._tokens)
@@ -166,21 +166,21 @@ class Scaling:
     def _steps(self, batch: int, context: int) -> Iterator[Round]:
         """One `Round` for each counted step of a batch."""
         device, vocab_size = self._target.backend.device, self._target.backend.vocab_size
-        drafter: Drafter = _Given(device)
+        drafter: Drafter = _ConstantDrafter(device)
         if self.drafter != "given":
             drafter = load(self.drafter, Setup(device, vocab_size, self._draft))
         scheduler = Scheduler(
             Engine(self._target, drafter, Fixed(self.num_draft_tokens), Sampler, "auto", self._draft), batch
         )
         rounds = scheduler.run(self._rows(batch, context))
-        steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda done: done.step))
+        steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda round_: round_.step))
         yield from islice(steps, WARM_UP, WARM_UP + self.rounds)
 
     def _width(self) -> int:
         return self._shapes.width_for(self.num_draft_tokens + 1, 2)
 
     def _attention(self, batch: int, context: int) -> list[float]:
-        """Milliseconds of the attention of all layers, a few times; nothing where the model is no transformer."""
+        """Milliseconds of the attention of all layers, timed a few times; empty without a transformers model."""
         model = self.decoder.target.model
         if model is None:
             return []
@@ -190,42 +190,42 @@ class Scaling:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         keys = -(-(context + self._width()) // unit) * unit
         like = {"dtype": model.dtype, "device": self._target.backend.device}
+        # the query heads that share a key head are rows of one product
         query = torch.randn(batch, key_heads, heads // key_heads * self._width(), size, **like)
         cached = [torch.randn(batch, key_heads, keys, size, **like) for _ in range(2)]
         mask = torch.zeros(batch, 1, query.shape[2], keys, **like)
-        taken = []
+        milliseconds = []
         for _ in range(self.rounds + 1):
             started = perf_counter()
             scaled_dot_product_attention(query, *cached, attn_mask=mask)
             if query.device.type == "cuda":
                 torch.cuda.synchronize(query.device)
-            taken.append(1e3 * (perf_counter() - started) * config.num_hidden_layers)
-        return taken[1:]
+            milliseconds.append(1e3 * (perf_counter() - started) * config.num_hidden_layers)
+        return milliseconds[1:]
 
-    def _line(self, cell: tuple[int, int], steps: Sequence[Round], bare: Sequence[float]) -> Line:
+    def _line(self, cell: tuple[int, int], rounds: Sequence[Round], attention: Sequence[float]) -> Line:
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
-        for done in steps:
-            s = done.seconds
-            rest = s.total - s.prefill - s.draft - s.verify - s.accept
-            for name, seconds in zip(PARTS, (s.draft, s.verify, s.accept, rest), strict=True):
+        for s in (round_.seconds for round_ in rounds):
+            overhead = s.total - s.prefill - s.draft - s.verify - s.accept
+            for name, seconds in zip(PARTS, (s.draft, s.verify, s.accept, overhead), strict=True):
                 parts[name].append(1e3 * seconds)
-        attention = median(bare) if bare else None
-        return Line(*cell, self._width(), *(median(parts[name]) for name in PARTS), attention)
+        medians = (median(parts[name]) for name in PARTS)
+        return Line(*cell, self._width(), *medians, median(attention) if attention else None)
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    """The lines with their growth since the shortest context of the same batch."""
+    """The lines, with their growth over the shortest context of the same batch."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("batch", "context", *(f"{part}\nms" for part in PARTS), "round\nms", "grown by\nms"):
         table.add_column(name, justify="right")
     for name in ("attention\nms", "grown by\nms"):
         table.add_column(name, justify="right")
     for line in lines:
-        first = next(other for other in lines if other.batch == line.batch)
+        shortest = next(candidate for candidate in lines if candidate.batch == line.batch)
         cells = [f"{getattr(line, part):.2f}" for part in PARTS]
-        cells += [f"{line.total:.2f}", f"{line.total - first.total:+.2f}"]
-        if line.attention is not None and first.attention is not None:
-            cells += [f"{line.attention:.2f}", f"{line.attention - first.attention:+.2f}"]
+        cells += [f"{line.total:.2f}", f"{line.total - shortest.total:+.2f}"]
+        if line.attention is not None and shortest.attention is not None:
+            cells += [f"{line.attention:.2f}", f"{line.attention - shortest.attention:+.2f}"]
         table.add_row(str(line.batch), str(line.context), *cells)
     return table
 
@@ -233,7 +233,7 @@ def table_of(lines: Sequence[Line]) -> Table:
 def main(
     target: str,
     draft: str | None = None,
-    drafter: str = "given",
+    drafter: Annotated[str, typer.Option(help="any by name; given: free tokens that are never right")] = "given",
     contexts: str = "128,512,2048,8192",
     batches: str = "1,8,32",
     num_draft_tokens: int = 4,
@@ -247,25 +247,27 @@ def main(
     reproducible: str = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Print a line per batch and context. drafter: "given" proposes tokens of no merit at no cost, or any by name."""
+    """Print a line per batch and context."""
     quiet()
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
     try:
-        keep = {"true": True, "false": False}.get(reproducible, reproducible)
-        decoder = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=keep)
+        reproducible_shapes = {"true": True, "false": False}.get(reproducible, reproducible)
+        decoder = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=reproducible_shapes)
         scaling = Scaling(decoder, drafter, num_draft_tokens, rounds, options)
         lines = scaling.measure([int(n) for n in contexts.split(",")], [int(n) for n in batches.split(",")], turns)
     except ValueError as error:  # UsageError is one
         raise typer.BadParameter(str(error)) from None
     console.print(table_of(lines))
     device = decoder.target.backend.device
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    console.print(f"{target}, drafter {drafter}, {num_draft_tokens} draft tokens; torch {torch.__version__}, {where}")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    console.print(
+        f"{target}, drafter {drafter}, {num_draft_tokens} draft tokens; torch {torch.__version__}, {hardware}"
+    )
     if json_file is not None:
-        found = [{**asdict(line), "total": line.total} for line in lines]
-        summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": where}
+        figures = [{**asdict(line), "total": line.total} for line in lines]
+        summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": hardware}
         json_file.write_text(
-            json.dumps({**summary, "torch": torch.__version__, "lines": found}, indent=2) + "\n", encoding="utf-8"
+            json.dumps({**summary, "torch": torch.__version__, "lines": figures}, indent=2) + "\n", encoding="utf-8"
         )
 
 

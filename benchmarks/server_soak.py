@@ -1,4 +1,4 @@
-"""A server under thousands of requests, good, broken, hostile and given up: is every text right, is anything lost?
+"""Sends a server thousands of requests, some broken, hostile or aborted: are all texts right, is anything leaked?
 
     python benchmarks/server_soak.py storm --target toy --requests 2000
     make clients                                            # once: schemathesis in an environment of its own
@@ -6,17 +6,17 @@
 
 `storm` starts `slipstream serve` on a free port (or takes a running one: --url) and checks that
 
-- every text that came whole is the one that its request has alone, decoded plainly;
-- /health says ready all the time, and no answer is an internal error;
-- in the end no place, queue entry, task, thread or connection is held, and no memory has been lost: of the second
-  half of the requests at most a few MiB.
+- every complete text is the one that plain decoding gives to its request alone;
+- /health is always ready, and no answer is an internal error;
+- in the end no row, queue entry, task, thread or connection is still held, and the second half of the requests has
+  leaked at most a few MiB of memory.
 
-It prints one line of JSON, and ends with code 1 if one of these does not hold.
+It prints one line of JSON, and exits with code 1 if one of these does not hold.
 
-`fuzz` runs schemathesis over the server's OpenAPI document: requests that follow it and requests that do not. It fails
-on answers with a 5xx status, on statuses, content types and bodies that the document does not announce, and on bodies
-that are taken although the document forbids them. Not among the checks: that everything the document allows is answered
-with 200. It cannot say what depends on the model.
+`fuzz` runs schemathesis on the server's OpenAPI document, with requests that follow it and requests that do not. It
+fails on answers with a 5xx status, on statuses, content types and bodies that the document does not declare, and on
+bodies that the server accepts although the document forbids them. It does not check that the server accepts all that
+the document allows, which depends on the model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tests.support.server_storm import HOSTILE, KINDS, Storm
 
 COMMAND = "from slipstream.apps.cli import main; main()"
 CLIENTS = Path(__file__).parents[1] / ".clients"
-PATIENCE_SECONDS = 120.0  # until a server is ready, has nothing left to do, or has ended
-MAX_LOST_BYTES = 48 << 20  # that the second half of the requests may leave behind: allocators keep some
+PATIENCE_SECONDS = 120.0  # the longest wait until a server is ready, idle or gone
+MAX_LEAKED_BYTES = 48 << 20  # that the second half of the requests may leave, as allocators keep some memory
 ERRORS = "internal errors"
 SENT = KINDS | {kind: share for kind, share in HOSTILE.items() if kind != "fault"}
 HELD = ("slipstream:tasks", "slipstream:threads", "process_open_fds")
@@ -65,7 +65,7 @@ ENDLESS = "/v1/slipstream/events"  # a stream that ends with the server
 
 
 def client_program(environment: str, program: str) -> Path:
-    """A program of one of the clients' environments; UsageError if that was not made."""
+    """A program in one of the clients' environments; UsageError if it is not installed."""
     path = CLIENTS / environment / "bin" / program
     if not path.exists():
         raise UsageError(f"{str(path)!r} does not exist; allowed: after `make clients`")
@@ -73,13 +73,13 @@ def client_program(environment: str, program: str) -> Path:
 
 
 def end_on_signals() -> None:
-    """Let a signal that ends this program end its servers, too: blocks are left as by an exception."""
+    """Turn SIGTERM into an exception, so that `with` blocks end the servers they have started."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
 def slipstream_serve(arguments: Sequence[str]) -> Iterator[str]:
-    """The address of `slipstream serve` with these options."""
+    """Run `slipstream serve` with these options; yields its address."""
     command = [sys.executable, "-c", COMMAND, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}, encoding="utf-8"
@@ -93,7 +93,7 @@ def slipstream_serve(arguments: Sequence[str]) -> Iterator[str]:
                 break
         else:
             raise SlipstreamError(f"slipstream serve did not start: {last_line(lines)}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # it never waits for a full pipe
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # so that the pipe never fills up
         yield lines[-1].split()[-1]
     finally:
         process.terminate()
@@ -101,15 +101,15 @@ def slipstream_serve(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def last_line(lines: Sequence[str]) -> str:
-    """What a program said last."""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    """The last line that is not empty."""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 class Watch:
-    """Asks a server for its health while other things happen. ill: how often it was not ready."""
+    """Polls a server's health in a thread. asked: number of requests; ill: how often it was not ready."""
 
     def __init__(self, client: httpx.Client) -> None:
-        self._client, self._over = client, threading.Event()
+        self._client, self._stopped = client, threading.Event()
         self.asked = self.ill = 0
 
     def __enter__(self) -> Watch:
@@ -118,17 +118,17 @@ class Watch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(0.1):
+        while not self._stopped.wait(0.1):
             self.asked += 1
             self.ill += self._client.get("/health").status_code != 200
 
 
 def figures(client: httpx.Client) -> dict[str, float]:
-    """The server's own figures, those of several labels added up."""
+    """The server's metrics, summed over labels, and its number of internal errors."""
     totals: dict[str, float] = {ERRORS: 0.0}
     for line in client.get("/metrics").text.splitlines():
         if not line.startswith("#"):
@@ -141,18 +141,18 @@ def figures(client: httpx.Client) -> dict[str, float]:
 
 
 def settled(client: httpx.Client) -> dict[str, float]:
-    """Figures once nothing runs or waits any more; of a server that never comes to rest those of the end."""
+    """Wait until no request runs or waits, at most PATIENCE_SECONDS, and return the figures."""
     for _ in range(int(PATIENCE_SECONDS / 0.1)):
         totals = figures(client)
         if not (totals["vllm:num_requests_running"] or totals["vllm:num_requests_waiting"]):
             break
         time.sleep(0.1)
-    time.sleep(0.5)  # connections are closed
+    time.sleep(0.5)  # for connections to close
     return figures(client)
 
 
 def wrong_texts(client: httpx.Client, texts: dict[str, set[str]]) -> list[str]:
-    """Requests whose text is not the one they have alone, decoded plainly."""
+    """Requests whose text is not the one that plain decoding gives to them alone."""
     wrong = []
     for body, seen in texts.items():
         answer = client.post("/v1/completions", json=json.loads(body) | {"num_draft_tokens": 0})
@@ -162,7 +162,7 @@ def wrong_texts(client: httpx.Client, texts: dict[str, set[str]]) -> list[str]:
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Two storms and what is left of them."""
+    """Run two storms and report their outcomes and what they left behind."""
     with (
         httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_SECONDS) as client,
         Watch(client) as watch,
@@ -193,14 +193,14 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
         "ok": not wrong
         and not watch.ill
         and not end[ERRORS]
-        and memory[2] - memory[1] <= MAX_LOST_BYTES >> 20
-        and all(end[name] <= start[name] + 2 for name in HELD)  # connections of this program that are kept open
+        and memory[2] - memory[1] <= MAX_LEAKED_BYTES >> 20
+        and all(end[name] <= start[name] + 2 for name in HELD)  # this client's open connections
         and not end["vllm:num_requests_running"] + end["vllm:num_requests_waiting"],
     }
 
 
 def storm(options: argparse.Namespace) -> int:
-    """Run two storms and print what became of them."""
+    """Run two storms and print the report."""
     if options.url:
         report = measure(options.url, options)
     else:
@@ -213,7 +213,7 @@ def storm(options: argparse.Namespace) -> int:
 
 
 def fuzz(options: argparse.Namespace) -> int:
-    """Run schemathesis; its exit status."""
+    """Run schemathesis and return its exit code."""
     program = client_program("schemathesis", "schemathesis")
     with slipstream_serve(["--target", "toy", "--max-model-len", "512", "--request-timeout", "20"]) as url:
         command = [str(program), "--config-file", str(CONFIG), "run", f"{url}/openapi.json"]
@@ -225,20 +225,20 @@ def fuzz(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the storm or schemathesis; the exit code says whether all was well."""
+    """Run the storm or schemathesis; returns 0 if every check passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("storm", help="many clients of every kind at once")
+    command = commands.add_parser("storm", help="many concurrent clients of every kind")
     command.set_defaults(run=storm)
-    command.add_argument("--url", help="of a running server; by default one is started")
+    command.add_argument("--url", help="address of a running server; by default one is started")
     command.add_argument("--target", default="toy")
     command.add_argument("--draft")
     command.add_argument("--requests", type=positive, default=2000)
-    command.add_argument("--at-once", type=positive, default=24)
+    command.add_argument("--at-once", type=positive, default=24, help="concurrent clients")
     command.add_argument("--longest", type=positive, default=1500, help="tokens of long texts")
     command.add_argument("--request-timeout", default="4", help="seconds that the started server gives a request")
     command.add_argument("--seed", type=int, default=0)
-    command = commands.add_parser("fuzz", help="schemathesis over the OpenAPI document")
+    command = commands.add_parser("fuzz", help="schemathesis on the OpenAPI document")
     command.set_defaults(run=fuzz)
     command.add_argument("--seconds", type=positive, default=300)
     command.add_argument("--workers", type=positive, default=1)

@@ -1,12 +1,12 @@
-"""Measured against predicted speed-up over draft lengths and batches.
+"""Compares measured with predicted speed-ups at several draft lengths and batch sizes.
 
     python benchmarks/speed_model.py smollm2 PROMPTS.jsonl
     python benchmarks/speed_model.py TARGET PROMPTS.jsonl --draft DRAFT
 
-Costs are measured first. Then, batch by batch, plain decoding and every draft length take turns on the same prompts,
-greedily; times exclude prompt processing and are the medians of several turns. Each line is predicted twice: from what
-that very arm accepted (what is left are the costs), and from what the arm of the longest draft accepted (what is added
-is the assumption that acceptance by position does not depend on the draft length).
+Costs are measured first. Then, for each batch size, plain decoding and every draft length take turns on the same
+prompts, greedily. Times exclude the reading of prompts and are medians of several turns. Each line is predicted twice.
+The prediction from the arm's own acceptance tests the costs alone. The prediction from the acceptance of the longest
+draft also tests the assumption that acceptance by position does not depend on the draft length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slipstream.text.prompt_sets import read_prompts, spread
 
 @dataclass
 class Arm:
-    """One draft length: its statistics and the seconds per output token of every turn."""
+    """One draft length: the statistics and texts of its last turn, and every turn's seconds per output token."""
 
     decoder: SpeculativeDecoder
     stats: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Arm:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, groups: Sequence[list[list[int]]], params: SamplingParams) -> None:
-        """Decode all groups of prompts, each as a batch with an empty KV cache."""
+        """Decode every group of prompts as a batch, with an empty KV cache."""
         rounds, self.texts = [], []
         for group in groups:
             self.decoder.forget()
@@ -51,8 +51,8 @@ class Arm:
             rounds += list(self.decoder.run(rows))
             self.texts += [row.output for row in rows]
         self.stats = Stats.of(rounds).to_dict()
-        taken = self.stats["total_seconds"] - self.stats["prefill_seconds"]
-        self.seconds.append(taken / self.stats["num_output_tokens"])
+        decoding_seconds = self.stats["total_seconds"] - self.stats["prefill_seconds"]
+        self.seconds.append(decoding_seconds / self.stats["num_output_tokens"])
 
 
 def main(
@@ -70,10 +70,10 @@ def main(
     seconds: float = 30.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Print a line per batch and draft length, and one JSON line of the mean deviations."""
+    """Print a line per batch and draft length; the last line is JSON with the mean deviations."""
     quiet()
-    keep = {"true": True, "false": False}.get(reproducible, reproducible)
-    base = SpeculativeDecoder(target, draft, drafter=drafter, dtype=dtype, reproducible=keep)
+    reproducible_shapes = {"true": True, "false": False}.get(reproducible, reproducible)
+    base = SpeculativeDecoder(target, draft, drafter=drafter, dtype=dtype, reproducible=reproducible_shapes)
     sizes, rows = [int(n) for n in lengths.split(",")], [int(n) for n in batches.split(",")]
     costs = measure_costs(base, rows, range(1, max(sizes) + 2), seconds=seconds)
     chosen = spread(read_prompts(prompts), num_prompts)
@@ -85,9 +85,11 @@ def main(
         table.add_column(name, justify="right")
     lines = []
     for batch in rows:
-        groups = [ids[at : at + batch] for at in range(0, len(ids) - batch + 1, batch)]
+        groups = [ids[first : first + batch] for first in range(0, len(ids) - batch + 1, batch)]
         if not groups:
-            raise typer.BadParameter(f"a batch of {batch} needs as many prompts", param_hint="--num-prompts")
+            raise typer.BadParameter(
+                f"{len(ids)}; allowed: at least the largest batch, {batch}", param_hint="--num-prompts"
+            )
         lines += _batch(base, costs, groups, sizes, SamplingParams(max_tokens=max_tokens, ignore_eos=True), repeats)
     for line in lines:
         table.add_row(*_cells(line))
@@ -115,7 +117,7 @@ def _batch(
     params: SamplingParams,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """All draft lengths at one batch size, in turns with plain decoding."""
+    """Measure and predict all draft lengths at one batch size, in turns with plain decoding."""
     batch = len(groups[0])
     plain = Arm(base.using("none", num_draft_tokens=0))
     arms = {n: Arm(base.using(num_draft_tokens=n)) for n in sizes}
@@ -129,19 +131,19 @@ def _batch(
     longest = Acceptance.from_stats(arms[max(sizes)].stats)
     lines = []
     for n, arm in arms.items():
-        own = predict_from_stats(arm.stats, costs)
+        prediction = predict_from_stats(arm.stats, costs)
         observed = median(plain.seconds) / median(arm.seconds)
-        other = predicted_speed_up(costs, longest, min(n, longest.longest), batch)
+        from_longest = predicted_speed_up(costs, longest, min(n, longest.longest), batch)
         lines.append(
             {
                 "batch": batch,
                 "num_draft_tokens": n,
-                "tokens_per_round": own.observed_tokens,
+                "tokens_per_round": prediction.observed_tokens,
                 "observed": observed,
-                "predicted": own.predicted,
-                "deviation": own.predicted / observed - 1,
-                "predicted_longest": other,
-                "deviation_longest": other / observed - 1,
+                "predicted": prediction.predicted,
+                "deviation": prediction.predicted / observed - 1,
+                "predicted_longest": from_longest,
+                "deviation_longest": from_longest / observed - 1,
                 "identical": sum(a == b for a, b in zip(arm.texts, plain.texts, strict=True)),
                 "texts": len(plain.texts),
                 "seconds_per_token": arm.seconds,

@@ -1,11 +1,11 @@
-"""How long from the start of a process to help, to the first token, and to the calibration of a new model?
+"""How long does a new process take to print help, to import, to calibrate a model, and to the first token?
 
     python benchmarks/startup.py --checkout DIR --models smollm2,qwen1.5b --repeats 3
     python benchmarks/startup.py --models smollm2 --options '{"dtype": "float32"}'
 
-Every measurement is a process of its own: seconds by the clock, and seconds of computing (user and system, all
-threads). Models are links in a temporary folder with calibrations and kernels of its own, so the user's stay as they
-are. One start beforehand, which is not counted, reads the files and compiles kernels; the next one calibrates. The
+Every measurement runs in a process of its own: seconds by the clock, and seconds of computing (user and system, all
+threads). Models are links in a temporary folder with its own calibrations and kernels, so the user's stay unchanged.
+Each model is started once without being counted, to read its files and compile kernels; the next start calibrates. The
 machine should have nothing else to do.
 """
 
@@ -32,7 +32,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 MODELS = Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")
 IMPORT = "import slipstream; from slipstream import SamplingParams, SpeculativeDecoder; print(slipstream.__file__)"
-# arguments: model, options as JSON; prints the file, then seconds to make the decoder and from there to the first token
+# arguments: model, options as JSON; prints the package's file, and seconds to make the decoder and then to a token
 FIRST_TOKEN = """
 import json, os, sys
 from time import perf_counter
@@ -49,7 +49,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds of one process. making: of the decoder; streaming: from there to the first token."""
+    """Seconds of one process. making: the decoder; streaming: from then on to the first token."""
 
     wall: float
     computing: float
@@ -59,46 +59,46 @@ class Start:
 
 @dataclass(frozen=True)
 class Bench:
-    """A checkout, and the folder of the models it is measured with."""
+    """A checkout, and the folder with its models."""
 
     checkout: Path
     models: Path
 
     def start(self, code: str, *arguments: str, prints_home: bool = True) -> Start:
-        """Run this code on the checkout's sources, in a new process."""
-        own = {"PYTHONPATH": str(self.checkout / "src"), "SLIPSTREAM_MODELS": str(self.models)}
-        own["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
+        """Run this code on the checkout's sources in a new process. prints_home: it prints the package's file first."""
+        settings = {"PYTHONPATH": str(self.checkout / "src"), "SLIPSTREAM_MODELS": str(self.models)}
+        settings["PYTHONDONTWRITEBYTECODE"] = ""  # as an installed package, it has bytecode
         command = [sys.executable, "-c", code, *arguments]
         before, began = os.times(), perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, encoding="utf-8")
+        process = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, encoding="utf-8")
         wall, after = perf_counter() - began, os.times()
-        if done.returncode:
-            raise SystemExit(f"{self.checkout}: {done.stderr.strip() or done.stdout.strip()}")
-        home, *seconds = done.stdout.splitlines()[-1].split() if prints_home else [str(self.checkout / "src")]
+        if process.returncode:
+            raise SystemExit(f"{self.checkout}: {process.stderr.strip() or process.stdout.strip()}")
+        home, *seconds = process.stdout.splitlines()[-1].split() if prints_home else [str(self.checkout / "src")]
         if not Path(home).resolve().is_relative_to(self.checkout / "src"):
             raise SystemExit(f"slipstream was imported from {home}, not from {self.checkout / 'src'}")
         computing = after.children_user + after.children_system - before.children_user - before.children_system
         return Start(wall, computing, *map(float, seconds))
 
     def help(self) -> Start:
-        """The console command with --help."""
+        """Time the console command with --help."""
         scripts = tomllib.loads((self.checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
         module, _, function = scripts["slipstream"].partition(":")
         return self.start(f"from {module} import {function} as main; main()", "--help", prints_home=False)
 
     def first_token(self, model: str, options: dict[str, Any]) -> Start:
-        """A decoder of defaults and its first chunk."""
+        """Time a decoder with these options up to its first token."""
         return self.start(FIRST_TOKEN, model, json.dumps(options))
 
     def calibrating(self, model: str, options: dict[str, Any]) -> Start:
-        """The same without a calibration to find."""
+        """The same, without a saved calibration."""
         shutil.rmtree(self.models / "calibration", ignore_errors=True)
         return self.first_token(model, options)
 
     def rows(
         self, models: Sequence[str], options: dict[str, Any], repeats: int, calibrations: int
     ) -> dict[str, list[Start]]:
-        """All measurements, by what they measure."""
+        """Take all measurements. Returns them by the name of their row."""
         self.help()
         rows = {"--help": [self.help() for _ in range(repeats)]}
         rows["import"] = [self.start(IMPORT) for _ in range(repeats)]
@@ -111,7 +111,7 @@ class Bench:
 
 
 def show(rows: dict[str, list[Start]]) -> None:
-    """Print a line of medians for each row, and what a first start takes longer than a later one."""
+    """Print a line of medians for each row, and how much longer a first start takes than a later one."""
     table = Table("median seconds", "wall", "computing", "making the decoder", "then first token", "runs")
     for name, starts in rows.items():
         columns = [[asdict(start)[key] for start in starts] for key in ("wall", "computing", "making", "streaming")]
@@ -129,9 +129,9 @@ def main(
     checkout: Path = ROOT,
     models: str = "smollm2",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    calibrations: Annotated[int, typer.Option(min=1, help="first starts, which calibrate")] = 1,
+    calibrations: Annotated[int, typer.Option(min=1, help="number of first starts, which calibrate")] = 1,
     options: Annotated[str, typer.Option(help="further arguments of the decoder, as JSON")] = "{}",
-    json_file: Annotated[Path | None, typer.Option("--json", help="write every single measurement here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write every measurement here")] = None,
 ) -> None:
     """Measure one checkout and print medians."""
     names = models.split(",")

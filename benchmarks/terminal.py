@@ -1,4 +1,4 @@
-"""What the commands here share: a console, and one line for every wrong use."""
+"""What the benchmarks share: a console, types of options, and errors as one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Count = Annotated[int, typer.Option(min=1)]
 
 
 def _writable(file: Path | None) -> Path | None:
-    """The file as it was given; wrong use before a measurement is lost, not after it."""
+    """Return the file. One that cannot be written is refused before the measurement, whose result would be lost."""
     if file is not None:
         try:
             file.open("a", encoding="utf-8").close()
@@ -31,12 +31,12 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="write the full re
 
 
 def run(main: Callable[..., Any]) -> None:
-    """Run a command whose options typer reads; a failure is one line and an exit code, 2 for wrong use."""
+    """Run a command whose options typer parses. An error prints one line; the exit code is 2 for wrong use, else 1."""
     in_one_line(lambda: typer.run(main))
 
 
 def in_one_line(main: Callable[[], int | None]) -> NoReturn:
-    """The same of a command that reads its own arguments; it ends with the exit code that the command returns."""
+    """Run a command that parses its own arguments, and exit with the code it returns. Errors are as in `run`."""
     try:
         sys.exit(main())
     except SlipstreamError as error:
@@ -45,14 +45,14 @@ def in_one_line(main: Callable[[], int | None]) -> NoReturn:
 
 
 def positive(text: str) -> int:
-    """A type of argparse: a whole number of at least 1."""
+    """A whole number of at least 1, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}; allowed: a whole number from 1 on")
     return int(text)
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """The value of an option that takes whole numbers of at least 1, each once."""
+    """Parse whole numbers of at least 1, separated by commas; repeated ones count once. option: its name in errors."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"{option} {text!r}; allowed: whole numbers from 1 on, separated by commas")

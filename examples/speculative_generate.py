@@ -2,10 +2,10 @@
 
     python examples/speculative_generate.py --prompt "Name three rivers of Europe." --gamma 4 --temperature 0.7 --debug
 
-The function is the one of Leviathan et al. 2023 (https://arxiv.org/abs/2211.17192) and Chen et al. 2023
-(https://arxiv.org/abs/2302.01318) as teaching code often has it. It needs a draft model. By default SmolLM2 drafts for
-itself: every draft is right, but nothing is faster. A smaller model of the target's family is cheap and often right.
-With an empty --draft the script uses `SpeculativeDecoder`, which drafts from the text so far.
+The function has the signature that teaching code often gives to the algorithm of Leviathan et al. 2023
+(https://arxiv.org/abs/2211.17192) and Chen et al. 2023 (https://arxiv.org/abs/2302.01318). It needs a draft model. By
+default SmolLM2 drafts for itself, which is always right but no faster; a smaller model of the target's family is cheap
+and often right. With an empty --draft, `SpeculativeDecoder` looks drafts up in the text so far instead.
 """
 
 from __future__ import annotations
@@ -35,31 +35,40 @@ TARGET = DRAFT = "smollm2"  # or meta-llama/Llama-3.2-3B-Instruct with meta-llam
 
 
 def options() -> argparse.Namespace:
-    """The command line; models and length also come from the environment."""
+    """The command line's options. The environment may set other defaults for models and length."""
     get = os.environ.get
     parser = argparse.ArgumentParser(description="Generate a text by speculative decoding.")
     add = parser.add_argument
     add("--target", default=get("SLIPSTREAM_TARGET", TARGET), help="hub id, folder or smollm2 (default: %(default)s)")
-    add("--draft", default=get("SLIPSTREAM_DRAFT", DRAFT), help="draft model; empty: none (default: %(default)s)")
+    add(
+        "--draft",
+        default=get("SLIPSTREAM_DRAFT", DRAFT),
+        help="draft model; empty: look drafts up (default: %(default)s)",
+    )
     add("--prompt", default="Explain quantum computing in simple terms.", help="(default: %(default)s)")
     add("--gamma", type=int, default=5, help="tokens drafted per round (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=int, default=0, help="keep the K most likely tokens; 0 keeps all (default: %(default)s)")
-    add("--top-p", type=float, default=0.9, help="probability of the nucleus (default: %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=0.9,
+        help="probability mass of the most likely tokens that are kept (default: %(default)s)",
+    )
     add("--max-tokens", type=int, default=int(get("SLIPSTREAM_MAX_TOKENS", "100")), help="(default: %(default)s)")
-    add("--seed", type=int, help="random seed (default: a new one)")
+    add("--seed", type=int, help="seed of the random numbers (default: a new one)")
     add("--debug", action="store_true", help="print the accepted and rejected tokens of every round")
     return parser.parse_args()
 
 
 def load(name: str) -> Any:
-    """A model as transformers loads it, on the GPU if there is one."""
+    """Load a model by transformers, onto the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(resolve(name), dtype="auto").to(device).eval()
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt as a question to a chat model, or as it stands where there is no chat template."""
+    """The token ids of the prompt, as a chat message if the tokenizer has a chat template."""
     if not tokenizer.chat_template:
         return list(tokenizer(prompt).input_ids)
     chat = [{"role": "user", "content": prompt}]
@@ -68,7 +77,7 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def processor(chosen: argparse.Namespace) -> Any:
-    """Greedy at temperature 0, else the nucleus, of the top k where asked for."""
+    """Greedy at temperature 0, else sampling by top-p, and by top-k if it is set."""
     if chosen.temperature == 0:
         return GreedyProcessor()
     if chosen.top_k:
@@ -77,7 +86,7 @@ def processor(chosen: argparse.Namespace) -> Any:
 
 
 def with_draft_model(chosen: argparse.Namespace, target: Any, tokenizer: Any) -> Generate:
-    """Generation by the function."""
+    """Generate by `speculative_generate`."""
     drafter = load(chosen.draft)
 
     def generate(prompt: list[int]) -> tuple[list[int], float]:
@@ -97,7 +106,7 @@ def with_draft_model(chosen: argparse.Namespace, target: Any, tokenizer: Any) ->
 
 
 def with_lookup(chosen: argparse.Namespace, target: Any, tokenizer: Any) -> Generate:
-    """The same without a draft model."""
+    """Generate by `SpeculativeDecoder`, with drafts looked up in the text so far."""
     decoder = SpeculativeDecoder(
         target, tokenizer=tokenizer, drafter="ngram", num_draft_tokens=chosen.gamma, fast=False, reproducible=False
     )
@@ -119,7 +128,7 @@ def with_lookup(chosen: argparse.Namespace, target: Any, tokenizer: Any) -> Gene
 
 
 def main() -> None:
-    """Load, generate, print."""
+    """Load the models, generate and print the result."""
     chosen = options()
     if chosen.seed is not None:
         torch.manual_seed(chosen.seed)

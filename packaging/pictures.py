@@ -1,4 +1,4 @@
-"""The recorded terminal of the documentation, docs/images/terminal.svg.
+"""Draws docs/images/terminal.svg, the documentation's picture of a terminal.
 
     python packaging/pictures.py
 
@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 96
-SHOWN = 'slipstream generate "Repeat: the ferry leaves at nine, the bus leaves at ten." --debug'
-FACES = re.compile(r"@font-face \{[^}]*\}")  # they name addresses of fonts
+COMMAND = 'slipstream generate "Repeat: the ferry leaves at nine, the bus leaves at ten." --debug'
+FONT_FACES = re.compile(r"@font-face \{[^}]*\}")  # which would load fonts from the web
 
 
 def terminal() -> None:
@@ -25,17 +25,17 @@ def terminal() -> None:
     from rich.console import Console
     from rich.text import Text
 
-    printed = _on_a_terminal(SHOWN)
+    output = _on_a_terminal(COMMAND)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text.assemble(("$ ", "bold green"), SHOWN))
-    console.print(Text.from_ansi(printed))
-    drawn = FACES.sub("", console.export_svg(title="slipstream", unique_id="terminal"))
-    drawn = drawn.replace("Fira Code, monospace", "Menlo, Consolas, DejaVu Sans Mono, monospace")
-    (IMAGES / "terminal.svg").write_text(drawn, encoding="utf-8")
+    console.print(Text.assemble(("$ ", "bold green"), COMMAND))
+    console.print(Text.from_ansi(output))
+    svg = FONT_FACES.sub("", console.export_svg(title="slipstream", unique_id="terminal"))
+    svg = svg.replace("Fira Code, monospace", "Menlo, Consolas, DejaVu Sans Mono, monospace")
+    (IMAGES / "terminal.svg").write_text(svg, encoding="utf-8")
 
 
 def _on_a_terminal(command: str) -> str:
-    """What a command prints that sees a terminal; of lines that were drawn over, the last state."""
+    """What a command prints on a terminal. A line that was redrawn appears in its last state."""
     import os
     import pty
     import shlex
@@ -57,8 +57,8 @@ def _on_a_terminal(command: str) -> str:
     if process.wait() != 0:
         raise SystemExit(f"{command!r} ended with {process.returncode}")
     lines = b"".join(pieces).decode().replace("\r\n", "\n").split("\n")
-    shown = (line.rsplit("\r", 1)[-1] for line in lines if "tok/s" not in line)  # speeds belong to results.md alone
-    return "\n".join(shown).strip("\n")
+    final = (line.rsplit("\r", 1)[-1] for line in lines if "tok/s" not in line)  # speeds belong in results.md only
+    return "\n".join(final).strip("\n")
 
 
 if __name__ == "__main__":

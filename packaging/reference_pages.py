@@ -1,7 +1,7 @@
-"""Pages of the documentation site that are written from the code: a hook of MkDocs.
+"""A hook of MkDocs that generates pages of the documentation from the code.
 
-`reference/cli.md` comes from the command line's own commands, `reference/settings.md` from the fields of
-`DecoderConfig` and `SamplingParams`, `reference/python.md` names what mkdocstrings documents.
+`reference/cli.md` comes from the commands of the command line, `reference/settings.md` from the fields of
+`DecoderConfig` and `SamplingParams`; `reference/python.md` lists the names that mkdocstrings documents.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Project files of the repository's root are pages, too."""
+    """Fill the pages that show a file of the repository's root, such as CONTRIBUTING.md."""
     name = page.file.src_uri
     if name not in PROJECT_FILES:
         return markdown
     text = (ROOT / f"{name.removesuffix('.md').upper()}.md").read_text(encoding="utf-8")
-    for other in PROJECT_FILES:
-        text = text.replace(f"]({other.removesuffix('.md').upper()}.md)", f"]({other})")
+    for file in PROJECT_FILES:
+        text = text.replace(f"]({file.removesuffix('.md').upper()}.md)", f"]({file})")
     return text.replace("](docs/", "](")
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with its full name."""
+    """Every command that can be run, with its full name."""
     yield from _below("slipstream", typer.main.get_command(cli.app))
 
 
@@ -100,7 +100,7 @@ def _default(option: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text in one line, as a cell of a table."""
+    """Text for a cell of a Markdown table: one line, special characters escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
 
 

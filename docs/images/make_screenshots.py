@@ -1,12 +1,12 @@
-"""Take the pictures of the server's page and of a report that the documentation shows, or all, to look at them.
+"""Takes screenshots of the server's page and of a benchmark's report, for the documentation or to look at them.
 
-    python docs/images/make_screenshots.py --runs FOLDER                        # those of the documentation
+    python docs/images/make_screenshots.py --runs FOLDER                        # for the documentation
     python docs/images/make_screenshots.py --all /tmp/pictures                  # every state of the page
-    python docs/images/make_screenshots.py --all /tmp/pictures --runs FOLDER    # and of a benchmark's report
+    python docs/images/make_screenshots.py --all /tmp/pictures --runs FOLDER    # and of a report
 
-Needs playwright and a Chromium (`pip install playwright`; the browser from `--browser`, by default the one on PATH).
-The server is started with the default model on a free port, and ended for the picture of a dead one. --runs is a folder
-that `slipstream bench --report` has written.
+Needs playwright (`pip install playwright`) and a Chromium, by default the one on PATH. The script starts a server on a
+free port, and stops it for the pictures of a lost connection. --runs is a folder that `slipstream bench --report` has
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IN_DOCS = ("server-chat", "server-race", "server-phone-tokens", "report")
 
 
 class Pictures:
-    """Pages of one browser, and the folder that their pictures go to. names: those to keep, None for all."""
+    """Opens pages in a browser and saves their pictures in a folder. names: pictures to save, None for all."""
 
     def __init__(self, browser: Any, folder: Path, names: tuple[str, ...] | None) -> None:
         self.browser, self.folder, self.names = browser, folder, names
@@ -49,15 +49,15 @@ class Pictures:
     def take(self, page: Any, name: str) -> None:
         width = page.evaluate("document.documentElement.scrollWidth")
         if width > page.viewport_size["width"]:
-            raise SystemExit(f"{name}: {width} pixels wide, the window {page.viewport_size['width']}")
+            raise SystemExit(f"{name}: the page is {width} pixels wide, the window {page.viewport_size['width']}")
         if self.names is None or name in self.names:
             page.screenshot(path=self.folder / f"{name}.png")
-            smaller(self.folder / f"{name}.png")
+            reduce_colours(self.folder / f"{name}.png")
             print(self.folder / f"{name}.png", f"{(self.folder / f'{name}.png').stat().st_size // 1024} kB")
 
 
-def smaller(file: Path) -> None:
-    """The picture in 256 colours, where Pillow is installed."""
+def reduce_colours(file: Path) -> None:
+    """Reduce a picture to 256 colours, if Pillow is installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -69,7 +69,7 @@ def smaller(file: Path) -> None:
 
 @contextmanager
 def served(target: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server's address once it answers, and what ends it."""
+    """Run a server; yields its address once it answers, and a function that ends it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -104,7 +104,7 @@ def _answers(url: str) -> bool:
 
 
 def ask(page: Any, text: str, max_tokens: int = 180, *, wait: bool = True) -> None:
-    """Send a message greedily; wait for its receipt."""
+    """Send a message at temperature 0. wait: until the answer is complete."""
     page.wait_for_selector("#served[data-up]")
     page.evaluate("document.getElementById('options').open = true")
     page.fill("#temperature", "0")
@@ -118,7 +118,7 @@ def ask(page: Any, text: str, max_tokens: int = 180, *, wait: bool = True) -> No
 
 
 def pictures_of_the_page(pictures: Pictures, target: str) -> None:
-    """Every state of the page, on a server that is ended in the last."""
+    """Take every state of the page; the last ones are without the server."""
     with served(target) as (url, end):
         page = pictures.open(url)
         page.wait_for_selector("#served[data-up]")
@@ -179,7 +179,7 @@ def pictures_of_the_page(pictures: Pictures, target: str) -> None:
 
 
 def pictures_of_the_report(pictures: Pictures, runs: Path) -> None:
-    """The top of report.html, on a desktop and on a phone, and its texts."""
+    """Take the top of report.html, on a desktop and on a phone, and its texts."""
     url = (runs / "report.html").resolve().as_uri()
     pictures.take(pictures.open(url), "report")
     pictures.take(pictures.open(url, phone=True), "report-phone")
@@ -190,13 +190,14 @@ def pictures_of_the_report(pictures: Pictures, runs: Path) -> None:
 
 
 def main() -> None:
-    """Read the options and take the pictures."""
+    """Take the pictures that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2", help="model of the server")
-    parser.add_argument("--runs", type=Path, help="folder with report.html; none: no picture of the report")
-    parser.add_argument("--all", type=Path, metavar="FOLDER", help="every state, into this folder")
+    parser.add_argument("--target", default="smollm2", help="model of the server (default: %(default)s)")
+    parser.add_argument("--runs", type=Path, help="folder with report.html (default: no picture of a report)")
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help="save every state, in this folder")
     browsers = ("chromium", "google-chrome", "chromium-browser")
-    parser.add_argument("--browser", default=next(filter(None, map(shutil.which, browsers)), None))
+    on_path = next(filter(None, map(shutil.which, browsers)), None)
+    parser.add_argument("--browser", default=on_path, help="program of a Chromium (default: %(default)s)")
     options = parser.parse_args()
     if options.browser is None:
         parser.error("no Chromium on PATH; install one, or name it with --browser")
@@ -204,8 +205,8 @@ def main() -> None:
 
     folder = options.all or HERE
     folder.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=options.browser, args=["--no-sandbox", "--disable-gpu"])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=options.browser, args=["--no-sandbox", "--disable-gpu"])
         pictures = Pictures(browser, folder, None if options.all else IN_DOCS)
         pictures_of_the_page(pictures, options.target)
         if options.runs is not None:
