@@ -70,8 +70,8 @@ def test_match_keeps_the_distribution_of_the_target_whatever_was_drafted(make: M
     assert max(match_error(make(seed)) for seed in range(2)) < 1e-12
 
 
-def test_match_emits_what_plain_decoding_emits_from_the_same_random_draws_whatever_was_drafted() -> None:
-    """One draw of four values per position, read off by a table that depends on the context. All draws, all drafts."""
+def test_match_emits_what_plain_decoding_emits_from_the_same_random_draws() -> None:
+    """One draw of four values per position, looked up in a table of the context; every draw and every draft."""
     tables = [(0, 0, 1, 2), (2, 0, 1, 2), (1, 1, 1, 0)]
 
     def choose(context: Context, face: int) -> int:
@@ -118,8 +118,8 @@ def test_every_rule_judges_a_row_as_if_it_were_alone(name: str) -> None:
         alone = Case(p, q, [proposal]).distributions(rule)
         assert torch.equal(alone.keep[0], together.keep[row])
         for kept in range(len(proposal[0]) + 1):
-            one, all_rows = torch.tensor([kept]), torch.full((len(proposals),), min(kept, WIDTH))
-            assert torch.equal(alone.next_token(one)[0], together.next_token(all_rows)[row])
+            single_row, all_rows = torch.tensor([kept]), torch.full((len(proposals),), min(kept, WIDTH))
+            assert torch.equal(alone.next_token(single_row)[0], together.next_token(all_rows)[row])
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *rule_names(lossless=False)])
@@ -153,7 +153,7 @@ def test_rejection_keeps_the_overlap_of_p_and_q_at_each_position(make: MakeCase)
         assert mean_accepted(case, case.distributions(rejection)) == pytest.approx(overlap(case.p, case.q), abs=1e-6)
 
 
-def along_the_likeliest(seed: int) -> Case:
+def likeliest_draft(seed: int) -> Case:
     p, q = probs_of(seed)
     return Case(p, None, [(likeliest(q), 1.0)])
 
@@ -164,7 +164,7 @@ def along_the_likeliest(seed: int) -> Case:
         (sampled, 1.1055),
         (ended_after_an_unlikely_token, 0.8732),
         (truncated_drafter, 0.9183),
-        (along_the_likeliest, 0.5864),
+        (likeliest_draft, 0.5864),
     ],
 )
 def test_rejection_keeps_as_many_tokens_as_an_independent_enumeration(make: MakeCase, published: float) -> None:
@@ -195,7 +195,7 @@ def test_wrong_rule_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", rule_names(lossless=False))
-def test_lossy_rule_says_so_and_really_is(name: str) -> None:
+def test_lossy_rule_is_declared_lossy_and_changes_the_distribution(name: str) -> None:
     rule = load_rule(name)
     assert rule.distributions is not None and not rule.lossless
     assert largest(lambda seed: error(sampled(seed), rule.distributions)) > WRONG_BY  # type: ignore[arg-type]
@@ -239,11 +239,11 @@ def test_unknown_rule_is_refused_with_the_list_of_rules(text: str) -> None:
     assert "topk:K" in message
 
 
-def test_the_names_that_are_known_without_pytorch_are_those_of_the_rules() -> None:
+def test_rule_names_listed_without_pytorch_are_those_of_the_rules() -> None:
     assert sorted(RULE_NAMES) == sorted(RULES)
 
 
-def test_auto_matches_fixed_drafts_and_judges_drawn_ones_as_a_block() -> None:
+def test_auto_takes_match_for_one_hot_drafts_and_block_for_sampled_ones() -> None:
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     assert rule_for("auto", Draft(tokens, (1,))).name == "match"
     assert rule_for("auto", Draft(tokens, (1,), torch.ones(1, 1, VOCAB) / VOCAB)).name == "block"
@@ -256,18 +256,18 @@ DRAWS = 2000
 
 
 @pytest.fixture
-def draws(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
-    """Replaces the uniform numbers of `accept` by given ones, one per row."""
+def set_uniforms(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """Sets the uniform numbers that `accept` draws, one per row."""
 
-    def throw(values: list[float]) -> None:
+    def replace_uniforms(values: list[float]) -> None:
         numbers = iter(values)
         monkeypatch.setattr(acceptance, "uniform", lambda _bits: next(numbers))
 
-    return throw
+    return replace_uniforms
 
 
 def verdicts(keep: list[float], rows: int) -> list[int]:
-    """How many tokens `accept` keeps in each of `rows` equal rows, under a rule that says `keep`."""
+    """How many tokens `accept` keeps in each of `rows` equal rows; the rule keeps j tokens with probability keep[j]."""
     distributions = Distributions(
         torch.tensor([keep] * rows, dtype=torch.float64), lambda accepted: torch.ones(rows, VOCAB)
     )
@@ -283,16 +283,16 @@ def verdicts(keep: list[float], rows: int) -> list[int]:
 @pytest.mark.parametrize(
     "keep", [[0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
 )
-def test_accept_keeps_as_many_as_the_rule_says_as_often_as_it_says(
-    keep: list[float], draws: Callable[[list[float]], None]
+def test_accept_keeps_each_number_of_tokens_with_the_probability_of_the_rule(
+    keep: list[float], set_uniforms: Callable[[list[float]], None]
 ) -> None:
-    draws([(i + 0.5) / DRAWS for i in range(DRAWS)])
+    set_uniforms([(i + 0.5) / DRAWS for i in range(DRAWS)])
     counts = np.bincount(verdicts(keep, DRAWS), minlength=len(keep))
     assert (counts / DRAWS).tolist() == pytest.approx(keep, abs=1e-9)
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 1 - 2.0**-53])
-def test_accept_never_keeps_an_impossible_number(u: float, draws: Callable[[list[float]], None]) -> None:
+def test_accept_never_keeps_an_impossible_number(u: float, set_uniforms: Callable[[list[float]], None]) -> None:
     for keep in ([0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0], [0.3, 0.3 + 4e-16, 0.4, 0.0], [0.0, 0.0, 1 - 1e-16, 0.0]):
-        draws([u])
+        set_uniforms([u])
         assert keep[verdicts(keep, 1)[0]] > 0

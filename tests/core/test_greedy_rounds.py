@@ -1,4 +1,4 @@
-"""Whole rounds on a backend that drafts and verifies in one call each: the text of the plain loop, fewer calls."""
+"""A backend that drafts and verifies in one call each generates the text of the plain loop with fewer calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_tokens=30)
 
 
 class Counting(GraphedBackend):
-    """Counts calls and knows its draft lengths."""
+    """Counts the calls of each kind."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, Tape())
@@ -53,29 +53,30 @@ class Counting(GraphedBackend):
 
 
 def run(
-    name: str, backend: Any, params: SamplingParams = GREEDY, kind: Any = ModelDrafter, acceptance: str = "auto"
+    name: str, backend: Any, params: SamplingParams = GREEDY, drafter_type: Any = ModelDrafter, acceptance: str = "auto"
 ) -> tuple[list[Row], Any, Any]:
     """Five ragged rows, three at a time, with four draft tokens; and both backends."""
     target, draft = backend(shared(name)), backend(perturbed(name))
     session = Session(draft)
-    made = engine(Session(target), kind(session, target.vocab_size), Fixed(4), acceptance, session)
+    batch_engine = engine(Session(target), drafter_type(session, target.vocab_size), Fixed(4), acceptance, session)
     rows = [Row(i, ids, params, 7 + i) for i, ids in enumerate(prompts((5, 1, 17, 30, 9)))]
-    for _ in run_engine(made, rows, 3):
+    for _ in run_engine(batch_engine, rows, 3):
         pass
     return rows, target, draft
 
 
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen2", "gpt2", "gemma3"], "gpt2"))
-def test_greedy_text_and_rounds_are_those_of_the_plain_loop(name: str) -> None:
+def test_greedy_text_and_rounds_equal_those_of_the_plain_loop(name: str) -> None:
     (plain, _, _), (fast, target, draft) = run(name, HFBackend), run(name, Counting)
     assert [row.tokens for row in plain] == [row.tokens for row in fast]
     counts = [[(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds] for row in fast]
     assert counts == [[(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds] for row in plain]
     assert any(0 < kept < drafted for row in counts for drafted, kept in row)
-    steps = {r.step for row in fast for r in row.rounds if r.seconds.verify}  # a prompt's answer is no round of its own
+    # the forward that reads a prompt is not a step
+    steps = {r.step for row in fast for r in row.rounds if r.seconds.verify}
     assert target.calls["verified"] == len(steps)
-    assert 0 < draft.calls["drafted"] <= len(steps)  # a row's last token is not drafted for
+    assert 0 < draft.calls["drafted"] <= len(steps)  # none for a row's last token
     assert target.calls["scored"] == draft.calls["scored"] == 0
     assert target._graphs.reason is draft._graphs.reason is None
 
@@ -103,7 +104,7 @@ def test_a_rule_that_looks_at_distributions_takes_the_plain_path() -> None:
 
 
 class Watching(ModelDrafter):
-    """A drafter that sees logits."""
+    """A drafter that observes logits."""
 
     seen = 0
 
@@ -113,7 +114,7 @@ class Watching(ModelDrafter):
 
 @pytest.mark.slow
 def test_a_drafter_that_observes_gets_logits() -> None:
-    _, target, draft = run("llama", Counting, kind=Watching)
+    _, target, draft = run("llama", Counting, drafter_type=Watching)
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
     assert Watching.seen > 0
 
@@ -153,17 +154,17 @@ def test_fast_replaces_layers_whichever_decoder_came_first(monkeypatch: pytest.M
     model, text = fresh("llama"), prompts((9,))[0]
     settings: list[dict[str, Any]] = [{"fast": fast, "reproducible": False} for fast in (False, True, True)]
     texts = []
-    for one in settings:
-        decoder = SpeculativeDecoder(model, drafter="none", **one)
+    for options in settings:
+        decoder = SpeculativeDecoder(model, drafter="none", **options)
         backend: Any = decoder.target.backend
-        assert isinstance(backend, GraphedBackend) == any(map(is_fused, backend.model.modules())) == one["fast"]
+        assert isinstance(backend, GraphedBackend) == any(map(is_fused, backend.model.modules())) == options["fast"]
         assert not any(map(is_fused, model.modules()))
         texts.append(decoder.generate(text, GREEDY).token_ids)
     assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.slow
-def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_models_generate_the_text_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):
         monkeypatch.setattr(loading, "_backend", lambda model, *_, make=backend, **__: make(model))
@@ -173,17 +174,18 @@ def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: 
 
 
 @pytest.mark.usefixtures("cache_audit")
-def test_rows_that_others_draft_for_keep_no_draft_of_the_models_own() -> None:
+def test_a_draft_model_drops_its_draft_of_a_row_that_another_drafter_drafted_for() -> None:
     backend = Counting(perturbed("llama"))
-    session, size = Session(backend), backend.vocab_size
+    session, vocab_size = Session(backend), backend.vocab_size
     session.reserve(2, 64)
     rows = [Row(i, ids, GREEDY, i) for i, ids in enumerate(prompts((5, 9)))]
-    sampler = Sampler(rows, Race(size, torch.device("cpu")), size, torch.device("cpu"))
-    drafter = ModelDrafter(session, size)
+    sampler = Sampler(rows, Race(vocab_size, torch.device("cpu")), vocab_size, torch.device("cpu"))
+    drafter = ModelDrafter(session, vocab_size)
     with torch.inference_mode():
-        first = drafter.propose(rows, [4, 0], sampler)
-        others = (first.tokens[1, :3] + 1) % size  # what retrieval drafted, and the target accepted
-        for row, accepted in zip(rows, (first.tokens[0, :2], others), strict=True):
+        draft = drafter.propose(rows, [4, 0], sampler)
+        # retrieval drafted other tokens instead, and the target accepted them
+        retrieved = (draft.tokens[1, :3] + 1) % vocab_size
+        for row, accepted in zip(rows, (draft.tokens[0, :2], retrieved), strict=True):
             tokens = tuple(accepted.tolist())
             row.rounds.append(Round(row.index, 0, 2, len(row.tokens), tokens, tokens, len(tokens), False))
             row.tokens += tokens

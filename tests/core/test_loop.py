@@ -1,4 +1,4 @@
-"""The loop: who is in the batch and when, what a round reports, and what an interruption leaves behind."""
+"""The loop: which rows share a batch, what a round reports, and what an interruption leaves behind."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,10 +39,10 @@ def whole_texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model"], "model"))
-def test_ten_prompts_in_three_places_come_back_in_order_each_as_alone(drafter: str) -> None:
-    made = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
-    results = made.generate(PROMPTS, OPTIONS)
-    alone = [made.generate(prompt, params) for prompt, params in zip(PROMPTS, OPTIONS, strict=True)]
+def test_ten_prompts_in_a_batch_of_three_return_in_order_with_the_texts_they_have_alone(drafter: str) -> None:
+    decoder = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
+    results = decoder.generate(PROMPTS, OPTIONS)
+    alone = [decoder.generate(prompt, params) for prompt, params in zip(PROMPTS, OPTIONS, strict=True)]
     assert [r.token_ids for r in results] == [r.token_ids for r in alone]
     assert [r.token_ids for r in results] == [
         text[len(prompt) :][: params.max_tokens]
@@ -50,85 +50,91 @@ def test_ten_prompts_in_three_places_come_back_in_order_each_as_alone(drafter: s
     ]
 
 
-def test_a_finished_row_makes_room_at_once_and_never_for_too_many() -> None:
+def test_a_row_enters_as_soon_as_another_finishes_and_the_batch_stays_within_its_size() -> None:
     rounds = list(tiny_decoder("none", max_batch_size=3).rounds(PROMPTS, OPTIONS))
-    sizes = Counter(done.step for done in rounds)
-    assert all(done.num_rows == sizes[done.step] <= 3 for done in rounds)
-    # every place is taken until too few rows are left: the least number of forwards that three places allow
+    sizes = Counter(round.step for round in rounds)
+    assert all(round.num_rows == sizes[round.step] <= 3 for round in rounds)
+    # the batch is full until too few rows are left, so that the forwards are as few as can be
     busy = [size for _, size in sorted(sizes.items())]
     assert busy == sorted(busy, reverse=True)
-    entered = {done.row: done.step for done in reversed(rounds)}
+    entered = {round.row: round.step for round in reversed(rounds)}
     assert sorted(entered, key=lambda row: (entered[row], row)) == list(range(len(PROMPTS)))
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "oracle"])
-def test_rounds_tell_the_whole_output(drafter: str) -> None:
-    texts, count = whole_texts(), 3 if drafter != "none" else 0
-    made = tiny_decoder(Oracle(texts, frozenset({2, 7})) if drafter == "oracle" else drafter, num_draft_tokens=count)
-    results = made.generate(PROMPTS, OPTIONS)
+def test_the_rounds_of_a_result_add_up_to_its_output(drafter: str) -> None:
+    texts, num_draft_tokens = whole_texts(), 3 if drafter != "none" else 0
+    decoder = tiny_decoder(
+        Oracle(texts, frozenset({2, 7})) if drafter == "oracle" else drafter, num_draft_tokens=num_draft_tokens
+    )
+    results = decoder.generate(PROMPTS, OPTIONS)
     for i, result in enumerate(results):
-        whole = [*result.prompt_token_ids, *result.token_ids]
-        at = len(PROMPTS[i])
-        for done in result.rounds:
-            assert (done.row, done.start) == (i, at)
-            assert tuple(whole[at : at + len(done.tokens)]) == done.tokens
-            assert done.tokens[: done.num_accepted_tokens] == done.draft[: done.num_accepted_tokens]
-            assert len(done.origins) == len(done.tokens)
-            assert done.origins.count("accepted") == done.num_accepted_tokens
-            assert done.num_accepted_tokens <= done.num_draft_tokens
-            last = "recovered" if done.rejected else "bonus" if done.draft else "plain"
-            assert set(done.origins[done.num_accepted_tokens :]) <= {last}
-            if done.rejected:
-                assert done.draft[done.num_accepted_tokens] != done.tokens[done.num_accepted_tokens]
-            at += len(done.tokens)
-        assert at == len(whole)
-        assert [done.finish_reason for done in result.rounds] == [None] * (len(result.rounds) - 1) + ["length"]
+        text = [*result.prompt_token_ids, *result.token_ids]
+        position = len(PROMPTS[i])
+        for round in result.rounds:
+            assert (round.row, round.start) == (i, position)
+            assert tuple(text[position : position + len(round.tokens)]) == round.tokens
+            assert round.tokens[: round.num_accepted_tokens] == round.draft[: round.num_accepted_tokens]
+            assert len(round.origins) == len(round.tokens)
+            assert round.origins.count("accepted") == round.num_accepted_tokens
+            assert round.num_accepted_tokens <= round.num_draft_tokens
+            last = "recovered" if round.rejected else "bonus" if round.draft else "plain"
+            assert set(round.origins[round.num_accepted_tokens :]) <= {last}
+            if round.rejected:
+                assert round.draft[round.num_accepted_tokens] != round.tokens[round.num_accepted_tokens]
+            position += len(round.tokens)
+        assert position == len(text)
+        assert [round.finish_reason for round in result.rounds] == [None] * (len(result.rounds) - 1) + ["length"]
         assert result.stats == Stats.of(result.rounds)
         assert result.stats.num_output_tokens == len(result.token_ids)
 
 
-def test_a_lying_oracle_is_believed_up_to_its_lie() -> None:
-    begin, texts = len(PROMPTS[0]), whole_texts()
+def test_a_draft_is_accepted_up_to_its_first_wrong_token() -> None:
+    prompt_length, texts = len(PROMPTS[0]), whole_texts()
     result = tiny_decoder(Oracle(texts, frozenset({2, 7})), num_draft_tokens=4).generate(PROMPTS[0], GREEDY)
-    assert result.token_ids == texts[0][begin:]
+    assert result.token_ids == texts[0][prompt_length:]
     # 0 from the prompt's forward; 1 and the recovered 2; 3-6 and the bonus 7, which was never drafted; 8-11, 12; 13-15
-    found = [(done.start - begin, done.num_accepted_tokens, done.rejected) for done in result.rounds]
-    assert found == [(0, 0, False), (1, 1, True), (3, 4, False), (8, 4, False), (13, 2, False)]
+    blocks = [(round.start - prompt_length, round.num_accepted_tokens, round.rejected) for round in result.rounds]
+    assert blocks == [(0, 0, False), (1, 1, True), (3, 4, False), (8, 4, False), (13, 2, False)]
 
 
 def test_plain_decoding_makes_one_forward_per_token() -> None:
     backend = HashBackend()
-    made = engine(Session(backend), load("none", Setup(backend.device, 7)), Fixed(0))
+    loop_engine = engine(Session(backend), load("none", Setup(backend.device, 7)), Fixed(0))
     row = Row(0, [1, 2, 3], SamplingParams(max_tokens=9), seed=0)
-    rounds = list(run(made, [row]))
+    rounds = list(run(loop_engine, [row]))
     assert backend.forwards == [(1, 2, False)] + [(1, 1, True)] * 9
-    assert [len(done.tokens) for done in rounds] == [1] * 9
+    assert [len(round.tokens) for round in rounds] == [1] * 9
 
 
 @pytest.mark.parametrize("count", mostly_slow([1, 2, 5, 24], 2))
 def test_a_draft_never_reaches_past_the_last_token(count: int) -> None:
     oracle = Oracle(whole_texts())
     results = tiny_decoder(oracle, num_draft_tokens=count, max_batch_size=4).generate(PROMPTS, OPTIONS)
-    first = {(row, OPTIONS[row].max_tokens) for row in range(len(PROMPTS))}  # rounds that draft nothing
+    first = {(row, OPTIONS[row].max_tokens) for row in range(len(PROMPTS))}  # the rounds that draft nothing
     later = [(row, remaining, length) for row, remaining, length in oracle.asked if (row, remaining) not in first]
     assert later and all(length == min(count, remaining - 1) for _, remaining, length in later)
     assert [len(result.token_ids) for result in results] == [params.max_tokens for params in OPTIONS]
 
 
-def test_a_draft_longer_than_the_agreeing_widths_is_refused_and_fits_without_them() -> None:
+def test_a_draft_longer_than_the_agreeing_widths_is_refused_in_reproducible_mode_only() -> None:
     with pytest.raises(UsageError, match=r"num_draft_tokens=40; allowed: at most 24 in reproducible mode"):
         tiny_decoder(Oracle(whole_texts()), num_draft_tokens=40, reproducible=True)
-    free = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=40, reproducible=False)
-    assert [r.token_ids for r in free.generate(PROMPTS, GREEDY)] == [
+    decoder = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=40, reproducible=False)
+    assert [r.token_ids for r in decoder.generate(PROMPTS, GREEDY)] == [
         text[len(prompt) :] for text, prompt in zip(whole_texts(), PROMPTS, strict=True)
     ]
 
 
-def test_a_perfect_draft_costs_one_forward_per_block() -> None:
+def test_perfect_drafts_take_one_forward_per_block() -> None:
     results = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=3).generate(PROMPTS, GREEDY)
     for result in results:
         block = ("accepted",) * 3 + ("bonus",)  # the first token comes from the prompt's forward
-        assert [done.origins for done in result.rounds] == [("plain",), *[block] * 3, ("accepted",) * 2 + ("bonus",)]
+        assert [round.origins for round in result.rounds] == [
+            ("plain",),
+            *[block] * 3,
+            ("accepted",) * 2 + ("bonus",),
+        ]
         assert result.stats.block_efficiency == 16 / 5 and result.stats.acceptance_rate == 1 == result.stats.alpha
 
 
@@ -137,15 +143,17 @@ def test_the_longest_draft_fits_beside_a_row_near_its_end_and_a_longer_one_is_re
     with pytest.raises(UsageError, match=f"num_draft_tokens={length}; allowed"):
         SamplingParams(num_draft_tokens=length)
     long = SamplingParams(max_tokens=length + 1, num_draft_tokens=MAX_DRAFT_TOKENS)
-    made = engine(Session(backend), Oracle([[1] * 4000, [2] * 4000], vocab_size=7), Fixed(0), acceptance="topk:7")
+    loop_engine = engine(
+        Session(backend), Oracle([[1] * 4000, [2] * 4000], vocab_size=7), Fixed(0), acceptance="topk:7"
+    )
     rows = [Row(0, [1], long, seed=0), Row(1, [2] * (length - 2), SamplingParams(max_tokens=4), seed=0)]
-    list(run(made, rows))
+    list(run(loop_engine, rows))
     assert [row.num_output_tokens for row in rows] == [length + 1, 4]
 
 
 @dataclass
-class WrongRows:
-    """Proposes for one row more or fewer than asked."""
+class WrongNumberOfRows:
+    """Proposes drafts for a row more or a row less than it was asked for."""
 
     extra: int
 
@@ -155,13 +163,13 @@ class WrongRows:
 
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_a_draft_for_the_wrong_number_of_rows_is_refused(extra: int) -> None:
-    with pytest.raises(UsageError, match=rf"WrongRows returned {2 + extra} rows .* allowed: 2"):
-        tiny_decoder(WrongRows(extra)).generate(PROMPTS[:2], GREEDY)
+    with pytest.raises(UsageError, match=rf"WrongNumberOfRows returned {2 + extra} rows .* allowed: 2"):
+        tiny_decoder(WrongNumberOfRows(extra)).generate(PROMPTS[:2], GREEDY)
 
 
 @dataclass
 class Stumbling:
-    """Another drafter, until the round in which it raises."""
+    """Proposes what `inner` does for `rounds_left` rounds, then raises."""
 
     inner: Drafter
     rounds_left: int
@@ -177,37 +185,37 @@ class Stumbling:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
-@pytest.mark.parametrize("taken", mostly_slow([0, 1, 3, 7], 1, 7))
-def test_rounds_may_be_left_in_the_middle(drafter: str, taken: int) -> None:
-    made = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
-    rounds = made.rounds(PROMPTS, GREEDY)
-    for _ in range(taken):
+@pytest.mark.parametrize("num_rounds", mostly_slow([0, 1, 3, 7], 1, 7))
+def test_a_decoder_is_usable_after_its_rounds_are_closed_early(drafter: str, num_rounds: int) -> None:
+    decoder = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
+    rounds = decoder.rounds(PROMPTS, GREEDY)
+    for _ in range(num_rounds):
         next(rounds)
     rounds.close()
-    assert [result.token_ids for result in made.generate(PROMPTS[2:6], GREEDY)] == [
+    assert [result.token_ids for result in decoder.generate(PROMPTS[2:6], GREEDY)] == [
         text[len(prompt) :] for text, prompt in zip(whole_texts()[2:6], PROMPTS[2:6], strict=True)
     ]
 
 
-def test_two_interleaved_iterations_do_not_disturb_each_other() -> None:
-    made = tiny_decoder("model", num_draft_tokens=3)
+def test_interleaved_streams_do_not_disturb_each_other() -> None:
+    decoder = tiny_decoder("model", num_draft_tokens=3)
     texts = whole_texts()
-    streams = [made.stream(PROMPTS[i], GREEDY) for i in (0, 3)]
-    out: list[list[int]] = [[], []]
+    streams = [decoder.stream(PROMPTS[i], GREEDY) for i in (0, 3)]
+    outputs: list[list[int]] = [[], []]
     for _ in range(COUNT):
-        for collected, stream in zip(out, streams, strict=True):
+        for collected, stream in zip(outputs, streams, strict=True):
             collected.extend(next((chunk.token_ids for chunk in stream), ()))
-    assert out == [texts[0][len(PROMPTS[0]) :], texts[3][len(PROMPTS[3]) :]]
+    assert outputs == [texts[0][len(PROMPTS[0]) :], texts[3][len(PROMPTS[3]) :]]
 
 
 @pytest.mark.parametrize("error", [ValueError("stumbled"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("after", mostly_slow([0, 1, 4], 1))
 def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseException) -> None:
-    made = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
-    stumbling = made.using(Stumbling(made._engine.drafter, after, error), num_draft_tokens=3)
+    decoder = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
+    stumbling = decoder.using(Stumbling(decoder._engine.drafter, after, error), num_draft_tokens=3)
     with pytest.raises(type(error)):
         stumbling.generate(PROMPTS[:4], GREEDY)
-    _next_result_is_right(made)
+    check_next_results(decoder)
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
@@ -215,42 +223,42 @@ def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseEx
 def test_an_interrupt_inside_a_forward_leaves_a_usable_decoder(
     which: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
-    loaded = made.target if which == "target" else made.draft
+    decoder = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
+    loaded = decoder.target if which == "target" else decoder.draft
     assert loaded is not None
-    whole: Callable[..., torch.Tensor] = loaded.backend.forward
+    forward: Callable[..., torch.Tensor] = loaded.backend.forward
     calls = 0
 
     def interrupted(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        out = whole(*args, **kwargs)  # the memory is written before the interrupt arrives
+        logits = forward(*args, **kwargs)  # the cache is written before the interrupt arrives
         if calls > after:
             raise KeyboardInterrupt
-        return out
+        return logits
 
     monkeypatch.setattr(loaded.backend, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        made.generate(PROMPTS[:4], GREEDY)
+        decoder.generate(PROMPTS[:4], GREEDY)
     monkeypatch.undo()
-    _next_result_is_right(made)
+    check_next_results(decoder)
 
 
-def _next_result_is_right(made: SpeculativeDecoder) -> None:
-    chosen = (1, 0, 3)
-    results = made.generate([PROMPTS[i] for i in chosen], GREEDY)
+def check_next_results(decoder: SpeculativeDecoder) -> None:
+    indices = (1, 0, 3)
+    results = decoder.generate([PROMPTS[i] for i in indices], GREEDY)
     texts = whole_texts()
-    assert [result.token_ids for result in results] == [texts[i][len(PROMPTS[i]) :] for i in chosen]
+    assert [result.token_ids for result in results] == [texts[i][len(PROMPTS[i]) :] for i in indices]
 
 
-def test_an_interrupted_row_goes_on_where_it_was() -> None:
-    made = tiny_decoder("model", num_draft_tokens=3)
-    row = made.reader.rows([PROMPTS[3]], GREEDY)[0]
-    failing = made.using(Stumbling(made._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
+def test_an_interrupted_row_continues_where_it_was() -> None:
+    decoder = tiny_decoder("model", num_draft_tokens=3)
+    row = decoder.reader.rows([PROMPTS[3]], GREEDY)[0]
+    failing = decoder.using(Stumbling(decoder._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
     with pytest.raises(ValueError, match="stumbled"):
         list(failing.run([row]))
     assert 0 < row.num_output_tokens < COUNT
-    list(made.run([row]))
+    list(decoder.run([row]))
     assert row.tokens == whole_texts()[3]
 
 
@@ -261,10 +269,10 @@ def test_the_decoder_names_a_token_outside_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("more", [1, 90])
 def test_a_draft_longer_than_asked_for_is_refused(more: int) -> None:
-    class Greedy:
+    class TooLong:
         def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
             return Draft.from_lists([[1] * (length + more) for length in lengths], sampler.device)
 
-    decoder = SpeculativeDecoder("toy", drafter=Greedy(), num_draft_tokens=3)
-    with pytest.raises(UsageError, match=rf"Greedy returned {3 + more} tokens for row 0; allowed: 0 to the 3 "):
+    decoder = SpeculativeDecoder("toy", drafter=TooLong(), num_draft_tokens=3)
+    with pytest.raises(UsageError, match=rf"TooLong returned {3 + more} tokens for row 0; allowed: 0 to the 3 "):
         decoder.generate("The heron", SamplingParams(max_tokens=20))

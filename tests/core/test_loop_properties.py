@@ -1,7 +1,7 @@
-"""Whatever is asked for, in whatever company: a row says what it says alone, and its rounds add up.
+"""Whatever the options and the batch mates, a row has the text it has alone, and its rounds add up to it.
 
 Random prompts, options, draft lengths, orders of arrival, batch sizes, drafters and rules, on the toy model and on a
-tiny transformer in double precision. Sessions compare their memory with the committed tokens all the while.
+tiny transformer in double precision. Sessions compare their caches with the committed tokens all the while.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def every_cache_audit() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """Requests and how they are decoded. order: in which the rows come back for a second turn."""
+    """Requests and how they are decoded; `order` is that of the rows in their second turn."""
 
     model: str
     drafter: str
@@ -60,27 +60,27 @@ class Case:
 
 @st.composite
 def requests(draw: st.DrawFn, vocab: int) -> SamplingParams:
-    """Options of one row; each is often left alone, so that rows with and without it meet."""
+    """Options of one row; each is often left at its default, so that rows with and without it share batches."""
 
-    def some(*values: Any) -> Any:
+    def pick(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    max_tokens = some(1, 3, 7, 12, 12, 16)
+    max_tokens = pick(1, 3, 7, 12, 12, 16)
     return SamplingParams(
-        temperature=some(0.0, 0.0, 0.5, 1.0, 1.6),
-        top_k=some(0, 0, 1, 5, 40),
-        top_p=some(1.0, 1.0, 0.9, 0.4),
-        min_p=some(0.0, 0.0, 0.05),
-        repetition_penalty=some(1.0, 1.0, 1.4, 0.8),
-        presence_penalty=some(0.0, 0.0, 2.5),
-        frequency_penalty=some(0.0, 0.0, 1.5),
-        logit_bias=some({}, {}, {SPACE: 2.0, 5: -3.0}),
-        bad_words=some((), (), [[SPACE]], [[SPACE, 33], [7, 8, 9]]),
-        stop_token_ids=some((), (), [SPACE], [LETTER_E % vocab, 12]),
-        min_tokens=min(some(0, 0, 3, 9), max_tokens),
+        temperature=pick(0.0, 0.0, 0.5, 1.0, 1.6),
+        top_k=pick(0, 0, 1, 5, 40),
+        top_p=pick(1.0, 1.0, 0.9, 0.4),
+        min_p=pick(0.0, 0.0, 0.05),
+        repetition_penalty=pick(1.0, 1.0, 1.4, 0.8),
+        presence_penalty=pick(0.0, 0.0, 2.5),
+        frequency_penalty=pick(0.0, 0.0, 1.5),
+        logit_bias=pick({}, {}, {SPACE: 2.0, 5: -3.0}),
+        bad_words=pick((), (), [[SPACE]], [[SPACE, 33], [7, 8, 9]]),
+        stop_token_ids=pick((), (), [SPACE], [LETTER_E % vocab, 12]),
+        min_tokens=min(pick(0, 0, 3, 9), max_tokens),
         max_tokens=max_tokens,
         seed=draw(st.integers(0, 3)),
-        num_draft_tokens=some(None, None, None, None, 0, 1, 8),
+        num_draft_tokens=pick(None, None, None, None, 0, 1, 8),
     )
 
 
@@ -89,7 +89,7 @@ def cases(draw: st.DrawFn, model: str) -> Case:
     """Prompts are pieces of the fable, on which drafts do well, or anything."""
     vocab = 257 if model == "toy" else VOCAB
     begin, length = st.integers(0, len(TEXT) - 40), st.integers(1, 24)
-    segments = st.builds(lambda at, n: [token % vocab for token in TEXT[at : at + n]], begin, length)
+    segments = st.builds(lambda start, n: [token % vocab for token in TEXT[start : start + n]], begin, length)
     anything = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=24)
     prompts = draw(st.lists(segments | segments | anything, min_size=2, max_size=5))
     rows = len(prompts)
@@ -120,8 +120,8 @@ def cases(draw: st.DrawFn, model: str) -> Case:
 
 
 def decoder(case: Case, drafter: str) -> SpeculativeDecoder:
-    """A new decoder with nothing in its memory."""
-    target, draft = ("toy", "toy:2") if case.model == "toy" else (double(), perturbed("llama"))
+    """A decoder with empty caches."""
+    target, draft = ("toy", "toy:2") if case.model == "toy" else (double_precision_model(), perturbed("llama"))
     with patch("slipstream.reproducibility.calibration_cache.remembered", lambda loaded, rows: SHAPES):
         return SpeculativeDecoder(
             target,
@@ -135,51 +135,53 @@ def decoder(case: Case, drafter: str) -> SpeculativeDecoder:
 
 
 @cache
-def double() -> Any:
+def double_precision_model() -> Any:
     return shared("llama", 0, torch.float64)
 
 
 def check(case: Case) -> None:
-    """Every row says what it says alone; then some go on from there, in another order."""
-    made, by_itself = decoder(case, case.drafter), cache(partial(decoder, case))
-    first = made.generate(case.prompts, case.params)
+    """Every row has the text it has alone, also in a second turn that continues the texts in another order."""
+    decoder_of_all, fresh_decoder = decoder(case, case.drafter), cache(partial(decoder, case))
+    first = decoder_of_all.generate(case.prompts, case.params)
     longer = [[*result.prompt_token_ids, *result.token_ids, SPACE] for result in first]
-    again = [case.params[i] for i in case.order]
-    second = made.generate([longer[i] for i in case.order], again)
+    params_again = [case.params[i] for i in case.order]
+    second = decoder_of_all.generate([longer[i] for i in case.order], params_again)
     for prompts, params, results in (
         (case.prompts, case.params, first),
-        ([longer[i] for i in case.order], again, second),
+        ([longer[i] for i in case.order], params_again, second),
     ):
         assert [result.prompt_token_ids for result in results] == prompts
-        for index, (prompt, one, result) in enumerate(zip(prompts, params, results, strict=True)):
+        for index, (prompt, options, result) in enumerate(zip(prompts, params, results, strict=True)):
             # a drafted token judged by a random draw of its own changes seeded text, though not its distribution
-            free = one.temperature > 0 and case.rule in ("block", "rejection")
-            other = by_itself(case.drafter if free else "none")
-            other.forget()
-            other.forget_learned()
-            alone = other.generate(prompt, one)
+            is_seeded_by_draft = options.temperature > 0 and case.rule in ("block", "rejection")
+            decoder_of_one = fresh_decoder(case.drafter if is_seeded_by_draft else "none")
+            decoder_of_one.forget()
+            decoder_of_one.forget_learned()
+            alone = decoder_of_one.generate(prompt, options)
             assert (result.token_ids, result.finish_reason) == (alone.token_ids, alone.finish_reason)
-            _adds_up(index, one, result)
-        _shares_steps(case, results)
+            check_rounds_add_up(index, options, result)
+        check_steps(case, results)
 
 
-def _adds_up(index: int, params: SamplingParams, result: Result) -> None:
-    """The rounds of a row tell its output, one after another, and end as it does."""
-    whole, at = [*result.prompt_token_ids, *result.token_ids], len(result.prompt_token_ids)
-    for done in result.rounds:
-        kept = done.num_accepted_tokens
-        assert (done.row, done.start) == (index, at)
-        assert done.tokens == tuple(whole[at : at + len(done.tokens)]) != ()
-        assert done.tokens[:kept] == done.draft[:kept]
-        assert kept <= len(done.draft) and len(done.tokens) <= kept + 1
-        assert done.origins.count("accepted") == kept and len(done.origins) == len(done.tokens)
-        assert not done.rejected or kept < len(done.draft)
-        assert len(done.draft) <= params.max_tokens - (at - len(result.prompt_token_ids)) - 1
+def check_rounds_add_up(index: int, params: SamplingParams, result: Result) -> None:
+    """The rounds of a row make up its output, in order, and the last one has its finish reason."""
+    text, position = [*result.prompt_token_ids, *result.token_ids], len(result.prompt_token_ids)
+    for round in result.rounds:
+        kept = round.num_accepted_tokens
+        assert (round.row, round.start) == (index, position)
+        assert round.tokens == tuple(text[position : position + len(round.tokens)]) != ()
+        assert round.tokens[:kept] == round.draft[:kept]
+        assert kept <= len(round.draft) and len(round.tokens) <= kept + 1
+        assert round.origins.count("accepted") == kept and len(round.origins) == len(round.tokens)
+        assert not round.rejected or kept < len(round.draft)
+        assert len(round.draft) <= params.max_tokens - (position - len(result.prompt_token_ids)) - 1
         if params.num_draft_tokens is not None:
-            assert len(done.draft) <= params.num_draft_tokens
-        at += len(done.tokens)
-    assert at == len(whole)
-    assert [done.finish_reason for done in result.rounds] == [None] * (len(result.rounds) - 1) + [result.finish_reason]
+            assert len(round.draft) <= params.num_draft_tokens
+        position += len(round.tokens)
+    assert position == len(text)
+    assert [round.finish_reason for round in result.rounds] == [None] * (len(result.rounds) - 1) + [
+        result.finish_reason
+    ]
     assert all(before.step < after.step for before, after in pairwise(result.rounds))
     assert params.min_tokens <= len(result.token_ids) <= params.max_tokens
     ended = result.token_ids[-1] in (*params.stop_token_ids, 256)
@@ -187,28 +189,28 @@ def _adds_up(index: int, params: SamplingParams, result: Result) -> None:
     assert result.stats == Stats.of(result.rounds)
 
 
-def _shares_steps(case: Case, results: list[Result]) -> None:
-    """No step has more rows than there are places, and each row of a step knows how many they were."""
-    rounds = [done for result in results for done in result.rounds]
-    sizes = [done.num_rows for done in rounds]
+def check_steps(case: Case, results: list[Result]) -> None:
+    """No step has more rows than the batch allows, and each round reports the number of rows in its step."""
+    rounds = [round for result in results for round in result.rounds]
+    sizes = [round.num_rows for round in rounds]
     assert max(sizes) <= case.max_batch_size
-    steps = [done.step for done in rounds]
-    assert all(steps.count(done.step) == done.num_rows for done in rounds)
+    steps = [round.step for round in rounds]
+    assert all(steps.count(round.step) == round.num_rows for round in rounds)
 
 
 @settings(STEADY, max_examples=40)
 @given(cases("toy"))
-def test_a_row_of_the_toy_says_what_it_says_alone(case: Case) -> None:
+def test_a_row_of_the_toy_model_has_the_text_it_has_alone(case: Case) -> None:
     check(case)
 
 
 @settings(STEADY, max_examples=12)
 @given(cases("llama"))
-def test_a_row_of_a_transformer_says_what_it_says_alone(case: Case) -> None:
+def test_a_row_of_a_transformer_has_the_text_it_has_alone(case: Case) -> None:
     check(case)
 
 
-# what must be found
+# negative controls
 
 
 def ends_with_its_last_token(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -230,24 +232,28 @@ def keyed_by(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[[Sam
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "a row that moves leaves its memory behind": (ToyBackend, "copy", lambda *given: None),
-    "an end is overlooked inside a block": (Row, "commit", ends_with_its_last_token),
+    "a row that moves leaves its cached tokens behind": (ToyBackend, "copy", lambda *_: None),
+    "an end token inside a block is overlooked": (Row, "commit", ends_with_its_last_token),
     "penalties do not see the draft": (
         history.Penalties,
         "_occurrences",
         staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1])),
     ),
-    "random draws go by the place in the batch": (Sampler, "_token_key", keyed_by(lambda i, row, at: (i, at))),
-    "random draws go by the draft": (
+    "random draws depend on the place in the batch": (
         Sampler,
         "_token_key",
-        keyed_by(lambda i, row, at: (row.seed, at, len(row.tokens))),
+        keyed_by(lambda i, row, position: (i, position)),
+    ),
+    "random draws depend on the draft": (
+        Sampler,
+        "_token_key",
+        keyed_by(lambda i, row, position: (row.seed, position, len(row.tokens))),
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str) -> None:
-    hunt = settings(STEADY, max_examples=150, phases=[Phase.generate])(given(cases("toy"))(check))
+def test_an_injected_fault_is_found(fault: str) -> None:
+    search_for_a_failure = settings(STEADY, max_examples=150, phases=[Phase.generate])(given(cases("toy"))(check))
     with patch.object(*FAULTS[fault]), pytest.raises((AssertionError, SlipstreamError)):
-        hunt()
+        search_for_a_failure()

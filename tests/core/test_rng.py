@@ -54,7 +54,7 @@ def test_draws_by_seed_follow_the_distribution_as_draws_by_position_do() -> None
 
 
 def test_biased_draws_are_caught() -> None:
-    """Three races of which none is right: uniform noise, a distribution a little off, the largest noise winning."""
+    """Three wrong races: with uniform noise, of a distribution that is a little off, and won by the largest noise."""
     race = Race(len(PROBS), CPU)
     noise = torch.stack([race.noise(bits) for bits in keys()])
     off = PROBS + torch.tensor([0.03, 0, 0, 0, -0.03, 0, 0, 0])
@@ -88,7 +88,7 @@ def test_noise_is_exponential_and_independent_of_the_token() -> None:
     assert float(correlation.abs().max()) < 5 / 4000**0.5
 
 
-def test_same_key_gives_the_same_draw_and_another_key_another() -> None:
+def test_equal_keys_give_equal_draws_and_different_keys_different_ones() -> None:
     race = Race(1000, CPU)
     distribution = torch.full((1, 1000), 1e-3)
     draws = [int(race.draw(distribution, [bits])) for bits in keys(50)]
@@ -106,7 +106,7 @@ def test_draw_does_not_depend_on_batch_mates_or_place() -> None:
     assert torch.equal(race.draw(distributions[order], [row_keys[i] for i in order.tolist()]), together[order])
 
 
-def test_speeds_are_the_same_whether_few_or_all_tokens_have_noise() -> None:
+def test_speeds_do_not_depend_on_how_many_tokens_have_noise() -> None:
     race, probs = Race(64, CPU), torch.zeros(64, 6)
     bits = race.bits(words(keys(6)))
     probs[:5] = torch.rand(5, 6, generator=torch.Generator().manual_seed(2))
@@ -152,7 +152,7 @@ def dependence(a: Tensor, b: Tensor, cells: int = 8) -> float:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         ({"stream": Stream.TOKEN}, {"stream": Stream.DRAFT}),
         ({"stream": Stream.TOKEN}, {"stream": Stream.KEEP}),
@@ -164,15 +164,15 @@ def dependence(a: Tensor, b: Tensor, cells: int = 8) -> float:
     ],
     ids=["token-draft", "token-keep", "draft-keep", "next position", "position after that", "next seed", "far seed"],
 )
-def test_numbers_for_different_purposes_positions_and_seeds_are_independent(
-    one: dict[str, int], other: dict[str, int]
+def test_uniforms_of_different_streams_positions_and_seeds_are_independent(
+    first: dict[str, int], second: dict[str, int]
 ) -> None:
-    a, b = uniforms(**one), uniforms(**other)
+    a, b = uniforms(**first), uniforms(**second)
     assert dependence(a, b) > SUSPICIOUS
     assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / DRAWS**0.5
 
 
-def test_dependent_numbers_are_caught() -> None:
+def test_dependent_uniforms_are_caught() -> None:
     a, b = uniforms(), uniforms(shift=1)
     assert dependence(a, (a + 0.1 * b) % 1) < SUSPICIOUS
     assert dependence(a, torch.where(a > 0.9, a, b)) < SUSPICIOUS
@@ -183,7 +183,7 @@ def test_dependent_numbers_are_caught() -> None:
     [({"stream": Stream.DRAFT}, 0), ({"seed": 8}, 0), ({}, 1)],
     ids=["streams", "seeds", "positions"],
 )
-def test_draws_for_different_purposes_seeds_and_positions_are_independent(other: dict[str, int], shift: int) -> None:
+def test_draws_of_different_streams_seeds_and_positions_are_independent(other: dict[str, int], shift: int) -> None:
     a, b = winners()[: DRAWS - shift], winners(**other)[shift:]
     counts = torch.bincount(a * len(PROBS) + b, minlength=len(PROBS) ** 2)
     assert p_value(counts, torch.outer(PROBS, PROBS).flatten() * len(a)) > SUSPICIOUS

@@ -1,4 +1,4 @@
-"""What ended rows have left is kept in idle slots, the last used longest, and changes no logits."""
+"""Prompts of ended rows stay cached in idle slots, the most recently used longest, and change no logits."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CHUNKS = Shapes((4, 8, 16, 32), 16, 64, reuse=16)
 TEXT = list(FABLE.replace("\n", " ").encode())
 
 
-class Asked:
-    """A session that is asked one prompt after the other, each continuing its own."""
+class OnePromptAtATime:
+    """A session that scores one prompt after the other, each in a row of its own."""
 
     def __init__(self, slots: int, shapes: Shapes = EXACT_FIT) -> None:
         self.session, self.steps = Session(HashBackend(), shapes), 0
         self.session.reserve(slots, 400)
 
     def read(self, tokens: Sequence[int], group: str = "") -> int:
-        """How many tokens of a prompt are read anew; its row ends after a round whose logits are the right ones."""
+        """Scores the prompt in a row that ends after one round, and returns how many tokens were not cached."""
         row, before = new_row(tokens), self.session.prefill_tokens
         row.group = group
         logits = self.session.score([row], *table([[1]]))
@@ -48,75 +48,72 @@ class Asked:
 
 
 @pytest.mark.parametrize("shapes", [EXACT_FIT, CHUNKS], ids=["exact", "chunks"])
-@pytest.mark.parametrize(("slots", "kept"), [(1, False), (2, False), (4, True), (6, True)])
-def test_prompts_that_take_turns_are_read_once_where_idle_slots_are_free(
-    slots: int, kept: bool, shapes: Shapes
-) -> None:
-    asked = Asked(slots, shapes)
+@pytest.mark.parametrize(("slots", "is_kept"), [(1, False), (2, False), (4, True), (6, True)])
+def test_alternating_prompts_are_read_once_if_there_are_idle_slots(slots: int, is_kept: bool, shapes: Shapes) -> None:
+    cached_prompts = OnePromptAtATime(slots, shapes)
     for prompt in PROMPTS[:3]:
-        assert asked.read(prompt) >= LENGTH - 17
-    again = [asked.read(prompt) for prompt in PROMPTS[:3] * 2]
-    assert (max(again) == 0) == kept and (kept or sum(again) > 2 * LENGTH)
+        assert cached_prompts.read(prompt) >= LENGTH - 17
+    read_again = [cached_prompts.read(prompt) for prompt in PROMPTS[:3] * 2]
+    assert (max(read_again) == 0) == is_kept and (is_kept or sum(read_again) > 2 * LENGTH)
 
 
-def test_the_prompt_that_was_used_last_is_kept_longest() -> None:
-    asked = Asked(4)
-    for number in (0, 1, 2, 0, 3, 4):  # the last of which takes the place of number 1
-        asked.read(PROMPTS[number])
-    assert [asked.read(PROMPTS[number]) > 0 for number in (0, 3, 4, 1)] == [False, False, False, True]
+def test_the_least_recently_used_prompt_is_evicted_first() -> None:
+    cached_prompts = OnePromptAtATime(4)
+    for number in (0, 1, 2, 0, 3, 4):  # the last of them evicts number 1
+        cached_prompts.read(PROMPTS[number])
+    assert [cached_prompts.read(PROMPTS[number]) > 0 for number in (0, 3, 4, 1)] == [False, False, False, True]
 
 
-def test_a_text_that_goes_on_and_one_that_repeats_take_no_place_from_others() -> None:
-    asked = Asked(3)
-    asked.read(PROMPTS[0])
+def test_a_continued_or_repeated_text_evicts_no_other_prompt() -> None:
+    cached_prompts = OnePromptAtATime(3)
+    cached_prompts.read(PROMPTS[0])
     text = PROMPTS[1]
     for turn in range(6):
-        asked.read(text)
-        asked.read(text)
+        cached_prompts.read(text)
+        cached_prompts.read(text)
         text = [*text, 3, turn, 5]
-    assert asked.read(PROMPTS[0]) == 0
+    assert cached_prompts.read(PROMPTS[0]) == 0
 
 
-def test_a_prompt_of_another_group_counts_as_another_prompt() -> None:
-    asked = Asked(3)
-    assert asked.read(PROMPTS[0], "ann") > 0 and asked.read(PROMPTS[0], "bob") > 0
-    assert asked.read(PROMPTS[0], "ann") == asked.read(PROMPTS[0], "bob") == 0
+def test_prompts_are_not_shared_between_groups() -> None:
+    cached_prompts = OnePromptAtATime(3)
+    assert cached_prompts.read(PROMPTS[0], "ann") > 0 and cached_prompts.read(PROMPTS[0], "bob") > 0
+    assert cached_prompts.read(PROMPTS[0], "ann") == cached_prompts.read(PROMPTS[0], "bob") == 0
 
 
-def test_slots_of_rows_under_way_are_left_alone() -> None:
+def test_slots_of_running_rows_are_not_reused() -> None:
     session = Session(HashBackend())
     session.reserve(4, 400)
     rows = [new_row(prompt, i) for i, prompt in enumerate(PROMPTS[:4])]
     session.score(rows, *table([[]] * 4))
     rows[0].finish_reason = "stop"
     before, new = session.prefill_tokens, new_row([6] * LENGTH)
-    session.score([new, *rows[1:]], *table([[]] * 4))  # there is no idle slot for what the first has left
+    session.score([new, *rows[1:]], *table([[]] * 4))  # no slot is idle, so the first row's cached tokens are lost
     assert session.prefill_tokens - before == LENGTH - 1
     assert [state.row for state in session.slot_states] == [new, *rows[1:]]
 
 
-@pytest.mark.parametrize(("num_slots", "read"), [(0, 3), (4, 1)])
-def test_a_scheduler_reads_repeated_prompts_once_if_it_has_more_slots(num_slots: int, read: int) -> None:
-    """Three texts, one at a time and three times each; every text is the one that it has in an engine of its own."""
+@pytest.mark.parametrize(("num_slots", "times_read"), [(0, 3), (4, 1)])
+def test_a_scheduler_reads_repeated_prompts_once_if_it_has_more_slots(num_slots: int, times_read: int) -> None:
+    """Three prompts, one at a time and three times each; every text equals that of a new scheduler."""
 
-    def made(slots: int) -> Scheduler:
+    def new_scheduler(slots: int) -> Scheduler:
         return Scheduler(engine(Session(ToyBackend(3), Shapes((), 16)), NgramDrafter(), Fixed(3)), num_slots=slots)
 
-    def text(of: Scheduler, number: int) -> list[int]:
+    def text(scheduler: Scheduler, number: int) -> list[int]:
         prompt = TEXT[20 * number :][:LENGTH]
         row = Row(number, prompt, SamplingParams(max_tokens=6, temperature=0.8, seed=1), 1)
-        list(of.run([row]))
+        list(scheduler.run([row]))
         return row.output
 
-    one = made(num_slots)
+    shared = new_scheduler(num_slots)
     for number in [0, 1, 2] * 3:
-        assert text(one, number) == text(made(0), number)
-    assert (one.engine.target.prefill_tokens < (read + 1) * 3 * LENGTH) and (
-        one.engine.target.prefill_tokens > (read - 1) * 3 * LENGTH
-    )
+        assert text(shared, number) == text(new_scheduler(0), number)
+    per_reading = 3 * LENGTH
+    assert (times_read - 1) * per_reading < shared.engine.target.prefill_tokens < (times_read + 1) * per_reading
 
 
-def test_drafts_fill_the_widest_forward_beside_what_the_rows_lack() -> None:
+def test_the_longest_draft_fills_the_widest_forward_beside_the_tokens_not_yet_cached() -> None:
     session = Session(HashBackend(), Shapes((4, 8, 16, 32), 16))
     session.reserve(2, 400)
     rows = [new_row(PROMPTS[0]), new_row(PROMPTS[1][:3], 1)]

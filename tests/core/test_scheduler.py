@@ -1,4 +1,4 @@
-"""Rows come, go, fail and are cancelled in any order: no other text changes, and long prompts delay nobody long."""
+"""Rows enter, end, fail and are cancelled without changing other texts, and long prompts delay no row for long."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fails:
         return scores
 
 
-def scheduler(batch: int = 3, budget: int = CHUNK, backend: Any = None) -> Scheduler:
+def make_scheduler(batch: int = 3, budget: int = CHUNK, backend: Any = None) -> Scheduler:
     target = Session(ToyBackend(3) if backend is None else backend, SHAPES)
     return Scheduler(engine(target, NgramDrafter(), Fixed(3)), batch, budget)
 
@@ -53,19 +53,19 @@ def row(index: int, length: int, tokens: int, seed: int = 0, fails: int | None =
     return Row(index, TEXT[index * 5 :][:length], params, seed)
 
 
-def alone(of: Row) -> list[int]:
-    """What the row says by plain decoding, if nothing happens to it."""
+def alone(row: Row) -> list[int]:
+    """The row's output by plain decoding, undisturbed."""
     params = SamplingParams(
-        max_tokens=of.params.max_tokens, temperature=of.params.temperature, seed=of.seed, num_draft_tokens=0
+        max_tokens=row.params.max_tokens, temperature=row.params.temperature, seed=row.seed, num_draft_tokens=0
     )
-    copy = Row(of.index, of.tokens[: of.prompt_length], params, of.seed)
-    list(scheduler(1, budget=1 << 20).run([copy]))
+    copy = Row(row.index, row.tokens[: row.prompt_length], params, row.seed)
+    list(make_scheduler(1, budget=1 << 20).run([copy]))
     return copy.output
 
 
 @dataclass
 class Events:
-    """What happens: rows to add, and between steps adds (None) and cancels (number of the row)."""
+    """Rows to add and, before each step, a list of events: None adds the next row, a number cancels that row."""
 
     rows: list[Row]
     script: list[list[int | None]] = field(default_factory=list)
@@ -87,58 +87,65 @@ def events(draw: st.DrawFn) -> Events:
     return Events(rows, draw(st.lists(step, max_size=12)))
 
 
-def play(made: Scheduler, of: Events) -> None:
-    waiting = list(of.rows)
-    for happens in of.script:
-        for what in happens:
-            if what is not None:
-                made.cancel(of.rows[what])
+def play(scheduler: Scheduler, events: Events) -> None:
+    waiting = list(events.rows)
+    for events_of_step in events.script:
+        for cancelled in events_of_step:
+            if cancelled is not None:
+                scheduler.cancel(events.rows[cancelled])
             elif waiting:
-                made.add(waiting.pop(0))
-        made.step()
-    for one in waiting:
-        made.add(one)
-    while made.unfinished:
-        made.step()
+                scheduler.add(waiting.pop(0))
+        scheduler.step()
+    for row in waiting:
+        scheduler.add(row)
+    while scheduler.unfinished:
+        scheduler.step()
 
 
 @EVERY_ORDER
 @given(events())
-def test_every_row_says_what_it_says_alone_whatever_happens_to_the_others(of: Events) -> None:
+def test_every_row_has_its_text_of_plain_decoding_whatever_happens_to_the_others(scenario: Events) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SLIPSTREAM_DEBUG", "1")  # what slots hold is compared with committed tokens
-        play(scheduler(), of)
-    for one in of.rows:
-        text = alone(one)
-        fails = one.params.logits_processors
-        if one.finish_reason == "length":
-            assert one.output == text and not (fails and fails[0].length < len(one.tokens))
-        elif one.finish_reason == "error":
-            assert one.output == text[: max(0, fails[0].length - one.prompt_length)]  # up to where plain decoding fails
-            assert str(one.error) == "out of order"
+        play(make_scheduler(), scenario)
+    for each in scenario.rows:
+        plain = alone(each)
+        processors = each.params.logits_processors
+        if each.finish_reason == "length":
+            assert each.output == plain and not (processors and processors[0].length < len(each.tokens))
+        elif each.finish_reason == "error":
+            assert (
+                each.output == plain[: max(0, processors[0].length - each.prompt_length)]
+            )  # up to where plain decoding fails
+            assert str(each.error) == "out of order"
         else:
-            assert one.finish_reason == "cancelled" and one.output == text[: len(one.output)]
+            assert each.finish_reason == "cancelled" and each.output == plain[: len(each.output)]
 
 
-def test_a_row_that_touched_its_neighbours_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a place is given away, but what its slot holds is taken for the new row's."""
-    made, rows = scheduler(1), [row(0, 20, 6), row(1, 20, 6)]
-    whole: Callable[..., None] = type(made.engine.target.table).assign_slot
+def test_a_row_that_takes_over_anothers_cached_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what a slot holds of its old row is taken for the new row's."""
+    scheduler, rows = make_scheduler(1), [row(0, 20, 6), row(1, 20, 6)]
+    assign_slot: Callable[..., None] = type(scheduler.engine.target.table).assign_slot
 
-    def careless(table: Any, slot: int, of: Row) -> None:
+    def careless(table: Any, slot: int, new_row: Row) -> None:
         state = table.states[slot]
-        if state.row is not None and state.row is not of and of is rows[1]:
-            state.row, state.base, state.written, state.round = of, of.prompt_length - 1, of.prompt_length - 1, 0
-        whole(table, slot, of)
+        if state.row is not None and state.row is not new_row and new_row is rows[1]:
+            state.row, state.base, state.written, state.round = (
+                new_row,
+                new_row.prompt_length - 1,
+                new_row.prompt_length - 1,
+                0,
+            )
+        assign_slot(table, slot, new_row)
 
-    monkeypatch.setattr(type(made.engine.target.table), "assign_slot", careless)
-    list(made.run(rows))
+    monkeypatch.setattr(type(scheduler.engine.target.table), "assign_slot", careless)
+    list(scheduler.run(rows))
     monkeypatch.undo()
     assert rows[0].output == alone(rows[0]) and rows[1].output != alone(rows[1])
 
 
-class Reads(ToyBackend):
-    """Notes how many tokens each forward takes."""
+class RecordsWidths(ToyBackend):
+    """Records how many tokens each forward takes."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -151,155 +158,161 @@ class Reads(ToyBackend):
 
 @pytest.mark.parametrize("budget", [CHUNK, 2 * CHUNK])
 def test_a_long_prompt_delays_running_rows_by_a_bounded_number_of_tokens(budget: int) -> None:
-    backend = Reads()
-    made, short, long = scheduler(2, budget, backend), row(0, 4, 40), row(1, 150, 3)
-    made.add(short)
-    made.step()
-    made.add(long)
+    backend = RecordsWidths()
+    scheduler, short, long = make_scheduler(2, budget, backend), row(0, 4, 40), row(1, 150, 3)
+    scheduler.add(short)
+    scheduler.step()
+    scheduler.add(long)
     rounds = 0
     while not long.rounds:
         backend.widths.clear()
-        made.step()
+        scheduler.step()
         rounds += 1
         assert sum(backend.widths) <= budget + 2 * (1 + 3)  # the budget, and a round of both rows
     assert rounds >= 150 // budget and len(short.rounds) >= rounds
-    while made.unfinished:
-        made.step()
+    while scheduler.unfinished:
+        scheduler.step()
     assert short.output == alone(short) and long.output == alone(long)
 
 
-@pytest.mark.parametrize(("reuse", "most"), [(1, 24), (64, 64)])
-def test_chunks_are_cut_to_the_budget_unless_only_whole_ones_keep_the_bits(reuse: int, most: int) -> None:
-    backend = Reads()
+@pytest.mark.parametrize(("reuse", "largest_chunk"), [(1, 24), (64, 64)])
+def test_chunks_are_cut_to_the_budget_unless_only_whole_chunks_are_reproducible(reuse: int, largest_chunk: int) -> None:
+    backend = RecordsWidths()
     target = Session(backend, Shapes((), 64, reuse=reuse))
-    made, short, long = Scheduler(engine(target, NgramDrafter(), Fixed(3)), 2, 24), row(0, 4, 60), row(1, 150, 3)
-    made.add(short)
-    made.step()
-    made.add(long)
-    read = []
+    scheduler, short, long = Scheduler(engine(target, NgramDrafter(), Fixed(3)), 2, 24), row(0, 4, 60), row(1, 150, 3)
+    scheduler.add(short)
+    scheduler.step()
+    scheduler.add(long)
+    chunks = []
     while not long.rounds:
         backend.widths.clear()
-        made.step()
-        read.append(max(backend.widths))
-    assert max(read) == most and len(short.rounds) >= 149 // most
-    while made.unfinished:
-        made.step()
+        scheduler.step()
+        chunks.append(max(backend.widths))
+    assert max(chunks) == largest_chunk and len(short.rounds) >= 149 // largest_chunk
+    while scheduler.unfinished:
+        scheduler.step()
     assert short.output == alone(short) and long.output == alone(long)
 
 
-@pytest.mark.parametrize(("old", "share"), [(5, 1), (3, 1), (1, 5)])
-def test_many_short_prompts_delay_running_rows_by_as_little_unless_they_are_many_more(old: int, share: int) -> None:
-    backend = Reads()
-    made = scheduler(old + 5, CHUNK, backend)
-    running = [row(at, 4, 60) for at in range(old)]
-    shorts = [row(9 + at, CHUNK - 4, 3) for at in range(5)]  # each within the budget, two of them not
-    for one in running:
-        made.add(one)
-    made.step()
-    for one in shorts:
-        made.add(one)
-    most = 0
-    while made.unfinished:
+@pytest.mark.parametrize(("num_running", "share"), [(5, 1), (3, 1), (1, 5)])
+def test_many_short_prompts_share_the_budget_unless_they_far_outnumber_the_running_rows(
+    num_running: int, share: int
+) -> None:
+    backend = RecordsWidths()
+    scheduler = make_scheduler(num_running + 5, CHUNK, backend)
+    running = [row(i, 4, 60) for i in range(num_running)]
+    shorts = [row(9 + i, CHUNK - 4, 3) for i in range(5)]  # one fits the budget, two do not
+    for each in running:
+        scheduler.add(each)
+    scheduler.step()
+    for each in shorts:
+        scheduler.add(each)
+    most_prompt_tokens = 0
+    while scheduler.unfinished:
         backend.widths.clear()
-        made.step()
-        most = max(most, sum(backend.widths) - (old + 5) * (1 + 3))  # without a round of all rows
-    assert most <= share * CHUNK + CHUNK and (share == 1 or most > 2 * CHUNK)  # a chunk more than the budget
-    assert all(one.output == alone(one) for one in (*running, *shorts))
+        scheduler.step()
+        most_prompt_tokens = max(
+            most_prompt_tokens, sum(backend.widths) - (num_running + 5) * (1 + 3)
+        )  # less a round of all rows
+    assert most_prompt_tokens <= share * CHUNK + CHUNK and (
+        share == 1 or most_prompt_tokens > 2 * CHUNK
+    )  # a chunk more than the budget
+    assert all(each.output == alone(each) for each in (*running, *shorts))
 
 
-def drafting_scheduler(budget: int) -> tuple[Scheduler, Session, tuple[Reads, Reads]]:
+def drafting_scheduler(budget: int) -> tuple[Scheduler, Session, tuple[RecordsWidths, RecordsWidths]]:
     """A scheduler with a draft model, its session, and both models."""
-    backends = Reads(), Reads()
+    backends = RecordsWidths(), RecordsWidths()
     target, draft = (Session(backend, SHAPES) for backend in backends)
-    made = engine(target, ModelDrafter(draft, backends[0].vocab_size), Fixed(3), "match", draft)
-    made.drafts_for = partial(drafts_for, made.policy)
-    return Scheduler(made, 3, budget), draft, backends
+    drafting_engine = engine(target, ModelDrafter(draft, backends[0].vocab_size), Fixed(3), "match", draft)
+    drafting_engine.drafts_for = partial(drafts_for, drafting_engine.policy)
+    return Scheduler(drafting_engine, 3, budget), draft, backends
 
 
-@pytest.mark.parametrize("own", [None, 0])
+@pytest.mark.parametrize("num_draft_tokens", [None, 0])
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("budget", [CHUNK, 2 * CHUNK])
-def test_a_long_prompt_delays_running_rows_by_few_tokens_of_either_model(
-    budget: int, seed: int, own: int | None
+def test_a_long_prompt_delays_running_rows_by_a_bounded_number_of_tokens_of_the_draft_model_too(
+    budget: int, seed: int, num_draft_tokens: int | None
 ) -> None:
-    made, draft, backends = drafting_scheduler(budget)
+    scheduler, draft, backends = drafting_scheduler(budget)
     first, short, long = row(0, 4, 5), row(1, 4, 60, seed), row(2, 150, 9, seed)
-    long.params = replace(long.params, num_draft_tokens=own)
-    for one in (first, short):
-        made.add(one)
-    made.step()
-    made.add(long)
+    long.params = replace(long.params, num_draft_tokens=num_draft_tokens)
+    for each in (first, short):
+        scheduler.add(each)
+    scheduler.step()
+    scheduler.add(long)
     rounds = 0
     while len(long.rounds) < 3:
         for backend in backends:
             backend.widths.clear()
-        made.step()
+        scheduler.step()
         rounds += 1
         for backend in backends:  # the budget, and forwards of a few tokens of all rows
             assert sum(backend.widths) <= budget + 3 * (2 + 3)
     assert first.finish_reason and rounds >= 150 // budget and len(short.rounds) >= rounds
-    assert draft.prefill_tokens <= 4 + 4 + 150  # it moved to the place of `first` without being read again
-    while made.unfinished:
-        made.step()
+    assert draft.prefill_tokens <= 4 + 4 + 150  # it moves to the slot of `first` and is not read again
+    while scheduler.unfinished:
+        scheduler.step()
     assert short.output == alone(short) and long.output == alone(long)
 
 
 def test_rows_that_ask_for_no_drafts_are_not_read_by_the_draft_model() -> None:
-    made, draft, _ = drafting_scheduler(CHUNK)
+    scheduler, draft, _ = drafting_scheduler(CHUNK)
     for length in (4, 150):
-        made.add(Row(length, TEXT[:length], SamplingParams(max_tokens=30, num_draft_tokens=0), 0))
-        made.step()
-    while made.unfinished:
-        made.step()
+        scheduler.add(Row(length, TEXT[:length], SamplingParams(max_tokens=30, num_draft_tokens=0), 0))
+        scheduler.step()
+    while scheduler.unfinished:
+        scheduler.step()
     assert draft.prefill_tokens == 0
 
 
 def test_without_running_rows_all_prompts_are_read_at_once() -> None:
-    made, rows = scheduler(2), [row(0, 60, 3), row(1, 70, 3)]
-    for one in rows:
-        made.add(one)
-    made.step()
-    assert all(len(one.rounds) == 1 for one in rows)
+    scheduler, rows = make_scheduler(2), [row(0, 60, 3), row(1, 70, 3)]
+    for each in rows:
+        scheduler.add(each)
+    scheduler.step()
+    assert all(len(each.rounds) == 1 for each in rows)
 
 
-def test_rows_leave_where_they_are_waiting_reading_or_running() -> None:
-    made = scheduler(2)
-    running, reading, waiting, rest = row(0, 4, 30), row(1, 90, 5), row(2, 4, 5), row(3, 4, 5)
-    made.add(running)
-    made.step()
-    for one in (reading, waiting, rest):
-        made.add(one)
-    made.step()
+def test_rows_can_be_cancelled_while_waiting_reading_or_running() -> None:
+    scheduler = make_scheduler(2)
+    running, reading, waiting, last = row(0, 4, 30), row(1, 90, 5), row(2, 4, 5), row(3, 4, 5)
+    scheduler.add(running)
+    scheduler.step()
+    for each in (reading, waiting, last):
+        scheduler.add(each)
+    scheduler.step()
     assert not reading.rounds and not waiting.rounds
-    for one in (reading, waiting):
-        made.cancel(one)
-    done = made.step()
-    assert {one.row for one in done} <= {0, 3} and made.unfinished
-    made.cancel(running)
-    while made.unfinished:
-        made.step()
-    made.cancel(rest)  # ended already: stays as it is
-    assert [one.finish_reason for one in (running, reading, waiting, rest)] == ["cancelled"] * 3 + ["length"]
-    assert made.step() == [] and not made.unfinished
-    assert rest.output == alone(rest)
+    for each in (reading, waiting):
+        scheduler.cancel(each)
+    rounds = scheduler.step()
+    assert {each.row for each in rounds} <= {0, 3} and scheduler.unfinished
+    scheduler.cancel(running)
+    while scheduler.unfinished:
+        scheduler.step()
+    scheduler.cancel(last)  # it has ended: nothing changes
+    assert [each.finish_reason for each in (running, reading, waiting, last)] == ["cancelled"] * 3 + ["length"]
+    assert scheduler.step() == [] and not scheduler.unfinished
+    assert last.output == alone(last)
 
 
 def test_the_cache_grows_with_the_rows_that_are_admitted() -> None:
-    made = scheduler(4)
-    table = made.engine.target.table
-    made.add(row(0, 4, 20))
-    made.step()
+    scheduler = make_scheduler(4)
+    table = scheduler.engine.target.table
+    scheduler.add(row(0, 4, 20))
+    scheduler.step()
     assert len(table.states) == 1
     for index in (1, 2):
-        made.add(row(index, 4, 5))
-    made.step()
+        scheduler.add(row(index, 4, 5))
+    scheduler.step()
     assert len(table.states) == 3
 
 
 PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, logits_processors=[Fails(20)])]
 
 
-def test_a_failing_row_of_a_list_ends_alone_and_a_single_one_raises() -> None:
+def test_a_failing_row_ends_alone_in_a_list_and_raises_on_its_own() -> None:
     decoder = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3)
     prompts = ["The heron ", "The heron sai"]
     good, bad = decoder.generate(prompts, PARAMS, chat=False)
@@ -313,7 +326,7 @@ def test_a_failing_row_of_a_list_ends_alone_and_a_single_one_raises() -> None:
         list(decoder.stream(prompts[1], PARAMS[1], chat=False))
 
 
-def test_a_row_without_a_token_to_choose_ends_alone() -> None:
+def test_a_row_without_an_allowed_token_ends_alone_in_a_list_and_raises_on_its_own() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     nothing = SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(256), float("-inf")), bad_words=[[256]])
     good, bad = decoder.generate(["The heron ", "The heron "], [SamplingParams(max_tokens=4), nothing], chat=False)
@@ -324,32 +337,32 @@ def test_a_row_without_a_token_to_choose_ends_alone() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, [[1, 2]], "text"])
-def test_a_drafter_that_returns_no_draft_is_named(answer: object) -> None:
-    class Odd:
+def test_a_drafter_that_returns_no_draft_is_refused_by_name(answer: object) -> None:
+    class NoDraft:
         def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Any:
             return answer
 
-    expected = f"drafter Odd returned {type(answer).__name__}; allowed: a Draft"
+    expected = f"drafter NoDraft returned {type(answer).__name__}; allowed: a Draft"
     with pytest.raises(SlipstreamError, match=expected):
-        SpeculativeDecoder("toy", drafter=Odd(), num_draft_tokens=2).generate("The heron ", PARAMS[0], chat=False)
+        SpeculativeDecoder("toy", drafter=NoDraft(), num_draft_tokens=2).generate("The heron ", PARAMS[0], chat=False)
 
 
-def test_ragged_sessions_read_ahead_too() -> None:
+def test_a_ragged_session_reads_a_long_prompt_in_chunks_too() -> None:
     from tests.support.tiny_models import fast, prompts
 
     backend = fast("llama")
     assert backend.ragged
     target = make_session(backend, Shapes((), 64))
-    made = Scheduler(engine(target, NgramDrafter(), Fixed(3)), 2, 64)
+    scheduler = Scheduler(engine(target, NgramDrafter(), Fixed(3)), 2, 64)
     first, second = (Row(i, ids, SamplingParams(max_tokens=20), 0) for i, ids in enumerate(prompts((5, 200))))
-    made.add(first)
-    made.step()
-    made.add(second)
-    made.step()
+    scheduler.add(first)
+    scheduler.step()
+    scheduler.add(second)
+    scheduler.step()
     assert not second.rounds and len(first.rounds) == 2
-    while made.unfinished:
-        made.step()
-    for one in (first, second):
-        same = Row(0, one.tokens[: one.prompt_length], SamplingParams(max_tokens=20), 0)
-        list(Scheduler(engine(make_session(fast("llama")), NgramDrafter(), Fixed(0))).run([same]))
-        assert same.output == one.output
+    while scheduler.unfinished:
+        scheduler.step()
+    for each in (first, second):
+        plain = Row(0, each.tokens[: each.prompt_length], SamplingParams(max_tokens=20), 0)
+        list(Scheduler(engine(make_session(fast("llama")), NgramDrafter(), Fixed(0))).run([plain]))
+        assert plain.output == each.output

@@ -1,6 +1,6 @@
 """After any history, a session scores as one that has never seen anything.
 
-The backend of most tests hashes the whole prefix it reads from its memory, so one wrong position changes every logit.
+The backend of most tests hashes the whole prefix it reads from its cache, so one wrong position changes every logit.
 """
 
 import random
@@ -41,12 +41,12 @@ class BatchProcessor:
         self.backend = make()
         self.vocab = self.backend.vocab_size
         self.session = make_session(self.backend, shapes)
-        self.session.reserve(3 + seed % 3, CAPACITY)  # some beyond those of the rows
+        self.session.reserve(3 + seed % 3, CAPACITY)  # sometimes more slots than rows
         self.rows = [self.enter()]
         self.scored = 0
 
     def token(self) -> int:
-        return self.rng.randrange(min(self.vocab, 3))  # few, so that beginnings are often shared
+        return self.rng.randrange(min(self.vocab, 3))  # few distinct tokens, so that beginnings are often shared
 
     def enter(self) -> Row:
         return new_row([self.token() for _ in range(self.rng.choice((1, 2, 4, 9, 15)))])
@@ -68,7 +68,7 @@ class BatchProcessor:
             commit(row, draft, self.rng.randint(0, len(draft)), self.token())
 
     def column_by_column(self) -> None:
-        """As a draft model does: one position at a time, each seeing the draft so far, the last token never fed."""
+        """Scores as a draft model does: one position at a time, after the draft so far; the last token is never fed."""
         width = self.rng.randint(1, 4)
         drafts = [[self.token() for _ in range(width)] for _ in self.rows]
         for j in range(width):
@@ -78,36 +78,36 @@ class BatchProcessor:
                 torch.testing.assert_close(logits[i, 0], want, rtol=0, atol=self.tolerance)
                 self.scored += 1
         for row, draft in zip(self.rows, drafts, strict=True):
-            own = draft[: self.rng.randint(0, width)]
-            commit(row, own, self.rng.randint(0, len(own)), self.token())
+            accepted_draft = draft[: self.rng.randint(0, width)]
+            commit(row, accepted_draft, self.rng.randint(0, len(accepted_draft)), self.token())
 
     def interrupted(self) -> None:
-        """A round that is scored and never committed; its rows begin again as others with the same tokens."""
+        """A round that is scored and never committed; new rows with the same tokens take over."""
         self.score(self.drafts())
         self.rows = [new_row(row.tokens) for row in self.rows]
 
     def failed_forward(self) -> None:
-        """The model stops in the middle of a forward, its memory half written."""
-        whole = self.backend.forward
+        """The model stops in the middle of a forward, its cache half written."""
+        forward = self.backend.forward
 
         def half(tokens: torch.Tensor, starts: list[int], *, first_slot: int, logits: bool) -> torch.Tensor:
-            whole(tokens[:1, :1], starts[:1], first_slot=first_slot, logits=logits)
+            forward(tokens[:1, :1], starts[:1], first_slot=first_slot, logits=logits)
             raise KeyboardInterrupt
 
         def half_ragged(tokens: torch.Tensor, segments: Sequence[RowSegment], **options: Any) -> torch.Tensor:
             return half(tokens[None], [segments[0].start], first_slot=segments[0].slot, logits=False)
 
-        whole_ragged = getattr(self.backend, "forward_ragged", None)
+        forward_ragged = getattr(self.backend, "forward_ragged", None)
         self.backend.forward = half
-        if whole_ragged is not None:
+        if forward_ragged is not None:
             self.backend.forward_ragged = half_ragged
         try:
             with pytest.raises(KeyboardInterrupt):
                 self.session.score(self.rows, *table(self.drafts()))
         finally:
-            self.backend.forward = whole
-            if whole_ragged is not None:
-                self.backend.forward_ragged = whole_ragged
+            self.backend.forward = forward
+            if forward_ragged is not None:
+                self.backend.forward_ragged = forward_ragged
 
     def far_ahead(self) -> None:
         """A row gains more than a session feeds at once, as when a draft model sat out some rounds."""
@@ -201,7 +201,7 @@ def test_transformers_score_as_a_fresh_session_whatever_came_before(name: str, s
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_row_that_repeats_a_failed_round_may_draft_something_else(width: int) -> None:
+def test_a_row_may_draft_other_tokens_after_a_failed_round(width: int) -> None:
     session = Session(HashBackend())
     session.reserve(1, CAPACITY)
     row = new_row([1, 2, 3])
@@ -273,7 +273,7 @@ def _two_rows(session: Session) -> list[Row]:
     session.score(rows, *table([[1, 2, 3], [4, 5]]))
     commit(rows[0], [1, 2, 3], 0, 6)
     commit(rows[1], [4, 5], 1, 0)
-    for row in rows:  # a round in which the session was not asked
+    for row in rows:  # a round that the session did not score
         commit(row, [], 0, 5)
     return rows
 
@@ -288,7 +288,7 @@ def test_the_cache_audit_catches_corrupted_cached_tokens(corrupt: Callable[[Sess
 
 
 @pytest.mark.parametrize("corrupt", [None, *CORRUPTIONS])
-def test_without_the_cache_audit_corrupted_cached_tokens_show_in_the_logits(
+def test_without_the_cache_audit_corrupted_cached_tokens_change_the_logits(
     corrupt: Callable[[Session, list[Row]], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_DEBUG")
@@ -301,7 +301,7 @@ def test_without_the_cache_audit_corrupted_cached_tokens_show_in_the_logits(
     assert torch.equal(logits, want) == (corrupt is None)
 
 
-def test_an_interrupted_copy_leaves_no_false_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_copy_leaves_no_wrong_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HashBackend()
     session = Session(backend)
     session.reserve(2, CAPACITY)

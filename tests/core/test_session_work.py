@@ -1,4 +1,4 @@
-"""No work twice: shared beginnings are read once, prompts in pieces, and a round does not walk the whole text."""
+"""No work is done twice: shared beginnings are read once, and a round does not walk the whole text."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def test_rows_that_enter_together_read_their_common_beginning_once(shapes: Shape
 def test_a_common_system_prompt_is_read_once_and_changes_no_text(reproducible: bool) -> None:
     common = [3 + i * i % 50 for i in range(600)]
     prompts = [[*common, 5 + i, 9, 20 + i] for i in range(5)]
-    made = SpeculativeDecoder(
+    decoder = SpeculativeDecoder(
         shared("llama"), drafter="ngram", num_draft_tokens=3, reproducible=reproducible, max_batch_size=4
     )
     params = SamplingParams(max_tokens=8, temperature=0.7, seed=3)
     alone = []
     for prompt in prompts:
-        made.forget()
-        alone.append(made.generate(prompt, params).token_ids)
-    made.forget()
-    before = made.num_prefilled_tokens
-    together = [result.token_ids for result in made.generate(prompts, params)]
+        decoder.forget()
+        alone.append(decoder.generate(prompt, params).token_ids)
+    decoder.forget()
+    before = decoder.num_prefilled_tokens
+    together = [result.token_ids for result in decoder.generate(prompts, params)]
     assert together == alone
     whole_chunks = 600 - 600 % 256
-    # the first prompt is read whole, which answers it; of the others no more than where prompts agree by chunks only
-    most = 603 + 4 * (602 - whole_chunks)
-    assert 602 <= made.num_prefilled_tokens - before <= (most if reproducible else 603)
+    # the first prompt is read whole; of the others at most what follows the last whole chunk
+    max_tokens_read = 603 + 4 * (602 - whole_chunks)
+    assert 602 <= decoder.num_prefilled_tokens - before <= (max_tokens_read if reproducible else 603)
 
 
-def test_a_row_that_moves_brings_its_own_memory_along() -> None:
-    """Beside a finished row of the same text, of which only whole chunks of the prompt may be used."""
+def test_a_row_that_moves_keeps_its_cached_tokens() -> None:
+    """It takes the slot of a finished row of the same text, whose cached tokens it may share in whole chunks only."""
     backend = HashBackend()
     session = Session(backend, CHUNKS)
     session.reserve(2, 400)
@@ -90,21 +90,21 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements that any tensor made meanwhile has."""
+    """Records the number of elements of the largest tensor made meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
+        return result
 
 
-def test_reading_a_prompt_makes_no_tensor_of_prompt_by_prompt_or_prompt_by_vocabulary() -> None:
+def test_reading_a_prompt_makes_no_tensor_of_prompt_squared_or_prompt_times_vocabulary() -> None:
     length, vocab, chunk = 3000, 4000, 128
     backend = HFBackend(fresh("llama", max_position_embeddings=4096, vocab_size=vocab))
     session = Session(backend, Shapes((), chunk))
@@ -121,10 +121,10 @@ class Watched(list[int]):
 
     read = 0
 
-    def __getitem__(self, at: Any) -> Any:
-        got = super().__getitem__(at)
-        Watched.read += len(got) if isinstance(at, slice) else 1
-        return got
+    def __getitem__(self, index: Any) -> Any:
+        items = super().__getitem__(index)
+        Watched.read += len(items) if isinstance(index, slice) else 1
+        return items
 
     def __iter__(self) -> Iterator[int]:
         Watched.read += len(self)
@@ -140,13 +140,13 @@ class Watched(list[int]):
 
 
 def items_read_per_round(length: int, params: SamplingParams) -> float:
-    """By rounds of two rows whose text is `length` tokens long, after the first round of each."""
+    """By rounds of two rows with `length` tokens each, after the first rounds."""
     backend = HashBackend(vocab_size=11)
-    made = engine(Session(backend), NgramDrafter(), Fixed(3))
+    loop_engine = engine(Session(backend), NgramDrafter(), Fixed(3))
     rows = [Row(i, [(i + j) % 5 for j in range(length)], params, seed=i) for i in range(2)]
     for row in rows:
         row.tokens = Watched(row.tokens)
-    rounds = run(made, rows, 2)
+    rounds = run(loop_engine, rows, 2)
     list(islice(rounds, 4))
     Watched.read = 0
     assert len(list(islice(rounds, 20))) == 20
@@ -174,7 +174,7 @@ def test_a_round_reads_as_much_of_a_long_text_as_of_a_short_one(options: dict[st
     assert long < 200 and long <= 2 * short
 
 
-def test_the_watched_list_sees_a_walk() -> None:
+def test_the_watched_list_counts_the_items_read() -> None:
     Watched.read = 0
     tokens = Watched(range(50))
     assert [*tokens[10:], *tokens] and tokens + [1] and tokens == tokens[:]  # noqa: RUF005

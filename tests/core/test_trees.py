@@ -1,4 +1,4 @@
-"""Draft trees: whatever is proposed, the text is plain decoding's; what could go wrong is noticed."""
+"""Draft trees: the text is that of plain decoding whatever tree is proposed; injected faults change it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ WIDE = {
 }
 QUEUE = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
 GREEDY = [SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True) for i in range(5)]
-SAMPLED = [replace(one, temperature=0.9, top_p=0.95, seed=i) for i, one in enumerate(GREEDY)]
-PENALISED = [replace(one, temperature=0.7 * (i % 2), repetition_penalty=2.0, seed=i) for i, one in enumerate(GREEDY)]
+SAMPLED = [replace(params, temperature=0.9, top_p=0.95, seed=i) for i, params in enumerate(GREEDY)]
+PENALISED = [
+    replace(params, temperature=0.7 * (i % 2), repetition_penalty=2.0, seed=i) for i, params in enumerate(GREEDY)
+]
 OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED, "mixed": [*GREEDY[:2], *SAMPLED[2:]]}
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -71,11 +73,11 @@ def plain_texts(name: str, options: str, reproducible: bool = False) -> list[lis
 
 def with_trees(name: str, options: str, seed: int = 0, count: int = 9, **settings: Any) -> list[list[int]]:
     decoder, texts = decoder_of(name, settings.get("reproducible", False)), plain_texts(name, options, **settings)
-    told = {tuple(prompt): text for prompt, text in zip(QUEUE, texts, strict=True)}
-    drafter = RandomTrees(told, decoder.target.backend.vocab_size, seed)
-    found = tokens_of(decoder.using(drafter, num_draft_tokens=count), OPTIONS[options])
+    text_of_prompt = {tuple(prompt): text for prompt, text in zip(QUEUE, texts, strict=True)}
+    drafter = RandomTrees(text_of_prompt, decoder.target.backend.vocab_size, seed)
+    texts_with_trees = tokens_of(decoder.using(drafter, num_draft_tokens=count), OPTIONS[options])
     assert count < 9 or drafter.verified
-    return found
+    return texts_with_trees
 
 
 # the text
@@ -92,22 +94,22 @@ def test_random_trees_change_no_text(name: str, options: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", ["greedy", "penalised"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", COMPILED])
-def test_in_reproducible_mode_as_well(name: str, options: str) -> None:
+def test_random_trees_change_no_text_in_reproducible_mode(name: str, options: str) -> None:
     assert decoder_of(name, True).reproducible
     assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)
 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(2, 16), options=st.sampled_from(sorted(OPTIONS)))
-def test_any_tree_of_the_toy(seed: int, count: int, options: str) -> None:
+def test_any_tree_of_the_toy_model_changes_no_text(seed: int, count: int, options: str) -> None:
     assert with_trees("toy", options, seed, count) == plain_texts("toy", options)
 
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30), orders=st.lists(st.sampled_from(["add", "cancel", "step"]), max_size=30))
-def test_rows_come_and_are_cancelled(seed: int, orders: list[str]) -> None:
-    told = {tuple(prompt): text for prompt, text in zip(QUEUE, plain_texts("toy", "sampled"), strict=True)}
-    decoder = decoder_of("toy").using(RandomTrees(told, VOCAB_SIZE, seed), num_draft_tokens=7)
+def test_trees_change_no_text_while_rows_enter_and_are_cancelled(seed: int, orders: list[str]) -> None:
+    text_of_prompt = {tuple(prompt): text for prompt, text in zip(QUEUE, plain_texts("toy", "sampled"), strict=True)}
+    decoder = decoder_of("toy").using(RandomTrees(text_of_prompt, VOCAB_SIZE, seed), num_draft_tokens=7)
     scheduler, waiting, rows = decoder.scheduler(), list(zip(QUEUE, SAMPLED, strict=True)), list[Row]()
     for order in [*orders, *["add"] * len(waiting)]:
         if order == "add" and waiting:
@@ -121,7 +123,7 @@ def test_rows_come_and_are_cancelled(seed: int, orders: list[str]) -> None:
     while scheduler.unfinished:
         scheduler.step()
     for row in rows:
-        text = told[tuple(row.tokens[: row.prompt_length])]
+        text = text_of_prompt[tuple(row.tokens[: row.prompt_length])]
         assert row.output == (text if row.finish_reason == "length" else text[: row.num_output_tokens])
 
 
@@ -129,7 +131,7 @@ def test_rows_come_and_are_cancelled(seed: int, orders: list[str]) -> None:
 
 
 def shared_slots(segment: TreeSegment) -> TreeSegment:
-    """Siblings are written where the main chain stands."""
+    """Siblings overwrite the main chain."""
     return replace(segment, place=segment.start, detour=())
 
 
@@ -143,21 +145,21 @@ def without_detours(segment: TreeSegment) -> TreeSegment:
 
 
 @pytest.mark.parametrize("wrong", [shared_slots, a_position_later, without_detours])
-def test_wrong_segments_are_noticed(
+def test_wrong_segments_change_the_text(
     wrong: Callable[[TreeSegment], TreeSegment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain_texts("llama", "greedy")
-    monkeypatch.setattr(session, "segments_of", lambda *given: [wrong(one) for one in segments_of(*given)])
+    monkeypatch.setattr(session, "segments_of", lambda *args: [wrong(segment) for segment in segments_of(*args)])
     assert with_trees("llama", "greedy", count=16) != plain_texts("llama", "greedy")
 
 
-def test_keys_of_the_wrong_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_wrong_branch_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_texts("llama", "greedy")
-    monkeypatch.setattr(HFBackend, "move", lambda *given: None)
+    monkeypatch.setattr(HFBackend, "move", lambda *_: None)
     assert with_trees("llama", "greedy", count=16) != plain_texts("llama", "greedy")
 
 
-def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_that_count_a_siblings_token_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_texts("llama", "penalised")
 
     def along_the_numbers(self: Sampler, logits: Tensor, draft: Draft) -> Tensor:
@@ -167,10 +169,10 @@ def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.Mon
     assert any(with_trees("llama", "penalised", seed, 16) != plain_texts("llama", "penalised") for seed in range(20))
 
 
-def test_noise_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_draws_of_another_depth_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     plain_texts("toy", "sampled")
-    own = Sampler._token_key
-    monkeypatch.setattr(Sampler, "_token_key", lambda self, row, depth: own(self, row, 2 * depth))
+    token_key = Sampler._token_key
+    monkeypatch.setattr(Sampler, "_token_key", lambda self, row, depth: token_key(self, row, 2 * depth))
     assert with_trees("toy", "sampled", count=16) != plain_texts("toy", "sampled")
 
 
@@ -191,12 +193,12 @@ def tree(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> D
 
 
 def test_nodes_are_arranged_chain_by_chain() -> None:
-    made = arranged(tree([[5, 6, 7, 8, 9, 4], [1, 2]], [[3, -1, 3, 1, -1, 0], [-1, 0]]))
-    assert made.tokens.tolist() == [[6, 8, 5, 4, 7, 9], [1, 2, 1, 1, 1, 1]] and made.lengths == (6, 2)
-    assert made.parents == ((-1, 0, 1, 2, 1, -1), (-1, 0))
-    assert chain_lengths(made) == (4, 2) and depths(made.parents[0]) == [0, 1, 2, 3, 2, 0]
-    assert main_chain(made).tokens.tolist() == [[6, 8, 5, 4], [1, 2, 1, 1]] and main_chain(made).parents is None
-    assert segments_of(2, 8, 10, made.parents[0]) == [
+    draft = arranged(tree([[5, 6, 7, 8, 9, 4], [1, 2]], [[3, -1, 3, 1, -1, 0], [-1, 0]]))
+    assert draft.tokens.tolist() == [[6, 8, 5, 4, 7, 9], [1, 2, 1, 1, 1, 1]] and draft.lengths == (6, 2)
+    assert draft.parents == ((-1, 0, 1, 2, 1, -1), (-1, 0))
+    assert chain_lengths(draft) == (4, 2) and depths(draft.parents[0]) == [0, 1, 2, 3, 2, 0]
+    assert main_chain(draft).tokens.tolist() == [[6, 8, 5, 4], [1, 2, 1, 1]] and main_chain(draft).parents is None
+    assert segments_of(2, 8, 10, draft.parents[0]) == [
         TreeSegment(2, 8, 6, 8),
         TreeSegment(2, 12, 1, 14),
         TreeSegment(2, 10, 1, 15),
@@ -208,7 +210,7 @@ def test_nodes_are_arranged_chain_by_chain() -> None:
     ]
 
 
-def test_a_tree_without_branches_is_a_chain_and_a_cut_leaves_out_what_hangs_on_it() -> None:
+def test_a_tree_without_branches_becomes_a_chain_and_cutting_a_node_drops_its_descendants() -> None:
     assert arranged(tree([[7, 5, 6]], [[2, -1, 1]])).parents is None
     assert arranged(tree([[7, 5, 6]], [[2, -1, 1]])).tokens.tolist() == [[5, 6, 7]]
     assert arranged(tree([[7, 5, 6]], [[2, -1, 1]]).cut([2])).tokens.tolist() == [[5]]
@@ -231,23 +233,23 @@ class Proposes:
 
 
 @subcases("parents", [[1, 0, -1], [-1, 0], [-1, 3, 0], [-1, 1, 0], [-2, 0, 1]])
-def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
+def test_parents_that_form_no_tree_are_refused(parents: list[int]) -> None:
     decoder = decoder_of("toy").using(Proposes(tree([[1, 2, 3]], [parents])), num_draft_tokens=3)
     with pytest.raises(UsageError, match=r"drafter Proposes returned parents=\[.*for 3 tokens; allowed: for each"):
         decoder.generate([5, 6, 7])
 
 
 def test_trees_are_one_hot_and_verified_by_match() -> None:
-    made = tree([[1, 2]], [[-1, -1]])
-    decoder = decoder_of("toy").using(Proposes(made), num_draft_tokens=2, acceptance="rejection")
+    draft = tree([[1, 2]], [[-1, -1]])
+    decoder = decoder_of("toy").using(Proposes(draft), num_draft_tokens=2, acceptance="rejection")
     with pytest.raises(UsageError, match="acceptance='rejection' with a draft tree; allowed: 'match'"):
         decoder.generate([5, 6, 7])
-    sampled = Proposes(replace(made, probs=torch.full((1, 2, 257), 1 / 257)))
+    sampled = Proposes(replace(draft, probs=torch.full((1, 2, 257), 1 / 257)))
     with pytest.raises(UsageError, match="returned a tree with probs; allowed: trees of one-hot drafts"):
         decoder_of("toy").using(sampled, num_draft_tokens=2).generate([5, 6, 7])
 
 
-def test_a_request_with_processors_of_its_own_is_verified_along_the_main_chain() -> None:
+def test_a_request_with_logits_processors_is_verified_along_the_main_chain() -> None:
     def never_seven(ids: Tensor, scores: Tensor) -> Tensor:
         scores[:, 7] = float("-inf")
         return scores
@@ -256,11 +258,11 @@ def test_a_request_with_processors_of_its_own_is_verified_along_the_main_chain()
     plain = decoder_of("toy").generate(QUEUE[0], params).token_ids
     drafter = RandomTrees({tuple(QUEUE[0]): plain}, 257)
     assert decoder_of("toy").using(drafter, num_draft_tokens=8).generate(QUEUE[0], params).token_ids == plain
-    assert all(done.parents is None for row in drafter.rows for done in row.rounds)
+    assert all(round.parents is None for row in drafter.rows for round in row.rounds)
 
 
 def test_accepted_nodes_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round feeds the newest token and its tree, whatever path was taken before."""
+    """Each round feeds only the newest token and its tree, whatever path was accepted before."""
     fed, forward = list[int](), HFBackend.forward_tree
 
     def counted(self: HFBackend, tokens: Tensor, segments: Sequence[TreeSegment], **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts of rows that a caller waits for together go where they bring the end nearer."""
+"""Among rows that one caller waits for, drafts go to those that finish last."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slipstream.draft_length.planner import Worth, awaited_together, worth_of_to
 
 def rows_of(remaining: Sequence[int]) -> list[Row]:
     rows = []
-    for index, left in enumerate(remaining):
+    for index, tokens_left in enumerate(remaining):
         row = Row(index, [1], SamplingParams(max_tokens=64), seed=0)
-        row.tokens += [2] * (64 - left)
-        row.rounds = [None]  # type: ignore[list-item]  # one is under way
+        row.tokens += [2] * (64 - tokens_left)
+        row.rounds = [None]  # type: ignore[list-item]  # one round has happened
         rows.append(row)
     return rows
 
@@ -28,41 +28,41 @@ def seconds(count: int) -> float:
 def test_rows_that_are_ahead_gain_only_what_a_row_costs() -> None:
     rows = rows_of([60, 60, 30, 1])
     with awaited_together(rows):
-        found = worth_of_tokens(rows, seconds)
-    worth, least = [one.of(0) for one in found], 0.5 * 4 / 12
-    assert worth[:2] == pytest.approx([least + (1 - least) * 2] * 2, abs=1e-3)  # either may be the last
+        worths = worth_of_tokens(rows, seconds)
+    worth, least = [worth_of_row.of(0) for worth_of_row in worths], 0.5 * 4 / 12
+    assert worth[:2] == pytest.approx([least + (1 - least) * 2] * 2, abs=1e-3)  # either may finish last
     assert worth[2:] == pytest.approx([least, least], abs=2e-3)
     assert sum(worth) == pytest.approx(4)
-    later = [found[0].of(ahead) for ahead in range(20)]
-    assert later == sorted(later, reverse=True) and later[0] > 2 * later[4]  # by then the other is the last
+    later = [worths[0].of(ahead) for ahead in range(20)]
+    assert later == sorted(later, reverse=True) and later[0] > 2 * later[4]  # by then the other row is last
     assert later[-1] == pytest.approx(least, abs=2e-3)
 
 
-def test_a_row_that_drafts_bring_forward_is_not_the_one_to_wait_for() -> None:
+def test_drafts_are_worth_less_for_a_row_whose_drafts_are_accepted() -> None:
     rows = rows_of([40, 40])
-    rows[1].rounds *= 24  # its 24 tokens took a round each, the other's one round
+    rows[1].rounds *= 24  # its 24 tokens took a round each; those of the other row took one round
     with awaited_together(rows):
         fast, slow = worth_of_tokens(rows, seconds)
     assert slow.of(0) > 1 > fast.of(0)
 
 
-def test_where_texts_end_early_it_says_little_who_may_go_on_longest() -> None:
+def test_the_limit_of_a_row_matters_less_where_texts_end_early() -> None:
     rows = rows_of([60, 60, 30, 1])
     with awaited_together(rows):
-        known = [one.of(0) for one in worth_of_tokens(rows, seconds)]
-        open_ends = [one.of(0) for one in worth_of_tokens(rows, seconds, typical=20)]
-    assert known[0] > open_ends[0] > 1 > open_ends[2] > known[2]
+        by_limit = [worth.of(0) for worth in worth_of_tokens(rows, seconds)]
+        open_ends = [worth.of(0) for worth in worth_of_tokens(rows, seconds, typical=20)]
+    assert by_limit[0] > open_ends[0] > 1 > open_ends[2] > by_limit[2]
     assert open_ends[3] > 0.5
 
 
-def test_all_tokens_are_worth_the_same_where_nobody_waits_for_the_last_row() -> None:
+def test_all_tokens_are_worth_the_same_unless_one_caller_waits_for_running_rows() -> None:
     rows = rows_of([60, 30])
-    assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]  # rows of a scheduler
+    assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]  # rows without a call
     others = rows_of([50, 20])
     with awaited_together(rows), awaited_together(others):
-        assert worth_of_tokens([rows[0], others[1]], seconds) == [Worth(), Worth()]  # of two callers
+        assert worth_of_tokens([rows[0], others[1]], seconds) == [Worth(), Worth()]  # rows of two callers
     with awaited_together([*rows, *others]):
-        others[1].rounds = []  # still has to find a place, which an early end gives it
+        others[1].rounds = []  # it waits for a place in the batch, which a row that ends early frees
         assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]
     with awaited_together(rows[:1]):
         assert worth_of_tokens(rows[:1], seconds) == [Worth()]
@@ -76,18 +76,18 @@ def test_rows_do_not_refer_to_each_other_after_their_call() -> None:
     assert not rows[0].call_rows and not rows[1].call_rows
 
 
-def test_a_batch_is_decoded_together_and_its_texts_are_those_of_the_rows_alone() -> None:
+def test_rows_of_a_call_are_awaited_together_and_have_the_texts_they_have_alone() -> None:
     prompts = ["The heron and the heron and the", "A sparrow", "and the sparrow was"]
     decoder = SpeculativeDecoder("toy", drafter="suffix", max_batch_size=3)
-    seen: list[Sequence[Row]] = []
-    watched = decoder._engine.policy.lengths
+    call_rows: list[Sequence[Row]] = []
+    choose_lengths = decoder._engine.policy.lengths
 
     def lengths(rows: Sequence[Row]) -> list[int]:
-        seen.append(rows[0].call_rows)
-        return watched(rows)
+        call_rows.append(rows[0].call_rows)
+        return choose_lengths(rows)
 
     decoder._engine.policy.lengths = lengths  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=24)
     texts = [result.token_ids for result in decoder.generate(prompts, params)]
-    assert {len(together) for together in seen} == {3}
+    assert {len(together) for together in call_rows} == {3}
     assert texts == [decoder.generate(prompt, params).token_ids for prompt in prompts]

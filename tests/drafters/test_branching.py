@@ -1,4 +1,4 @@
-"""Drafters that propose branches: what stands beside their own tokens, and that no text changes."""
+"""Drafters that propose trees: which siblings stand beside their tokens, and that no text changes."""
 
 from __future__ import annotations
 
@@ -63,28 +63,30 @@ def decoder() -> SpeculativeDecoder:
         ("model", "3x2", "greedy"),
     ),
 )
-def test_the_text_is_plain_decodings(drafter: str, count: int | str, options: str) -> None:
+def test_drafts_with_branches_change_no_text(drafter: str, count: int | str, options: str) -> None:
     plain = decoder().generate(PROMPTS, OPTIONS[options])
     branching = decoder().using(drafter, num_draft_tokens=count)
     results = branching.generate(PROMPTS, OPTIONS[options])
-    assert [one.token_ids for one in results] == [one.token_ids for one in plain]
-    trees = [done for one in results for done in one.rounds if done.parents is not None]
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    trees = [round for result in results for round in result.rounds if round.parents is not None]
     assert bool(trees) or count in ("auto", "chain", 6)
     if count in ("chain", 6):
         assert not trees
 
 
-def test_a_tree_of_as_many_draft_steps_accepts_more() -> None:
-    def accepted(count: int | str) -> int:
-        found = decoder().using("model", num_draft_tokens=count).generate(PROMPTS, OPTIONS["sampled"])
-        return sum(one.stats.num_accepted_tokens for one in found) / sum(one.stats.num_rounds for one in found)
+def test_trees_accept_more_tokens_per_round_the_more_siblings_they_have() -> None:
+    def accepted(count: int | str) -> float:
+        results = decoder().using("model", num_draft_tokens=count).generate(PROMPTS, OPTIONS["sampled"])
+        return sum(result.stats.num_accepted_tokens for result in results) / sum(
+            result.stats.num_rounds for result in results
+        )
 
     assert accepted("3x4") > accepted("3x2") > accepted(3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_siblings_are_the_next_fastest_in_the_targets_race(temperature: float) -> None:
-    """All of them at once: the places of a sort by speed."""
+def test_siblings_are_the_runners_up_of_the_targets_race(temperature: float) -> None:
+    """The children of a node are the first places of a sort by speed."""
     session = Session(ToyBackend(2))
     session.reserve(1, 300)
     row = Row(0, list(b"The heron was s"), SamplingParams(temperature=temperature, max_tokens=99), seed=5)
@@ -103,12 +105,12 @@ def test_siblings_are_the_next_fastest_in_the_targets_race(temperature: float) -
         assert draft.tokens[0, children].tolist() == speed.topk(4).indices.tolist()
 
 
-def test_what_the_user_spelled_counts_its_siblings() -> None:
+def test_a_spelled_tree_counts_its_siblings_as_draft_tokens() -> None:
     assert LengthChoice.parse("4x2") == LengthChoice("fixed", 8, siblings=1)
     assert LengthChoice.parse("auto").siblings == -1 and LengthChoice.parse("chain") == LengthChoice("auto")
     results = decoder().using("model", num_draft_tokens="3x2").generate(PROMPTS, GREEDY)
-    first = [one.rounds[1] for one in results]
-    assert {(done.num_draft_tokens, done.num_levels, done.num_draft_steps) for done in first} == {(6, 3, 3)}
+    first = [result.rounds[1] for result in results]
+    assert {(round.num_draft_tokens, round.num_levels, round.num_draft_steps) for round in first} == {(6, 3, 3)}
 
 
 @pytest.mark.parametrize(
@@ -122,27 +124,29 @@ def test_what_the_user_spelled_counts_its_siblings() -> None:
         ("model", {"acceptance": "block"}, "with acceptance='block'; allowed: trees with acceptance 'match' or 'auto'"),
     ],
 )
-def test_trees_that_cannot_be_are_refused(drafter: str, options: dict[str, Any], message: str) -> None:
+def test_trees_are_refused_for_chain_drafters_and_other_rules(
+    drafter: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as error:
         decoder().using(drafter, num_draft_tokens="4x2", **options)
     assert message in str(error.value)
 
 
-def test_a_target_that_takes_no_trees_is_named() -> None:
+def test_trees_are_refused_where_forwards_or_draft_models_take_none() -> None:
     with pytest.raises(UsageError, match="num_draft_tokens='40x9', a tree of 360 tokens; allowed: at most"):
         decoder().using("model", num_draft_tokens="40x9")
-    made = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", reproducible=True)
+    decoder_of_chains = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", reproducible=True)
     with pytest.raises(UsageError, match="'4x2' with a target whose forwards take no trees; allowed: a number of"):
-        made.using("model", num_draft_tokens="4x2")
-    assert made.generate(PROMPTS[0], GREEDY).token_ids  # auto drafts chains there
-    other = decoder_of(load_toy("toy"), fable_model("bytes"), drafter="model")
+        decoder_of_chains.using("model", num_draft_tokens="4x2")
+    assert decoder_of_chains.generate(PROMPTS[0], GREEDY).token_ids  # auto then drafts chains
+    other_vocabulary = decoder_of(load_toy("toy"), fable_model("bytes"), drafter="model")
     with pytest.raises(UsageError, match="'4x2' with a draft model of another vocabulary; allowed: a number of"):
-        other.using("model", num_draft_tokens="4x2")
+        other_vocabulary.using("model", num_draft_tokens="4x2")
     with pytest.raises(UsageError, match="drafter='model:p=40' with a tree; allowed: 'model'"):
         decoder().using("model:p=40", num_draft_tokens="4x2")
 
 
-def test_nodes_come_likeliest_first_and_a_chain_before_its_siblings() -> None:
+def test_nodes_are_sorted_by_probability_with_the_chain_before_its_siblings() -> None:
     tokens, parents, probs = comb([5, 6, 7], [0.9, 0.5, 0.1], [(0, 1, 0.06), (1, 2, 0.3), (2, 3, 0.2)])
     assert tokens == [5, 6, 2, 7, 3, 1] and parents == [-1, 0, 0, 1, 1, -1]
     assert probs == [0.9, 0.5, 0.3, 0.1, 0.1, 0.06]
@@ -152,7 +156,7 @@ def test_nodes_come_likeliest_first_and_a_chain_before_its_siblings() -> None:
     assert comb([5, 6], [0.9, 0.5], [])[1] == [-1, 0]
 
 
-def test_recycled_trees_grow_where_they_are_likely() -> None:
+def test_trees_of_token_recycling_grow_where_tokens_are_likely() -> None:
     drafter, row = TokenRecyclingDrafter(VOCAB_SIZE, branches=2), Row(0, [1, 2], GREEDY, seed=0)
     for token, ranking in ((2, [7, 8, 9]), (8, [5, 6]), (7, [3])):
         for _ in range(3):
@@ -168,33 +172,37 @@ def test_recycled_trees_grow_where_they_are_likely() -> None:
     assert chain.parents is None
 
 
-def test_a_tree_teaches_behind_each_of_its_nodes() -> None:
+def test_token_recycling_learns_after_every_node_of_a_tree() -> None:
     drafter = TokenRecyclingDrafter(VOCAB_SIZE)
     row, tree = Row(0, [1, 2], GREEDY, seed=0), Draft.from_lists([[7, 8, 5]], CPU)
-    tree = replace(tree, parents=((-1, -1, 1),))  # 7, or 8 and then 5
+    tree = replace(tree, parents=((-1, -1, 1),))  # either 7, or 8 followed by 5
     logits = torch.full((1, 4, VOCAB_SIZE), -9.0)
     for place, following in enumerate((8, 3, 5, 6)):
         logits[0, place, following] = 0.0
     drafter.observe([row], tree, logits, Verdict(torch.tensor([2]), torch.tensor([6]), torch.tensor([[1, 2]])))
-    after = {token: drafter.propose([Row(1, [9, token], GREEDY, seed=0)], [1], _sampler()) for token in (7, 8, 5)}
-    assert {token: draft.tokens.tolist() for token, draft in after.items()} == {7: [[3]], 8: [[5]], 5: [[6]]}
+    drafts = {token: drafter.propose([Row(1, [9, token], GREEDY, seed=0)], [1], _sampler()) for token in (7, 8, 5)}
+    assert {token: draft.tokens.tolist() for token, draft in drafts.items()} == {7: [[3]], 8: [[5]], 5: [[6]]}
 
 
 def _sampler() -> Sampler:
     return Sampler([Row(1, [9], GREEDY, seed=0)], RACE, VOCAB_SIZE, CPU)
 
 
-def test_statistics_count_depths_and_the_view_shows_the_branch() -> None:
+def test_statistics_count_depths_and_the_view_shows_accepted_branches() -> None:
     result = decoder().using("model", num_draft_tokens="3x4").generate(PROMPTS[1], OPTIONS["sampled"])
     stats = Stats.of(result.rounds)
     assert len(stats.drafted_per_position) == 3 and stats.accepted_per_position[0] <= stats.drafted_per_position[0]
     assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
-    found = list(views(result.rounds, None))
-    pieces = [piece for view in found for piece in view.pieces]
-    branched = sum(len(done.path or ()) - done.num_accepted_on_chain for done in result.rounds)
+    round_views = list(views(result.rounds, None))
+    pieces = [piece for view in round_views for piece in view.pieces]
+    branched = sum(len(round.path or ()) - round.num_accepted_on_chain for round in result.rounds)
     assert sum(piece.kind == "branch" for piece in pieces) == branched > 0
-    again = restored([compact(done) for done in result.rounds], result.rounds[0].row, 1)  # as a report reads it
-    assert [(done.parents, done.path) for done in again] == [(done.parents, done.path) for done in result.rounds]
+    restored_rounds = restored(
+        [compact(round) for round in result.rounds], result.rounds[0].row, 1
+    )  # as a report restores it
+    assert [(round.parents, round.path) for round in restored_rounds] == [
+        (round.parents, round.path) for round in result.rounds
+    ]
     assert sum(piece.kind == "rejected" for piece in pieces) == stats.num_draft_tokens - stats.num_accepted_tokens
 
 
@@ -203,8 +211,8 @@ def test_the_probability_of_a_runner_up_is_learned() -> None:
     before = learned.runner_up_probs(row, [0.5], [0.2])[0]
     assert before == pytest.approx(0.475 * 0.425, abs=0.1)
     origin = RowDraft("model", None, (bin_of(0.5),), ((9, sibling_bin(0.5, 0.2)),))
-    for _ in range(40):  # the draft says 8, beside it 9; the text has 9
+    for _ in range(40):  # the draft is 8 with the sibling 9; the text has 9
         row.rounds.append(Round(0, 0, 1, 1, (8, 9), (9, 4), 1, False, origin=origin, parents=(-1, -1), path=(1,)))
         learned.learn(row)
-    own, beside = learned.acceptance_probs(row, [0.5])[0], learned.runner_up_probs(row, [0.5], [0.2])[0]
-    assert own < 0.2 and beside > 0.7
+    drafted, runner_up = learned.acceptance_probs(row, [0.5])[0], learned.runner_up_probs(row, [0.5], [0.2])[0]
+    assert drafted < 0.2 and runner_up > 0.7

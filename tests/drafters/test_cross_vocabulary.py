@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary: the text stays the target's to the bit, and its cache follows its own tokens."""
+"""A draft model of another vocabulary: the text is plain decoding's to the bit, and its cache follows the text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONCE_EACH = [("model", 1), ("model:p=40", 4), ("cross_vocabulary", "auto"), ("hy
 pytestmark = pytest.mark.usefixtures("cache_audit")
 
 
-def made(target: str, draft: str, **settings: Any) -> SpeculativeDecoder:
+def bridged_decoder(target: str, draft: str, **settings: Any) -> SpeculativeDecoder:
     pair = [load_toy("toy") if kind == "toy" else fable_model(kind) for kind in (target, draft)]
     decoder = decoder_of(*pair, **{"num_draft_tokens": 4, "max_batch_size": 4} | settings)
     assert decoder._models.bridged is not None
@@ -59,8 +59,8 @@ def acceptance(decoder: SpeculativeDecoder, params: list[SamplingParams] = GREED
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("target", "draft", "options"), mostly_slow(CASES, ("bytes", "sentencepiece", "mixed")))
-def test_the_text_is_the_plain_text_to_the_bit(target: str, draft: str, options: str) -> None:
-    decoder, params = made(target, draft), OPTIONS[options]
+def test_the_text_is_that_of_plain_decoding(target: str, draft: str, options: str) -> None:
+    decoder, params = bridged_decoder(target, draft), OPTIONS[options]
     plain = texts(decoder.using("none"), params)
     for drafter, length in EVERY_WAY if (target, draft) in FEW else ONCE_EACH:
         assert texts(decoder.using(drafter, num_draft_tokens=length), params) == plain
@@ -72,8 +72,10 @@ def test_the_text_is_the_plain_text_to_the_bit(target: str, draft: str, options:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
 @pytest.mark.parametrize("options", ["greedy", "sampled"])
-def test_transformers_leave_the_text_alone_too(name: str, options: str) -> None:
-    params = [SamplingParams(max_tokens=4 * WINDOW, temperature=one.temperature, seed=5) for one in OPTIONS[options]]
+def test_the_text_is_that_of_plain_decoding_with_transformers(name: str, options: str) -> None:
+    params = [
+        SamplingParams(max_tokens=4 * WINDOW, temperature=result.temperature, seed=5) for result in OPTIONS[options]
+    ]
     target, draft = speaking("bytes", architecture=name), speaking("sentencepiece", 1, architecture=name)
     decoder = SpeculativeDecoder(
         target,
@@ -89,16 +91,16 @@ def test_transformers_leave_the_text_alone_too(name: str, options: str) -> None:
     assert [decoder.using("model").generate(p, params[0], chat=False).token_ids for p in PROMPTS[:1]] == plain[:1]
 
 
-def test_auto_takes_it_and_it_drafts_much_of_a_text_both_models_know() -> None:
-    decoder = made("normalised", "digits", num_draft_tokens="auto")
+def test_auto_drafts_with_it_and_most_of_a_text_both_models_know_is_accepted() -> None:
+    decoder = bridged_decoder("normalised", "digits", num_draft_tokens="auto")
     assert decoder.drafter_name == "hybrid"
     assert acceptance(decoder.using("model", num_draft_tokens=4)) > 0.8
 
 
-def test_sampled_drafts_race_with_the_targets_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With others a sampled token is guessed right about as often as two draws agree."""
+def test_sampled_drafts_use_the_targets_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With random numbers of its own, a draft is right only about as often as two draws agree."""
     hot = [SamplingParams(max_tokens=60, temperature=2.0, seed=seed) for seed in range(3)]
-    decoder = made("bytes", "digits").using("model")
+    decoder = bridged_decoder("bytes", "digits").using("model")
     coupled, real = acceptance(decoder, hot), Sampler.draw_at
 
     def elsewhere(self: Sampler, probs: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Tensor:
@@ -108,8 +110,8 @@ def test_sampled_drafts_race_with_the_targets_own_numbers(monkeypatch: pytest.Mo
     assert acceptance(decoder, hot) < 0.7 * coupled
 
 
-def test_it_works_while_rows_come_go_and_are_cancelled() -> None:
-    decoder = made("digits", "sentencepiece", max_batch_size=2, num_draft_tokens=3).using("model")
+def test_texts_are_right_while_rows_enter_end_and_are_cancelled() -> None:
+    decoder = bridged_decoder("digits", "sentencepiece", max_batch_size=2, num_draft_tokens=3).using("model")
     params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((5, 0.0), (40, 0.8), (12, 0), (33, 1))]
     prompts = [PROMPTS[0], PROMPTS[1], "A heron and a sparrow " * 60, PROMPTS[2]]
     rows = decoder.rows(prompts, params, chat=False)
@@ -127,26 +129,26 @@ def test_it_works_while_rows_come_go_and_are_cancelled() -> None:
         assert row.output == result.token_ids[: row.num_output_tokens]
     assert [row.finish_reason for row in rows].count("cancelled") == 1
     assert [row.num_output_tokens for row in rows if row.finish_reason != "cancelled"] == [
-        len(one.token_ids) for i, one in enumerate(plain) if i != 1
+        len(result.token_ids) for i, result in enumerate(plain) if i != 1
     ]
 
 
 def test_a_stop_string_ends_the_text_where_plain_decoding_does() -> None:
-    decoder, params = made("bytes", "sentencepiece"), SamplingParams(max_tokens=60, stop=["looked at"])
+    decoder, params = bridged_decoder("bytes", "sentencepiece"), SamplingParams(max_tokens=60, stop=["looked at"])
     plain = decoder.using("none").generate(PROMPTS[0], params, chat=False)
     result = decoder.using("model").generate(PROMPTS[0], params, chat=False)
     assert plain.finish_reason == "stop" and (result.text, result.token_ids) == (plain.text, plain.token_ids)
 
 
-def test_a_processor_that_fails_on_a_draft_that_is_not_the_text_fails_no_row() -> None:
-    decoder = made("bytes", "sentencepiece").using("model")
+def test_a_processor_that_fails_on_a_wrong_draft_does_not_fail_its_row() -> None:
+    decoder = bridged_decoder("bytes", "sentencepiece").using("model")
     plain = decoder.using("none").generate(PROMPTS[0], SamplingParams(max_tokens=20), chat=False).token_ids
     start = len(decoder.encode(PROMPTS[0], chat=False))
 
     def strict(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        said = ids[0, start:].tolist()
-        if said[:-1] == plain[: len(said) - 1] and said != plain[: len(said)] and len(said) > 12:
-            raise ValueError("asked about a text that is none")
+        output = ids[0, start:].tolist()
+        if output[:-1] == plain[: len(output) - 1] and output != plain[: len(output)] and len(output) > 12:
+            raise ValueError("called with a text that is not the row's")
         return scores
 
     params = SamplingParams(max_tokens=12, logits_processors=[strict])
@@ -175,7 +177,7 @@ def wrong_context(patch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_bridge_accepts_less_and_changes_no_text(
     wrong: Callable[[pytest.MonkeyPatch], None], params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = made("toy", "bytes").using("model")
+    decoder = bridged_decoder("toy", "bytes").using("model")
     plain, right = texts(decoder.using("none"), params), acceptance(decoder, params)
     wrong(monkeypatch)
     assert acceptance(decoder, params) < right
@@ -186,7 +188,7 @@ def test_a_wrong_bridge_accepts_less_and_changes_no_text(
 
 
 def counted(decoder: SpeculativeDecoder) -> list[int]:
-    """Widths of the draft model's forwards, as they come."""
+    """The list to which each forward of the draft model adds its width."""
     assert decoder.draft is not None
     backend, widths = decoder.draft.backend, list[int]()
     real = backend.forward
@@ -199,8 +201,8 @@ def counted(decoder: SpeculativeDecoder) -> list[int]:
     return widths
 
 
-def test_only_what_is_missing_is_read() -> None:
-    decoder = made("bytes", "sentencepiece").using("model")
+def test_a_long_prompt_is_read_once() -> None:
+    decoder = bridged_decoder("bytes", "sentencepiece").using("model")
     widths = counted(decoder)
     result = decoder.generate("A heron and a sparrow shared a river. " * 20, SamplingParams(max_tokens=40), chat=False)
     longest = max(widths)
@@ -209,7 +211,7 @@ def test_only_what_is_missing_is_read() -> None:
 
 
 def test_a_chat_is_rendered_by_the_draft_models_own_template() -> None:
-    decoder = made("bytes", "sentencepiece").using("model")
+    decoder = bridged_decoder("bytes", "sentencepiece").using("model")
     row = decoder.rows(["The heron"], SamplingParams(max_tokens=6))[0]
     list(decoder.run([row]))
     assert row.messages == [{"role": "user", "content": "The heron"}]
@@ -227,9 +229,9 @@ def test_a_chat_that_its_template_refuses_is_read_as_the_target_renders_it() -> 
     row = decoder.rows(["The heron"], SamplingParams(max_tokens=6))[0]
     list(decoder.run([row]))
     assert decoder._models.bridged is not None
-    special, got = decoder._models.bridged.bridge.draft.special, read_by_draft(decoder, row)
-    # the tokenizer's own opening, then the target's role markers as the draft model's of the same names
-    assert got[:2] == [special["<|user|>"]] * 2 and special["<|model|>"] in got
+    special, read = decoder._models.bridged.bridge.draft.special, read_by_draft(decoder, row)
+    # the draft tokenizer's own first token, then the target's role markers as the draft model's of the same names
+    assert read[:2] == [special["<|user|>"]] * 2 and special["<|model|>"] in read
 
 
 def read_by_draft(decoder: SpeculativeDecoder, row: Row) -> list[int]:
@@ -238,14 +240,14 @@ def read_by_draft(decoder: SpeculativeDecoder, row: Row) -> list[int]:
     return list(bridged.draft_rows([row], 1)[0].tokens)
 
 
-def test_samples_of_one_prompt_share_its_messages() -> None:
-    decoder = made("bytes", "sentencepiece", drafter="model")
+def test_samples_of_one_chat_have_the_texts_of_plain_decoding() -> None:
+    decoder = bridged_decoder("bytes", "sentencepiece", drafter="model")
     result = decoder.generate("The heron", SamplingParams(n=2, max_tokens=5, temperature=1.0, seed=1))
     plain = decoder.using("none").generate("The heron", SamplingParams(n=2, max_tokens=5, temperature=1.0, seed=1))
-    assert [one.token_ids for one in result.alternatives] == [one.token_ids for one in plain.alternatives]
+    assert [result.token_ids for result in result.alternatives] == [result.token_ids for result in plain.alternatives]
 
 
-def test_a_text_longer_than_the_draft_models_context_is_drafted_for_from_its_end() -> None:
+def test_a_text_longer_than_the_draft_models_context_is_drafted_from_its_end() -> None:
     target, draft = fable_model("bytes"), fable_model("sentencepiece", max_length=64)
     decoder = decoder_of(target, draft, num_draft_tokens=3, drafter="model")
     params = SamplingParams(max_tokens=60)
@@ -259,12 +261,12 @@ def test_a_text_longer_than_the_draft_models_context_is_drafted_for_from_its_end
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_drafts_for_other_rules_are_of_shared_tokens_with_their_distribution(rule: str) -> None:
-    decoder = made("bytes", "sentencepiece", drafter="model", acceptance=rule)
+def test_rules_that_need_a_distribution_get_drafts_of_shared_tokens(rule: str) -> None:
+    decoder = bridged_decoder("bytes", "sentencepiece", drafter="model", acceptance=rule)
     bridged = decoder._models.bridged
     assert bridged is not None
     results = decoder.generate(PROMPTS, SAMPLED, chat=False)
-    drafted = [token for result in results for done in result.rounds for token in done.draft]
+    drafted = [token for result in results for round in result.rounds for token in round.draft]
     assert drafted and set(drafted) <= bridged.bridge.shared.keys()
     assert decoder.lossless and sum(result.stats.num_accepted_tokens for result in results) > 0
     greedy = texts(decoder, GREEDY)
@@ -276,19 +278,21 @@ def test_rules_that_need_a_distribution_are_refused_where_no_token_is_shared(mon
     with pytest.raises(
         UsageError, match="draft 'sentencepiece-420' shares no token with target 'bytes-420'"
     ) as refusal:
-        made("bytes", "sentencepiece", drafter="model", acceptance="block")
+        bridged_decoder("bytes", "sentencepiece", drafter="model", acceptance="block")
     assert "allowed: acceptance 'auto' or 'match'" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert acceptance(made("bytes", "sentencepiece", drafter="model")) > 0.2  # without shared tokens it still drafts
+    assert (
+        acceptance(bridged_decoder("bytes", "sentencepiece", drafter="model")) > 0.2
+    )  # without shared tokens it still drafts
 
 
-def test_it_needs_a_draft_model_of_another_vocabulary() -> None:
+def test_cross_vocabulary_needs_a_draft_model_of_another_vocabulary() -> None:
     with pytest.raises(UsageError, match="needs a draft model of another vocabulary; give draft="):
         SpeculativeDecoder("toy", drafter="cross_vocabulary")
     with pytest.raises(UsageError, match="needs a draft model of another vocabulary; allowed: 'model'"):
         SpeculativeDecoder("toy", "toy:2", drafter="cross_vocabulary")
 
 
-def test_another_draft_model_can_take_its_place() -> None:
+def test_with_draft_takes_a_draft_model_of_another_vocabulary() -> None:
     decoder = SpeculativeDecoder(
         speaking("bytes"), speaking("bytes", 1), tokenizer=tokenizer("bytes"), num_draft_tokens=3, reproducible=False
     )
@@ -309,8 +313,8 @@ class GreedyRounds(FableBackend):
         logits = self.forward(tokens, starts, first_slot=0, logits=True)
         columns = [logits[torch.arange(len(counts)), torch.tensor(counts) - 1, :vocab_size].argmax(-1)]
         for step in range(steps - 1):
-            at = [start + count + step for start, count in zip(starts, counts, strict=True)]
-            following = self.forward(columns[-1][:, None], at, first_slot=0, logits=True)
+            positions = [start + count + step for start, count in zip(starts, counts, strict=True)]
+            following = self.forward(columns[-1][:, None], positions, first_slot=0, logits=True)
             columns.append(following[:, 0, :vocab_size].argmax(-1))
         return torch.stack(columns, dim=1)
 
@@ -318,14 +322,14 @@ class GreedyRounds(FableBackend):
         raise AssertionError("a draft model verifies nothing")
 
 
-def test_a_draft_made_in_one_call_is_the_draft_made_step_by_step() -> None:
-    kind, stepwise = "sentencepiece", made("bytes", "sentencepiece").using("model")
-    draft = fable_model(kind)
-    backend = GreedyRounds(vocabulary(kind), 3)
+def test_a_draft_made_in_one_call_equals_one_made_step_by_step() -> None:
+    vocabulary_kind, stepwise = "sentencepiece", bridged_decoder("bytes", "sentencepiece").using("model")
+    draft = fable_model(vocabulary_kind)
+    backend = GreedyRounds(vocabulary(vocabulary_kind), 3)
     decoder = decoder_of(fable_model("bytes"), replace(draft, backend=backend), num_draft_tokens=4, drafter="model:p=0")
-    both = [one.generate(PROMPTS, GREEDY, chat=False) for one in (decoder, stepwise)]
+    results = [result.generate(PROMPTS, GREEDY, chat=False) for result in (decoder, stepwise)]
     assert backend.calls > 0
-    assert [[done.draft for done in one.rounds] for one in both[0]] == [
-        [done.draft for done in one.rounds] for one in both[1]
+    assert [[round.draft for round in result.rounds] for result in results[0]] == [
+        [round.draft for round in result.rounds] for result in results[1]
     ]
     assert texts(decoder, SAMPLED) == texts(stepwise, SAMPLED)

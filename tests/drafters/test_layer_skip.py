@@ -1,4 +1,4 @@
-"""Some layers of the target as its drafter: what it drafts, what it may touch, which models it takes."""
+"""Some layers of the target as its drafter: what they draft, what they may write, and which models have them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llama() -> Any:
 @pytest.mark.parametrize(
     ("name", "params"), [*((name, GREEDY) for name in ARCHITECTURES), ("llama", SAMPLED), ("gemma3", SAMPLED)]
 )
-def test_all_layers_draft_what_the_target_says(name: str, params: SamplingParams) -> None:
+def test_all_layers_together_draft_what_the_target_generates(name: str, params: SamplingParams) -> None:
     decoder = decoder_of(shared(name))
     plain = decoder.generate(PROMPTS, params)
     count = num_layers(decoder.target.backend)
@@ -59,7 +59,7 @@ def test_all_layers_draft_what_the_target_says(name: str, params: SamplingParams
 
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize("argument", ["1", "0,2-3", "2+p=30"])
-def test_fewer_layers_draft_worse_and_change_no_text(llama: Any, argument: str) -> None:
+def test_fewer_layers_are_rejected_more_often_and_change_no_text(llama: Any, argument: str) -> None:
     decoder = decoder_of(llama)
     for params in (GREEDY, SAMPLED):
         plain = decoder.using("none").generate(PROMPTS, params)
@@ -69,7 +69,7 @@ def test_fewer_layers_draft_worse_and_change_no_text(llama: Any, argument: str) 
 
 
 @pytest.mark.usefixtures("cache_audit")
-def test_in_reproducible_mode_the_text_is_plain_decodings_too(llama: Any) -> None:
+def test_in_reproducible_mode_the_text_is_that_of_plain_decoding(llama: Any) -> None:
     decoder = decoder_of(llama, reproducible=True)
     assert decoder.reproducible
     for params in (GREEDY, SAMPLED):
@@ -88,7 +88,7 @@ def propose(drafter: Any, rows: list[Row], lengths: list[int], target: Session) 
     ("name", "layers"),
     [("llama", (0,)), ("gpt2", (1,)), ("gemma3", (0, 2)), ("gemma3", (1,)), ("gemma3", (1, 2)), ("olmo2", (0,))],
 )
-def test_a_draft_is_what_hugging_face_says_with_layers_left_out(name: str, layers: tuple[int, ...]) -> None:
+def test_a_draft_is_what_hugging_face_generates_with_layers_left_out(name: str, layers: tuple[int, ...]) -> None:
     model, texts = shared(name), [prompts((length,), seed=length)[0] for length in (30, 19, 12)]
     target = Session(HFBackend(model))
     target.reserve(3, 64)
@@ -100,12 +100,12 @@ def test_a_draft_is_what_hugging_face_says_with_layers_left_out(name: str, layer
 
 
 def contents(backend: HFBackend) -> Tensor:
-    """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
+    """[layers, 2, slots, heads, positions, size]: all that the cache holds."""
     return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend.cache.layers]).clone()
 
 
 class Watched:
-    """Compares the memory before and after every draft: what the target has read must stay, to the bit."""
+    """Compares the cache before and after every draft: what the target has read must stay, to the bit."""
 
     def __init__(self, inner: ModelDrafter, target: Session) -> None:
         self.inner, self.target, self.drafts, self.written = inner, target, list[Draft](), 0
@@ -125,7 +125,7 @@ class Watched:
 
 
 class Replayed:
-    """The same drafts again, without a model."""
+    """Proposes recorded drafts, without a model."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         self.drafts = iter(drafts)
@@ -140,43 +140,45 @@ def ragged(count: int = 3) -> list[Row]:
 
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize("layers", [(0, 1), (1, 3)])
-def test_drafting_touches_no_position_the_target_has_read_and_leaves_no_trace(
-    llama: Any, layers: tuple[int, ...]
-) -> None:
-    target, again = Session(HFBackend(llama)), Session(HFBackend(llama))
+def test_drafting_changes_no_cached_token_that_the_target_has_read(llama: Any, layers: tuple[int, ...]) -> None:
+    target, replay_target = Session(HFBackend(llama)), Session(HFBackend(llama))
     watched = Watched(ModelDrafter(SharedCacheSession(target, layers), VOCAB), target)
-    rows, same = ragged(4), ragged(4)
+    rows, replayed_rows = ragged(4), ragged(4)
     for _ in run(engine(target, watched, Fixed(4)), rows, 3):
         pass
     assert watched.written > 20
-    for _ in run(engine(again, Replayed(watched.drafts), Fixed(4)), same, 3):
+    for _ in run(engine(replay_target, Replayed(watched.drafts), Fixed(4)), replayed_rows, 3):
         pass
-    assert [row.output for row in rows] == [row.output for row in same]
+    assert [row.output for row in rows] == [row.output for row in replayed_rows]
     compared = 0
-    for slot_state, other, slot in zip(target.slot_states, again.slot_states, range(3), strict=True):
-        assert slot_state.base == other.base and (slot_state.row is None) == (other.row is None)
-        if slot_state.row is None:  # its text has moved to another slot
+    for slot_state, replay_state, slot in zip(target.slot_states, replay_target.slot_states, range(3), strict=True):
+        assert slot_state.base == replay_state.base and (slot_state.row is None) == (replay_state.row is None)
+        if slot_state.row is None:  # its row has moved to another slot
             continue
-        held = slot_state.valid(slot_state.row)
-        mine, theirs = contents(target.backend), contents(again.backend)
-        assert held > 15 and torch.equal(mine[:, :, slot, :, :held], theirs[:, :, slot, :, :held])
+        num_cached = slot_state.valid(slot_state.row)
+        drafted, replayed = contents(target.backend), contents(replay_target.backend)
+        assert num_cached > 15 and torch.equal(
+            drafted[:, :, slot, :, :num_cached], replayed[:, :, slot, :, :num_cached]
+        )
         compared += 1
     assert compared
 
 
 @pytest.mark.usefixtures("cache_audit")
-def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedCacheSession, "_begin", lambda self, rows: None)  # never asks the target's cache again
+def test_drafting_on_from_cached_drafts_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        SharedCacheSession, "_begin", lambda self, rows: None
+    )  # drafts never start from the target's cache
     target = Session(HFBackend(llama))
     session = SharedCacheSession(target, (0,))
-    session._layers.table.states = target.table.states  # and claims as the target's what some layers have read
+    session._layers.table.states = target.table.states  # and tokens read by some layers count as read by the target
     with pytest.raises((SlipstreamError, AssertionError)):
         for _ in run(engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)), ragged()):
             pass
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_drawn_drafts_carry_the_distribution_of_the_layers(llama: Any, rule: str) -> None:
+def test_sampled_drafts_carry_the_distribution_of_the_layers(llama: Any, rule: str) -> None:
     decoder = decoder_of(llama, "layer_skip:2", acceptance=rule)
     results = decoder.generate(PROMPTS, SAMPLED)
     assert all(0 < r.stats.acceptance_rate < 1 and r.stats.lossless for r in results)
@@ -184,24 +186,24 @@ def test_drawn_drafts_carry_the_distribution_of_the_layers(llama: Any, rule: str
     target.reserve(1, 64)
     row = Row(0, PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=9), seed=1)
     draft = propose(ModelDrafter(SharedCacheSession(target, (0, 1)), VOCAB), [row], [2], target)
-    with left_out(llama, (0, 1)), torch.inference_mode():  # first layers read the same whatever follows them
+    with left_out(llama, (0, 1)), torch.inference_mode():  # the first layers do not depend on the later ones
         ids = torch.tensor([[*row.tokens, *draft.tokens[0, :1].tolist()]])
         distribution = llama(input_ids=ids).logits[0, -2:].softmax(-1)
     assert draft.probs is not None
     torch.testing.assert_close(draft.probs[0], distribution, rtol=1e-4, atol=1e-5)
 
 
-def test_the_target_is_left_as_it_is_and_its_weights_are_shared(llama: Any) -> None:
+def test_a_layer_subset_shares_the_weights_and_leaves_the_target_unchanged(llama: Any) -> None:
     modules, forwards = dict(llama.named_modules()), [m.forward for m in llama.modules()]
     subset = make_layer_subset(llama, 4, (0, 2))
     assert dict(llama.named_modules()) == modules and [m.forward for m in llama.modules()] == forwards
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
-    own = {id(parameter) for parameter in llama.parameters()}
-    assert {id(parameter) for parameter in subset.parameters()} < own
+    target_parameters = {id(parameter) for parameter in llama.parameters()}
+    assert {id(parameter) for parameter in subset.parameters()} < target_parameters
     assert subset.model.layers[2] is llama.model.layers[2] and subset.model.norm is llama.model.norm
 
 
-def test_packed_and_fused_layers_serve_both() -> None:
+def test_packed_layers_draft_what_plain_layers_draft() -> None:
     plain = decoder_of(fresh("llama", num_hidden_layers=3))
     packed = decoder_of(fresh("llama", num_hidden_layers=3), "layer_skip:2", fast=True)
     assert packed.target.packed
@@ -212,7 +214,7 @@ def test_packed_and_fused_layers_serve_both() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(name: str) -> None:
+def test_captured_graphs_draft_the_same_also_after_the_cache_has_moved(name: str) -> None:
     tapes, outputs = (Tape(), Tape()), []
     for graphed in (False, True):
         backend = GraphedBackend(shared(name), tapes[0]) if graphed else HFBackend(shared(name))
@@ -224,10 +226,10 @@ def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(na
             rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
             for _ in run(engine(target, ModelDrafter(session, VOCAB), Fixed(3)), rows):
                 pass
-            outputs.append([[(done.draft, done.tokens) for done in row.rounds] for row in rows])
+            outputs.append([[(round.draft, round.tokens) for round in row.rounds] for row in rows])
             if graphed:
                 assert session.backend.graph_memory().count > 0
-            target.reserve(8, 600)  # moves it
+            target.reserve(8, 600)  # moves the cache
     assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
     assert 0 < tapes[1].captured < tapes[1].replayed
 
@@ -247,14 +249,14 @@ def test_a_layer_subset_attends_to_the_lengths_of_the_whole_model(llama: Any, gr
         assert subset.cache.place(0, [70], torch.tensor([[70]])) == 128  # not 512
 
 
-def test_a_layer_subset_has_no_attributes_but_its_own(llama: Any) -> None:
+def test_a_layer_subset_invents_no_attributes(llama: Any) -> None:
     subset = HFBackend(llama).layer_subset((0, 2))
     with pytest.raises(AttributeError, match="no_such_name"):
         subset.no_such_name  # noqa: B018
     assert type(subset) is HFBackend and subset.num_layers == 4 and subset.vocab_size == VOCAB
 
 
-def test_the_toys_layers_are_its_lengths_of_context() -> None:
+def test_layers_of_the_toy_model_are_its_context_lengths() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     plain = decoder.generate("The heron", GREEDY)
     for argument, all_right in (("6", True), ("2", False), ("0,3-5", False)):
@@ -268,7 +270,7 @@ def layers_of(drafter: Any) -> list[int]:
     return [i for i, block in enumerate(blocks) if next(block.parameters(), None) is not None]
 
 
-def test_without_layers_the_remembered_ones_draft_else_the_first_three_quarters(llama: Any) -> None:
+def test_without_an_argument_the_remembered_layers_draft_or_else_the_first_three_quarters(llama: Any) -> None:
     decoder = decoder_of(llama, "layer_skip")
     assert layers_of(decoder.drafter) == [0, 1, 2]
     file = remember_layers(decoder.target.backend, (0, 3), "a test")
@@ -289,15 +291,15 @@ def test_without_layers_the_remembered_ones_draft_else_the_first_three_quarters(
         file.unlink()
 
 
-def test_a_choice_is_kept_for_the_weights_it_was_made_for(llama: Any) -> None:
-    own = layers_file(HFBackend(llama))
+def test_remembered_layers_belong_to_the_weights_they_were_chosen_for(llama: Any) -> None:
+    file = layers_file(HFBackend(llama))
     packed = decoder_of(fresh("llama", num_hidden_layers=4), fast=True).target.backend
-    assert layers_file(packed) == own  # packing changes no weight
+    assert layers_file(packed) == file  # packing changes no weight
     others = (fresh("llama", seed=1, num_hidden_layers=4), fresh("llama"), fresh("qwen2"))
-    assert len({own.stem, *(identity(HFBackend(model)) for model in others)}) == 4
+    assert len({file.stem, *(identity(HFBackend(model)) for model in others)}) == 4
 
 
-def test_it_stops_as_the_draft_model_does(llama: Any) -> None:
+def test_the_spelling_decides_where_skipped_layers_stop(llama: Any) -> None:
     stops = [
         decoder_of(llama, name, num_draft_tokens=count).drafter.stop
         for name in ("layer_skip:2", "layer_skip:2+p=25")
@@ -326,22 +328,22 @@ def test_bad_arguments_are_refused(llama: Any, argument: str, allowed: str) -> N
         decoder_of(llama, f"layer_skip:{argument}")
 
 
-def twice(model: Any) -> None:
+def same_layer_twice(model: Any) -> None:
     model.model.layers = nn.ModuleList([model.model.layers[0]] * 2)
 
 
-def demanding(model: Any) -> None:
+def failing_forward(model: Any) -> None:
     def forward(*_: Any, **__: Any) -> None:
         raise RuntimeError("pixels are missing")
 
     model.model.forward = forward
 
 
-def wrapped(model: Any) -> None:
-    model.model.forward = model.model.forward  # as tools do that put their own code around a module's
+def wrapped_forward(model: Any) -> None:
+    model.model.forward = model.model.forward  # as tools do that wrap a module's forward
 
 
-def none(model: Any) -> None:
+def single_block(model: Any) -> None:
     layers = model.model.layers
     model.model.layers = nn.ModuleList([nn.Sequential(*layers)])
 
@@ -349,13 +351,13 @@ def none(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (twice, "0 of its lists of 2 modules run in order, once each"),
-        (demanding, "a forward of two tokens fails: pixels are missing"),
-        (wrapped, "of 1 layers chosen, 2 ran: something wraps its forward"),
-        (none, "it has no list of 2 layers"),
+        (same_layer_twice, "0 of its lists of 2 modules run in order, once each"),
+        (failing_forward, "a forward of two tokens fails: pixels are missing"),
+        (wrapped_forward, "of 1 layers chosen, 2 ran: something wraps its forward"),
+        (single_block, "it has no list of 2 layers"),
     ],
 )
-def test_models_whose_layers_cannot_be_told_are_refused_with_the_reason(change: Any, reason: str) -> None:
+def test_models_whose_layers_cannot_be_found_are_refused_with_the_reason(change: Any, reason: str) -> None:
     model = fresh("llama")
     change(model)
     with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be found: {reason}; allowed"):
@@ -370,7 +372,7 @@ def test_backends_without_layers_and_setups_without_a_target_are_refused() -> No
 
 
 @pytest.mark.smollm2
-def test_the_default_model_says_the_same_with_its_own_layers_drafting() -> None:
+def test_the_default_model_generates_the_same_text_with_its_own_layers_drafting() -> None:
     decoder = loaded().using(num_draft_tokens=3)
     prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=16)
     plain = decoder.using("none").generate(prompt, params)

@@ -1,4 +1,4 @@
-"""What drafters learn from one caller's requests shows in nobody else's drafts, nor do cached tokens."""
+"""A group of requests neither sees what drafters learned from other groups nor shares their cached tokens."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.drafters._tree_growth import MAX_GROUPS, LearnedByGroup
 
-PROMPT = "zq zq the wind"  # says nothing of what comes
+PROMPT = "zq zq the wind"  # does not predict the output
 
 
-def decoder(drafter: str) -> SpeculativeDecoder:
+def make_decoder(drafter: str) -> SpeculativeDecoder:
     return SpeculativeDecoder("toy", drafter=drafter, num_draft_tokens=6)
 
 
-def drafted(one: SpeculativeDecoder, group: str) -> int:
+def drafted(decoder: SpeculativeDecoder, group: str) -> int:
     """Tokens accepted in a text of this group."""
-    row: Row = one.rows([PROMPT], SamplingParams(max_tokens=60), chat=False)[0]
+    row: Row = decoder.rows([PROMPT], SamplingParams(max_tokens=60), chat=False)[0]
     row.group = group
-    return sum(done.num_accepted_tokens for done in one.run([row]))
+    return sum(round.num_accepted_tokens for round in decoder.run([row]))
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "token_recycling"])
 def test_texts_of_another_group_are_not_drafted_from(drafter: str) -> None:
-    one = decoder(drafter)
-    first = drafted(one, "ann")
-    assert drafted(one, "ann") > first  # it has learned
-    assert drafted(one, "bob") == first == drafted(one, "") == drafted(decoder(drafter), "bob")
-    one.forget_learned()
-    assert drafted(one, "ann") == first
+    decoder = make_decoder(drafter)
+    first = drafted(decoder, "ann")
+    assert drafted(decoder, "ann") > first  # it has learned
+    assert drafted(decoder, "bob") == first == drafted(decoder, "") == drafted(make_decoder(drafter), "bob")
+    decoder.forget_learned()
+    assert drafted(decoder, "ann") == first
 
 
 def test_only_texts_of_the_default_group_are_saved(tmp_path: Any) -> None:
-    one = decoder("suffix")
-    drafted(one, "ann")
-    drafter: Any = one.drafter
+    decoder = make_decoder("suffix")
+    drafted(decoder, "ann")
+    drafter: Any = decoder.drafter
     assert drafter.num_stored_tokens == 0
-    drafted(one, "")
+    drafted(decoder, "")
     assert drafter.num_stored_tokens > 60
 
 
-def test_cached_tokens_of_another_group_are_read_anew() -> None:
-    one = decoder("none")
+def test_tokens_cached_for_another_group_are_read_again() -> None:
+    decoder = make_decoder("none")
 
     def read(group: str) -> int:
-        before = one.num_prefilled_tokens
-        row = one.rows([PROMPT * 9], SamplingParams(max_tokens=2), chat=False)[0]
+        before = decoder.num_prefilled_tokens
+        row = decoder.rows([PROMPT * 9], SamplingParams(max_tokens=2), chat=False)[0]
         row.group = group
-        list(one.run([row]))
-        return one.num_prefilled_tokens - before
+        list(decoder.run([row]))
+        return decoder.num_prefilled_tokens - before
 
     whole = read("ann")
     assert read("ann") < whole // 4 and read("bob") == whole == read("ann")
 
 
-def test_the_group_that_was_away_longest_is_forgotten_and_the_default_never() -> None:
+def test_the_least_recently_used_group_is_forgotten_but_never_the_default() -> None:
     stores: LearnedByGroup[list[int]] = LearnedByGroup(list)
     stores.of("").append(1)
     stores.of("first").append(1)

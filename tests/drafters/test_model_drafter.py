@@ -1,4 +1,4 @@
-"""The draft model as a drafter: where it stops, and that stopping changes neither distribution nor text."""
+"""The draft model as a drafter: where drafts stop, and that stopping changes neither tokens nor texts."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ TEXTS = [b"a heron and a sparrow and a heron and a", b"The fish", b"x", b"The sp
 
 
 def session() -> Session:
-    made = Session(ToyBackend(2))
-    made.reserve(len(TEXTS), 300)
-    return made
+    new_session = Session(ToyBackend(2))
+    new_session.reserve(len(TEXTS), 300)
+    return new_session
 
 
 def rows(temperature: float) -> list[Row]:
@@ -28,13 +28,13 @@ def rows(temperature: float) -> list[Row]:
     return [Row(i, list(text), params, seed=i) for i, text in enumerate(TEXTS)]
 
 
-def propose(of: list[Row], lengths: list[int], percent: int, coupled: bool = False) -> Draft:
+def propose(batch: list[Row], lengths: list[int], percent: int, coupled: bool = False) -> Draft:
     drafter = drafters.load(f"model:p={percent}", drafters.Setup(CPU, VOCAB_SIZE, session(), coupled))
-    return drafter.propose(of, lengths, Sampler(of, RACE, VOCAB_SIZE, CPU))
+    return drafter.propose(batch, lengths, Sampler(batch, RACE, VOCAB_SIZE, CPU))
 
 
-def own_certainty(row: Row, tokens: list[int], coupled: bool) -> list[float]:
-    """How sure the toy model is of the first, of the first two, ... tokens: its probability, or share of the race."""
+def path_certainties(row: Row, tokens: list[int], coupled: bool) -> list[float]:
+    """The toy model's certainty of the first 1, 2, ... tokens: their probability, or their share of the race."""
     scorer = session()
     with torch.inference_mode():
         logits = scorer.score([row], torch.tensor([tokens]), [len(tokens)])[0, :-1].float()
@@ -43,8 +43,8 @@ def own_certainty(row: Row, tokens: list[int], coupled: bool) -> list[float]:
         noise = [RACE.noise(key(row.seed, Stream.TOKEN, len(row.tokens) + j)) for j in range(len(tokens))]
         speeds = speeds / torch.stack(noise)
     shares = speeds / speeds.sum(-1, keepdim=True)
-    found: list[float] = shares[torch.arange(len(tokens)), torch.tensor(tokens)].cumprod(0).tolist()
-    return found
+    certainties: list[float] = shares[torch.arange(len(tokens)), torch.tensor(tokens)].cumprod(0).tolist()
+    return certainties
 
 
 @pytest.mark.pairwise
@@ -52,23 +52,23 @@ def own_certainty(row: Row, tokens: list[int], coupled: bool) -> list[float]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_draft_ends_with_the_token_that_makes_it_unlikely(temperature: float, percent: int, coupled: bool) -> None:
-    of, lengths, shorter = rows(temperature), [6, 6, 6, 3], 0
+    batch, lengths, shorter = rows(temperature), [6, 6, 6, 3], 0
     with torch.inference_mode():
-        full, draft = propose(of, lengths, 0, coupled), propose(of, lengths, percent, coupled)
+        full, draft = propose(batch, lengths, 0, coupled), propose(batch, lengths, percent, coupled)
     assert full.lengths == tuple(lengths)
-    for i, row in enumerate(of):
+    for i, row in enumerate(batch):
         tokens = draft.tokens[i, : draft.lengths[i]].tolist()
         assert tokens == full.tokens[i, : len(tokens)].tolist()  # stopping changes no token
-        path = own_certainty(row, tokens, coupled)
-        assert all(known >= percent / 100 for known in path[:-1])
-        assert path[-1] < percent / 100 or len(tokens) == lengths[i]
+        certainties = path_certainties(row, tokens, coupled)
+        assert all(certainty >= percent / 100 for certainty in certainties[:-1])
+        assert certainties[-1] < percent / 100 or len(tokens) == lengths[i]
         shorter += len(tokens) < lengths[i]
     assert shorter or percent == 30
     if draft.probs is not None:
         assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
 
 
-def test_no_forward_is_made_for_columns_that_nobody_wants() -> None:
+def test_no_forward_is_made_after_a_draft_has_stopped() -> None:
     class Counting(ToyBackend):
         forwards = 0
 
@@ -89,26 +89,28 @@ def test_no_forward_is_made_for_columns_that_nobody_wants() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_text_is_plain_decodings(temperature: float) -> None:
+def test_stopping_early_changes_no_text(temperature: float) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model:p=50", acceptance="match")
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
     results = decoder.generate(prompts((4, 20, 9)), params)
     plain = decoder.using("none").generate(prompts((4, 20, 9)), params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
-    lengths = {len(done.draft) for result in results for done in result.rounds}
+    lengths = {len(round.draft) for result in results for round in result.rounds}
     assert len(lengths) > 1
 
 
-def test_a_request_that_says_how_many_tokens_gets_them() -> None:
+def test_a_request_gets_the_draft_length_it_asks_for() -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model")
-    asked = SamplingParams(max_tokens=20, num_draft_tokens=4)
-    results = decoder.generate(prompts((9, 9)), [asked, SamplingParams(max_tokens=20)])
-    lengths = [{len(done.draft) for done in result.rounds if result.rounds[-1] is not done} for result in results]
+    params = SamplingParams(max_tokens=20, num_draft_tokens=4)
+    results = decoder.generate(prompts((9, 9)), [params, SamplingParams(max_tokens=20)])
+    lengths = [{len(round.draft) for round in result.rounds if result.rounds[-1] is not round} for result in results]
     assert 4 in lengths[0] and len(lengths[1]) > 1
-    whole = [len(done.draft) for done in results[0].rounds[1:] if done.start + 5 < len(prompts((9,))[0]) + 20]
-    assert set(whole) == {4}
-    chosen = decoder.using("model:p=99").generate(prompts((9,)), asked)[0]
-    assert {1} <= {len(done.draft) for done in chosen.rounds}
+    uncut_lengths = [
+        len(round.draft) for round in results[0].rounds[1:] if round.start + 5 < len(prompts((9,))[0]) + 20
+    ]
+    assert set(uncut_lengths) == {4}
+    stopped_early = decoder.using("model:p=99").generate(prompts((9,)), params)[0]
+    assert {1} <= {len(round.draft) for round in stopped_early.rounds}
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -122,13 +124,13 @@ def test_bad_arguments_are_refused() -> None:
 def test_a_draft_ends_where_a_constraint_leaves_no_token_of_the_draft_model(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, lacking = ModelDrafter._fit, torch.tensor([ord("Q")])
+    fit, lacking = ModelDrafter._fit, torch.tensor([ord("Q")])
     monkeypatch.setattr(
-        ModelDrafter, "_fit", lambda self, logits: whole(self, logits).index_fill(-1, lacking, float("-inf"))
+        ModelDrafter, "_fit", lambda self, logits: fit(self, logits).index_fill(-1, lacking, float("-inf"))
     )
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=1, constraint=Constraint(regex="([a-z]{2}Q)+"))
     plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
     drafted = SpeculativeDecoder("toy", "toy:3", drafter="model", num_draft_tokens=5).generate("The heron", params)
     assert drafted.token_ids == plain.token_ids and ord("Q") in plain.token_ids[:3]
     assert drafted.stats.num_accepted_tokens > 0
-    assert all(own.draft[2:3] != (0,) for own in drafted.rounds)
+    assert all(round.draft[2:3] != (0,) for round in drafted.rounds)

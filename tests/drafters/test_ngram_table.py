@@ -1,4 +1,4 @@
-"""The adaptive n-gram table: what it learns, proposes and is filled with, and that the text stays the target's."""
+"""The adaptive n-gram table: what it learns, proposes and is filled with, and that no text changes."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def propose(drafter: Drafter, rows: Sequence[Row], length: int, vocab: int = SIZ
     return [draft.tokens[i, :n].tolist() for i, n in enumerate(draft.lengths)]
 
 
-def drafted(tokens: Sequence[int], length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
+def draft_of(tokens: Sequence[int], length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
     return propose(NgramTableDrafter(SIZE, longest, shortest), [row_of(tokens)], length)[0]
 
 
-# what is known
+# what it drafts
 
 
 def specification(tokens: Sequence[int], length: int, longest: int, shortest: int) -> list[int]:
-    """The same draft by looking through the whole text for every token."""
-    text, out = list(tokens), list[int]()
-    while len(out) < length:
+    """The same draft, found by searching the whole text for every token."""
+    text, draft = list(tokens), list[int]()
+    while len(draft) < length:
         for size in range(longest - 1, shortest - 2, -1):
             context = text[-size:]
-            ends = [at for at in range(size, len(tokens)) if list(tokens[at - size : at]) == context]
+            ends = [i for i in range(size, len(tokens)) if list(tokens[i - size : i]) == context]
             if len(text) >= size and ends:
-                count, last = Counter(tokens[at] for at in ends), {tokens[at]: at for at in ends}
+                count, last = Counter(tokens[i] for i in ends), {tokens[i]: i for i in ends}
                 text.append(max(count, key=lambda token: (count[token], last[token])))
-                out.append(text[-1])
+                draft.append(text[-1])
                 break
         else:
             break
-    return out
+    return draft
 
 
 @settings(max_examples=300)
@@ -76,43 +76,42 @@ def specification(tokens: Sequence[int], length: int, longest: int, shortest: in
     st.integers(1, 8),
     st.integers(0, 40),
 )
-def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
+def test_a_draft_is_that_of_the_specification_however_the_text_arrives(
     tokens: list[int], sizes: list[int], length: int, cut: int
 ) -> None:
     shortest, longest = sizes
     expected = specification(tokens, length, longest, shortest)
-    assert drafted(tokens, length, longest, shortest) == expected
+    assert draft_of(tokens, length, longest, shortest) == expected
     drafter, row = NgramTableDrafter(SIZE, longest, shortest), row_of(tokens[: cut + 1])
     propose(drafter, [row], length)
     row.tokens.extend(tokens[cut + 1 :])
     assert propose(drafter, [row], length)[0] == expected
 
 
-def test_the_most_frequent_continuation_is_drafted_and_of_equals_the_latest() -> None:
-    assert drafted([7, 1, 9, 7, 2, 8, 7, 1, 5, 7], length=1) == [1]
-    assert drafted([7, 1, 9, 7, 2, 8, 7], length=1) == [2]
+def test_the_most_frequent_continuation_is_drafted_or_the_latest_of_equals() -> None:
+    assert draft_of([7, 1, 9, 7, 2, 8, 7, 1, 5, 7], length=1) == [1]
+    assert draft_of([7, 1, 9, 7, 2, 8, 7], length=1) == [2]
 
 
-def test_the_longest_context_counts_however_rare() -> None:
+def test_the_longest_context_counts_however_rare_it_is() -> None:
     often = [7, 1, 20, 7, 1, 21, 7, 1, 22]
-    assert drafted([3, 4, 7, 2, *often, 7], length=1) == [1]
-    assert drafted([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
+    assert draft_of([3, 4, 7, 2, *often, 7], length=1) == [1]
+    assert draft_of([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
 
 
 def test_shorter_contexts_are_tried_down_to_the_shortest_allowed() -> None:
-    tokens = [1, 2, 3, 4, 9, 8, 2, 3]  # of the end (9) 8 2 3 only 2 3 has occurred before
-    assert drafted(tokens, length=1, longest=5, shortest=2) == [4]
-    assert drafted(tokens, length=1, longest=5, shortest=3) == [4]
-    assert drafted(tokens, length=1, longest=5, shortest=4) == []
+    tokens = [1, 2, 3, 4, 9, 8, 2, 3]  # of its last tokens only 2 3 has occurred before
+    assert draft_of(tokens, length=1, longest=5, shortest=2) == [4]
+    assert draft_of(tokens, length=1, longest=5, shortest=3) == [4]
+    assert draft_of(tokens, length=1, longest=5, shortest=4) == []
 
 
-def test_a_draft_stops_where_nothing_is_known() -> None:
-    assert drafted([1, 2, 3, 4]) == []
-    # after 1 2 comes 3 and then the end of the text, a token whose continuation nobody has seen
-    assert drafted([1, 2, 9, 1], length=4) == [2, 9, 1, 2]
-    assert drafted([5, 1, 2, 3, 5, 1], length=8, shortest=3) == [2, 3, 5, 1, 2, 3, 5, 1]
-    assert drafted([1, 2, 3, 1, 2], length=4, longest=3, shortest=3) == [3, 1, 2, 3]
-    assert drafted([4, 1, 1, 2], length=4) == []
+def test_a_draft_stops_where_no_context_is_known() -> None:
+    assert draft_of([1, 2, 3, 4]) == []
+    assert draft_of([1, 2, 9, 1], length=4) == [2, 9, 1, 2]
+    assert draft_of([5, 1, 2, 3, 5, 1], length=8, shortest=3) == [2, 3, 5, 1, 2, 3, 5, 1]
+    assert draft_of([1, 2, 3, 1, 2], length=4, longest=3, shortest=3) == [3, 1, 2, 3]
+    assert draft_of([4, 1, 1, 2], length=4) == []
 
 
 def test_output_is_learned_as_it_comes() -> None:
@@ -120,7 +119,7 @@ def test_output_is_learned_as_it_comes() -> None:
     assert propose(drafter, [row], 2) == [[]]
     row.tokens += [4, 5, 6, 4]
     assert propose(drafter, [row], 3) == [[5, 6, 4]]
-    row.tokens += [7, 4, 7, 4]  # 7 has followed 4 more often by now
+    row.tokens += [7, 4, 7, 4]  # by now 7 has followed 4 more often
     assert propose(drafter, [row], 1) == [[7]]
 
 
@@ -135,10 +134,10 @@ def logits_for(rankings: Sequence[Sequence[int]], vocab: int = SIZE) -> Tensor:
     return logits
 
 
-def tell(
+def observe_round(
     drafter: NgramTableDrafter, row: Row, draft: Sequence[int], kept: int, rankings: Sequence[Sequence[int]]
 ) -> None:
-    """A round whose draft the target judged so."""
+    """Shows the drafter a round: `kept` accepted tokens, and the target's ranking at each position."""
     verdict = Verdict(torch.tensor([kept]), torch.tensor([rankings[kept][0]]))
     drafter.observe([row], Draft.from_lists([draft], CPU), logits_for(rankings), verdict)
     row.tokens += [*draft[:kept], rankings[kept][0]]
@@ -148,38 +147,38 @@ def test_an_unknown_token_is_followed_by_what_the_target_ranked_highest_after_it
     drafter, row = load("ngram_table:fill", Setup(CPU, SIZE)), row_of([1, 2, 3])
     assert isinstance(drafter, NgramTableDrafter)
     assert propose(drafter, [row], 3) == [[]]
-    tell(drafter, row, [], 0, [[4, 11, 12, 13]])
+    observe_round(drafter, row, [], 0, [[4, 11, 12, 13]])
     row.tokens.append(3)
-    assert propose(drafter, [row], 2) == [[4, 3]]  # the table goes on from there: 3 has followed 4
+    assert propose(drafter, [row], 2) == [[4, 3]]  # 4 is filled in, and the table knows that 3 follows 4
     plain = NgramTableDrafter(SIZE)
     propose(plain, [row], 1)
     assert propose(plain, [row], 2) == [[4, 3]]
 
 
-def test_ranks_add_up_and_the_best_of_all_occurrences_is_taken() -> None:
+def test_ranks_of_all_occurrences_of_a_token_add_up() -> None:
     drafter, row = NgramTableDrafter(SIZE, shortest=3, fill=True), row_of([1])
     propose(drafter, [row], 1)
     for ranking in ([20, 30, 31, 32], [21, 30, 33, 34], [22, 30, 35, 36]):
-        tell(drafter, row, [], 0, [ranking])
+        observe_round(drafter, row, [], 0, [ranking])
         row.tokens.append(1)
-    assert propose(drafter, [row], 1) == [[30]]  # always second, which no table of continuations can know
+    assert propose(drafter, [row], 1) == [[30]]  # always ranked second, and never in the text
     assert propose(NgramTableDrafter(SIZE, shortest=3), [row], 1) == [[]]
 
 
-def test_what_the_target_said_after_rejected_tokens_is_not_noted() -> None:
+def test_rankings_after_rejected_tokens_are_not_learned() -> None:
     drafter, row = NgramTableDrafter(SIZE, shortest=3, fill=True), row_of([1])
     propose(drafter, [row], 1)
-    tell(drafter, row, [2, 3], 1, [[2, 40, 41, 42], [9, 43, 44, 45], [8, 46, 47, 48]])
+    observe_round(drafter, row, [2, 3], 1, [[2, 40, 41, 42], [9, 43, 44, 45], [8, 46, 47, 48]])
     assert row.tokens == [1, 2, 9]
     for last, expected in ((1, [2]), (2, [9]), (3, [])):
         row.tokens.append(last)
         assert propose(drafter, [row], 1) == [expected]
 
 
-def test_contexts_of_two_tokens_go_before_filling_and_one_token_after_it() -> None:
+def test_filling_ranks_between_contexts_of_two_tokens_and_of_one() -> None:
     drafter, row = NgramTableDrafter(SIZE, fill=True), row_of([1, 2, 3, 9, 2, 4, 9, 2])
     propose(drafter, [row], 1)
-    tell(drafter, row, [], 0, [[5, 6, 7, 8]])
+    observe_round(drafter, row, [], 0, [[5, 6, 7, 8]])
     row.tokens += [1, 2]
     assert propose(drafter, [row], 1) == [[3]]
     row.tokens += [30, 2]
@@ -188,13 +187,13 @@ def test_contexts_of_two_tokens_go_before_filling_and_one_token_after_it() -> No
 
 
 class Untouchable:
-    """Stands for a tensor that must not be looked at."""
+    """Fails when any attribute is read."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"{name} was asked for")
 
 
-def test_without_filling_the_logits_are_not_looked_at() -> None:
+def test_without_filling_the_logits_are_not_read() -> None:
     drafter, row = NgramTableDrafter(SIZE), row_of([1, 2])
     propose(drafter, [row], 1)
     never: Any = Untouchable()
@@ -203,42 +202,42 @@ def test_without_filling_the_logits_are_not_looked_at() -> None:
         NgramTableDrafter(SIZE, fill=True).observe([row], never, never, never)
 
 
-def test_a_row_that_never_asks_for_drafts_is_not_noted() -> None:
+def test_a_row_that_never_asks_for_drafts_gets_no_table() -> None:
     drafter, row = NgramTableDrafter(SIZE, fill=True), row_of([1, 2])
-    tell(drafter, row, [], 0, [[4, 5, 6, 7]])
+    observe_round(drafter, row, [], 0, [[4, 5, 6, 7]])
     assert len(drafter._tables) == 0
 
 
 @dataclass
-class Listening:
-    """A table that keeps what the loop told it."""
+class Recording:
+    """Wraps a table and records what it observes."""
 
     inner: NgramTableDrafter
-    heard: list[tuple[list[int], list[int], list[int], int, int]] = field(default_factory=list)
+    observed: list[tuple[list[int], list[int], list[int], int, int]] = field(default_factory=list)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         return self.inner.propose(rows, lengths, sampler)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        best = logits.argmax(-1)
+        choices = logits.argmax(-1)
         for i, row in enumerate(rows):
             kept, length = int(verdict.accepted[i]), draft.lengths[i]
-            said = best[i, : length + 1].tolist()
-            self.heard.append((list(row.tokens), draft.tokens[i, :length].tolist(), said, kept, row.index))
+            argmaxes = choices[i, : length + 1].tolist()
+            self.observed.append((list(row.tokens), draft.tokens[i, :length].tolist(), argmaxes, kept, row.index))
 
 
-def test_the_loop_tells_of_every_round_before_it_is_committed() -> None:
-    listening = Listening(NgramTableDrafter(VOCAB))
-    made = SpeculativeDecoder(shared("llama"), drafter=listening, num_draft_tokens=3, reproducible=False)
-    results = made.generate(prompts([9, 22, 5]), SamplingParams(max_tokens=16))
-    assert sum(len(result.rounds) for result in results) == len(listening.heard)
+def test_the_loop_shows_every_round_before_it_is_committed() -> None:
+    recording = Recording(NgramTableDrafter(VOCAB))
+    decoder = SpeculativeDecoder(shared("llama"), drafter=recording, num_draft_tokens=3, reproducible=False)
+    results = decoder.generate(prompts([9, 22, 5]), SamplingParams(max_tokens=16))
+    assert sum(len(result.rounds) for result in results) == len(recording.observed)
     for i, result in enumerate(results):
-        whole = [*result.prompt_token_ids, *result.token_ids]
-        told = [heard for heard in listening.heard if heard[-1] == i]
-        for done, (before, draft, said, kept, _) in zip(result.rounds, told, strict=True):
-            assert before == whole[: done.start] and tuple(draft) == done.draft
-            # greedy: position j says what follows the first j draft tokens
-            assert said[: kept + 1] == [*draft[:kept], whole[done.start + kept]]
+        text = [*result.prompt_token_ids, *result.token_ids]
+        observations = [observation for observation in recording.observed if observation[-1] == i]
+        for round, (before, draft, argmaxes, kept, _) in zip(result.rounds, observations, strict=True):
+            assert before == text[: round.start] and tuple(draft) == round.draft
+            # the argmax at position j follows the first j draft tokens
+            assert argmaxes[: kept + 1] == [*draft[:kept], text[round.start + kept]]
 
 
 # the text
@@ -248,11 +247,11 @@ def test_the_loop_tells_of_every_round_before_it_is_committed() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) -> None:
-    asked = prompts([3, 30, 1, 22, 12], seed=2)
+    texts = prompts([3, 30, 1, 22, 12], seed=2)
     params = [
-        SamplingParams(max_tokens=40 - 5 * i, temperature=0.3 * (i % 3), top_p=0.9, seed=i) for i in range(len(asked))
+        SamplingParams(max_tokens=40 - 5 * i, temperature=0.3 * (i % 3), top_p=0.9, seed=i) for i in range(len(texts))
     ]
-    made = SpeculativeDecoder(
+    decoder = SpeculativeDecoder(
         shared("llama", 0, torch.float64),
         drafter=kind,
         acceptance="match",
@@ -260,11 +259,11 @@ def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) 
         max_batch_size=size,
         reproducible=False,
     )
-    plain = made.using("none").generate(asked, params)
-    results = made.generate(asked, params)
+    plain = decoder.using("none").generate(texts, params)
+    results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
-    rounds = [done for result in results for done in result.rounds]
-    assert any(done.num_accepted_tokens for done in rounds) and any(done.rejected for done in rounds)
+    rounds = [round for result in results for round in result.rounds]
+    assert any(round.num_accepted_tokens for round in rounds) and any(round.rejected for round in rounds)
 
 
 @pytest.mark.pairwise
@@ -273,25 +272,28 @@ def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) 
 @pytest.mark.parametrize("kind", ["ngram_table:2-3", "ngram_table:2-3+fill"])
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_joint_frequencies_are_those_of_the_target(name: str, kind: str, rule: str) -> None:
-    made = SpeculativeDecoder(
+    decoder = SpeculativeDecoder(
         model(name), drafter=kind, acceptance=rule, num_draft_tokens=2, max_batch_size=64, reproducible=False
     )
-    runs = observe(made, name)
+    runs = observe(decoder, name)
     assert runs.p_value > SUSPICIOUS
-    kept, refused = (sum(getattr(done, what) for done in runs.rounds) for what in ("num_accepted_tokens", "rejected"))
-    assert kept > len(runs.texts) / 6 and refused > len(runs.texts) / 6
+    kept, rejected = (
+        sum(getattr(round, name_of_count) for round in runs.rounds)
+        for name_of_count in ("num_accepted_tokens", "rejected")
+    )
+    assert kept > len(runs.texts) / 6 and rejected > len(runs.texts) / 6
 
 
 def test_periodic_text_is_drafted_in_full_blocks() -> None:
-    made = SpeculativeDecoder("toy", drafter="ngram_table", num_draft_tokens=7)
-    result = made.generate(FABLE[:400].replace("\n", " ") * 2 + FABLE[:40], SamplingParams(max_tokens=64))
+    decoder = SpeculativeDecoder("toy", drafter="ngram_table", num_draft_tokens=7)
+    result = decoder.generate(FABLE[:400].replace("\n", " ") * 2 + FABLE[:40], SamplingParams(max_tokens=64))
     assert result.stats.block_efficiency > 6
 
 
 # limits
 
 
-def test_a_table_goes_with_its_row() -> None:
+def test_a_table_is_freed_with_its_row() -> None:
     drafter, rows = NgramTableDrafter(SIZE), [row_of([1, 2, 1]), row_of([3, 4])]
     propose(drafter, rows, 1)
     assert len(drafter._tables) == 2
@@ -300,7 +302,7 @@ def test_a_table_goes_with_its_row() -> None:
     assert len(drafter._tables) == 1
 
 
-def test_a_long_row_is_learned_from_its_later_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_later_part_of_a_long_row_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "SPAN", 32)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 4, (300,), generator=generator).tolist()
@@ -327,14 +329,14 @@ def test_a_long_row_is_learned_from_its_later_part_only(monkeypatch: pytest.Monk
         ("3-6+fill", (3, 6, True)),
     ],
 )
-def test_the_argument_says_sizes_and_filling(argument: str, expected: tuple[int, int, bool]) -> None:
-    made = load(f"ngram_table:{argument}" if argument else "ngram_table", Setup(CPU, SIZE))
-    assert isinstance(made, NgramTableDrafter)
-    assert (made.shortest, made.longest, made.fill) == expected
+def test_the_argument_gives_sizes_and_filling(argument: str, expected: tuple[int, int, bool]) -> None:
+    drafter = load(f"ngram_table:{argument}" if argument else "ngram_table", Setup(CPU, SIZE))
+    assert isinstance(drafter, NgramTableDrafter)
+    assert (drafter.shortest, drafter.longest, drafter.fill) == expected
 
 
 @subcases("argument", ["x", "+fill", "4+", "4-", "-4", "4+filled", "fill+4", "4 +fill", "3-4-5"])
-def test_another_argument_is_refused(argument: str) -> None:
+def test_a_malformed_argument_is_refused(argument: str) -> None:
     with pytest.raises(UsageError, match=r"^drafter='ngram_table:.*'; allowed: ngram_table, ngram_table:LONGEST"):
         load(f"ngram_table:{argument}", Setup(CPU, SIZE))
 
@@ -347,7 +349,7 @@ def test_sizes_out_of_range_are_refused(argument: str) -> None:
 
 def test_a_table_takes_at_most_150_bytes_per_size_and_token() -> None:
     count = 500
-    tokens = random.Random(1).sample(range(count), count)  # no n-gram comes twice
+    tokens = random.Random(1).sample(range(count), count)  # no n-gram repeats
     tracemalloc.start()
     try:
         grams = table._Table(range(table.SHORTEST, table.LONGEST + 1), count, 0)

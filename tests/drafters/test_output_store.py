@@ -1,4 +1,4 @@
-"""Past outputs: kept within a budget, found again, and refused from files that are damaged or of something else."""
+"""Past outputs: kept within a budget, drafted from, and refused from damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def propose(drafter: SuffixDrafter, rows: Sequence[Row], length: int = 4) -> lis
     return [draft.tokens[i, :n].tolist() for i, n in enumerate(draft.lengths)]
 
 
-def kept(drafter: SuffixDrafter) -> list[list[int]]:
+def stored_texts(drafter: SuffixDrafter) -> list[list[int]]:
     drafter.num_stored_tokens  # noqa: B018  takes in the outputs of rows that have ended
     return list(drafter._store.texts())
 
 
-# what is kept, and for how long
+# what is kept
 
 
 def test_the_oldest_texts_go_and_the_budget_is_never_exceeded() -> None:
@@ -52,17 +52,17 @@ def test_the_oldest_texts_go_and_the_budget_is_never_exceeded() -> None:
     texts = [[number] * (number % 17 + 1) for number in range(60)]
     for number, text in enumerate(texts, 1):
         store.add(text)
-        held = list(store.texts())
-        assert held == texts[number - len(held) : number]
-        assert sum(map(len, held)) == store.num_tokens <= 100
+        texts_kept = list(store.texts())
+        assert texts_kept == texts[number - len(texts_kept) : number]
+        assert sum(map(len, texts_kept)) == store.num_tokens <= 100
         assert number < 20 or store.num_tokens > 50 - 17
-        alive = {text[0] for text in held}
-        found = {n for n in range(number) for automaton in store.automata if automaton.find([n]).length}
-        assert found == alive
+        first_tokens = {text[0] for text in texts_kept}
+        tokens_found = {n for n in range(number) for automaton in store.automata if automaton.find([n]).length}
+        assert tokens_found == first_tokens
 
 
 def bytes_of(store: SuffixStore) -> int:
-    """Bytes taken: 4 per token for the texts, the automata's arrays, and 28 for an int in a dict."""
+    """Bytes used: 4 per token for the texts, the automata's arrays, and 28 per int in a dict."""
     size = 4 * (store.num_tokens + sum(map(len, store._seeded)))
     for automaton in store.automata:
         arrays = (automaton._link, automaton._length, automaton._count, automaton._token, automaton._target)
@@ -82,7 +82,7 @@ def test_memory_is_bounded_by_the_budget() -> None:
     assert 20 * store.num_tokens < sizes[-1] < 500 * store.num_tokens
 
 
-def test_texts_of_the_user_are_bounded_as_well() -> None:
+def test_seeded_texts_are_bounded_by_the_budget_too() -> None:
     store = SuffixStore(SIZE, 1000)
     sizes = []
     for number in range(60):
@@ -98,7 +98,7 @@ def test_a_text_longer_than_half_of_the_budget_is_cut_to_its_end() -> None:
     assert list(store.texts()) == [list(range(30, 80))]
 
 
-def test_with_no_budget_and_of_no_text_nothing_is_kept() -> None:
+def test_nothing_is_kept_without_a_budget_or_of_an_empty_text() -> None:
     store = SuffixStore(SIZE, 0)
     store.add([1, 2, 3])
     store.seed([[4, 5]])
@@ -124,10 +124,10 @@ def test_an_output_is_kept_with_the_end_of_its_prompt_once_its_row_has_finished(
     propose(drafter, [row])
     row.tokens += [7, 8]
     propose(drafter, [row])
-    assert kept(drafter) == []
-    row.tokens += [9]  # committed after the last draft
+    assert stored_texts(drafter) == []
+    row.tokens += [9]  # committed after the last propose
     row.finish_reason = "length"
-    assert kept(drafter) == [[*range(140 - OPENING, 140), 5, 6, 7, 8, 9]]
+    assert stored_texts(drafter) == [[*range(140 - OPENING, 140), 5, 6, 7, 8, 9]]
 
 
 def test_an_output_is_kept_when_its_row_is_dropped_unfinished() -> None:
@@ -136,14 +136,14 @@ def test_an_output_is_kept_when_its_row_is_dropped_unfinished() -> None:
     row.tokens += [3, 4]
     del row
     gc.collect()
-    assert kept(drafter) == [[1, 2, 3, 4]]
+    assert stored_texts(drafter) == [[1, 2, 3, 4]]
 
 
-def test_of_a_row_without_output_nothing_is_kept() -> None:
+def test_nothing_is_kept_of_a_row_without_output() -> None:
     drafter, row = SuffixDrafter(SIZE), row_of([1, 2])
     propose(drafter, [row])
     row.finish_reason = "stop"
-    assert kept(drafter) == []
+    assert stored_texts(drafter) == []
 
 
 def test_the_output_of_a_row_that_was_not_drafted_for_is_kept() -> None:
@@ -151,10 +151,10 @@ def test_the_output_of_a_row_that_was_not_drafted_for_is_kept() -> None:
     assert propose(drafter, [row], 0) == [[]]
     row.tokens.append(3)
     row.finish_reason = "stop"
-    assert kept(drafter) == [[1, 2, 3]]
+    assert stored_texts(drafter) == [[1, 2, 3]]
 
 
-def test_another_row_is_drafted_for_from_an_output() -> None:
+def test_a_finished_output_is_drafted_for_another_row() -> None:
     drafter, row = SuffixDrafter(SIZE), row_of([1, 2])
     waiting = row_of([50, 60, 3])
     assert propose(drafter, [row, waiting]) == [[], []]
@@ -165,7 +165,7 @@ def test_another_row_is_drafted_for_from_an_output() -> None:
     assert propose(drafter, [waiting]) == [[5, 6]]
 
 
-def test_of_equal_matches_the_row_s_own_text_is_followed() -> None:
+def test_of_equal_matches_the_one_in_the_rows_own_text_is_followed() -> None:
     drafter = SuffixDrafter(SIZE)
     drafter.seed([[3, 4], [3, 4], [8, 3, 4]])
     assert propose(drafter, [row_of([3, 5, 9, 3])], 1) == [[5]]
@@ -180,7 +180,7 @@ def test_a_continuation_may_come_from_the_older_half() -> None:
     assert propose(drafter, [row_of([100, 101])], 2) == [[102, 103]]
 
 
-def test_the_second_answer_of_a_decoder_takes_fewer_rounds_until_it_forgets() -> None:
+def test_a_repeated_request_takes_fewer_rounds_until_outputs_are_forgotten() -> None:
     drafter = SuffixDrafter(VOCAB_SIZE)
     decoder = SpeculativeDecoder("toy", drafter=drafter, num_draft_tokens=7)
     params = SamplingParams(max_tokens=60)
@@ -190,7 +190,6 @@ def test_the_second_answer_of_a_decoder_takes_fewer_rounds_until_it_forgets() ->
     drafter.forget()
     third = decoder.generate("The heron", params)
     assert third.stats.num_rounds == first.stats.num_rounds
-    decoder.generate("The sparrow", params)
     alone = SpeculativeDecoder("toy", drafter="suffix:outputs=0", num_draft_tokens=7)
     rounds = [alone.generate("The heron", params).stats.num_rounds for _ in range(2)]
     assert rounds == [first.stats.num_rounds] * 2
@@ -199,21 +198,21 @@ def test_the_second_answer_of_a_decoder_takes_fewer_rounds_until_it_forgets() ->
 # seeds and files
 
 
-def test_what_was_seeded_outlives_forgetting_and_what_was_learned_does_not() -> None:
+def test_forgetting_drops_learned_texts_and_keeps_seeded_ones() -> None:
     drafter, row = SuffixDrafter(SIZE, outputs=100), row_of([1, 2], [3])
     drafter.seed([[7, 8, 9], np.array([5, 6])])
     propose(drafter, [row])
     row.finish_reason = "stop"
-    assert kept(drafter) == [[7, 8, 9], [5, 6], [1, 2, 3]]
+    assert stored_texts(drafter) == [[7, 8, 9], [5, 6], [1, 2, 3]]
     drafter.forget()
-    assert kept(drafter) == [[7, 8, 9], [5, 6]]
-    drafter.seed([[4] * 50, [3] * 50])  # more than there is room for: the oldest do not come back
+    assert stored_texts(drafter) == [[7, 8, 9], [5, 6]]
+    drafter.seed([[4] * 50, [3] * 50])  # beyond the budget: the oldest texts do not come back
     drafter.forget()
-    assert kept(drafter) == [[4] * 50, [3] * 50]
+    assert stored_texts(drafter) == [[4] * 50, [3] * 50]
 
 
 @subcases(
-    "texts, told",
+    "texts, message",
     [
         ([[1], [2, SIZE]], "text 1 holds 1000; allowed: ids from 0 to 999"),
         ([[-1]], "text 0 holds -1"),
@@ -223,11 +222,11 @@ def test_what_was_seeded_outlives_forgetting_and_what_was_learned_does_not() -> 
         ([1, 2], "text 0 is 1; allowed: a list of token ids"),
     ],
 )
-def test_a_seed_that_is_no_text_is_refused_whole(texts: Any, told: str) -> None:
+def test_a_seed_that_is_not_token_ids_is_refused_and_nothing_kept(texts: Any, message: str) -> None:
     drafter = SuffixDrafter(SIZE)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         drafter.seed(texts)
-    assert kept(drafter) == []
+    assert stored_texts(drafter) == []
 
 
 def test_outputs_are_saved_and_loaded_again(tmp_path: Path) -> None:
@@ -236,21 +235,21 @@ def test_outputs_are_saved_and_loaded_again(tmp_path: Path) -> None:
         UsageError, match=r"answers.npz' is not a file; allowed: a file that SuffixDrafter.save\(FILE\)"
     ):
         load(f"suffix:store={name}", Setup(CPU, SIZE))
-    first = SuffixDrafter(SIZE, path=path)
+    saving = SuffixDrafter(SIZE, path=path)
     row = row_of([1, 2], [3, 4])
-    propose(first, [row])
+    propose(saving, [row])
     row.finish_reason = "stop"
-    first.save()
+    saving.save()
     assert [file.name for file in tmp_path.iterdir()] == ["answers.npz"]
-    again = load(f"suffix:2+p=30+store={name}", Setup(CPU, SIZE))
-    assert isinstance(again, SuffixDrafter) and kept(again) == [[1, 2, 3, 4]]
-    assert propose(again, [row_of([9, 2, 3])]) == [[4]]
-    again.load(path)
-    assert kept(again) == [[1, 2, 3, 4]] * 2
+    loading = load(f"suffix:2+p=30+store={name}", Setup(CPU, SIZE))
+    assert isinstance(loading, SuffixDrafter) and stored_texts(loading) == [[1, 2, 3, 4]]
+    assert propose(loading, [row_of([9, 2, 3])]) == [[4]]
+    loading.load(path)
+    assert stored_texts(loading) == [[1, 2, 3, 4]] * 2
     empty = SuffixDrafter(SIZE)
     empty.save(tmp_path / "empty.npz")
     empty.load(str(tmp_path / "empty.npz"))
-    assert kept(empty) == []
+    assert stored_texts(empty) == []
 
 
 def test_a_smaller_budget_keeps_the_newest_of_a_file(tmp_path: Path) -> None:
@@ -263,8 +262,8 @@ def test_a_smaller_budget_keeps_the_newest_of_a_file(tmp_path: Path) -> None:
     assert 50 <= small.num_tokens <= 100
 
 
-def saved(path: Path, tokenizer: str = "") -> dict[str, Any]:
-    """A file of two texts, and what is in it."""
+def save_two_texts(path: Path, tokenizer: str = "") -> dict[str, Any]:
+    """Writes a store of two texts and returns its parts."""
     store = SuffixStore(SIZE, 100, tokenizer)
     store.seed([[1, 2, 3], [4, 5]])
     store.save(path)
@@ -272,16 +271,16 @@ def saved(path: Path, tokenizer: str = "") -> dict[str, Any]:
         return {name: file[name] for name in FIELDS}
 
 
-def refused(path: Path, told: str, vocab_size: int = SIZE, tokenizer: str = "") -> None:
+def check_refusal(path: Path, message: str, vocab_size: int = SIZE, tokenizer: str = "") -> None:
     store = SuffixStore(vocab_size, 100, tokenizer)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UsageError, match=message) as error:
         store.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     assert store.num_tokens == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"format": "other"}, "format 'other'"),
         ({"vocab_size": np.array(SIZE + 1)}, "vocabulary of 1001; allowed: 1000"),
@@ -294,40 +293,40 @@ def refused(path: Path, told: str, vocab_size: int = SIZE, tokenizer: str = "") 
         ({"tokens": np.array([{}] * 5)}, "cannot be read"),  # would need pickle, which runs code
     ],
 )
-def test_a_file_with_a_wrong_part_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_a_file_with_a_wrong_part_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "s.npz"
-    np.savez(path, **(saved(path) | changes))
-    refused(path, told)
+    np.savez(path, **(save_two_texts(path) | changes))
+    check_refusal(path, message)
 
 
 @pytest.mark.parametrize("missing", FIELDS)
 def test_a_file_without_a_part_is_refused(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "s.npz"
-    parts = saved(path)
+    parts = save_two_texts(path)
     del parts[missing]
     np.savez(path, **parts)
-    refused(path, "cannot be read")
+    check_refusal(path, "cannot be read")
 
 
 def test_a_damaged_file_is_refused_wherever_it_is_cut_or_changed(tmp_path: Path) -> None:
     path = tmp_path / "s.npz"
-    saved(path)
-    whole = path.read_bytes()
-    for size in (0, 1, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        refused(path, "cannot be read")
+    save_two_texts(path)
+    content = path.read_bytes()
+    for size in (0, 1, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        check_refusal(path, "cannot be read")
     path.write_bytes(b"no store at all")
-    refused(path, "cannot be read")
-    at = whole.index(np.array([1, 2, 3, 4, 5], dtype=np.int32).tobytes())
-    path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
-    refused(path, "cannot be read")  # the archive's checksum
+    check_refusal(path, "cannot be read")
+    offset = content.index(np.array([1, 2, 3, 4, 5], dtype=np.int32).tobytes())
+    path.write_bytes(content[:offset] + b"\xff" + content[offset + 1 :])
+    check_refusal(path, "cannot be read")  # the archive's checksum
     np.save(tmp_path / "array.npy", np.arange(3))
-    refused(tmp_path / "array.npy", "cannot be read")
+    check_refusal(tmp_path / "array.npy", "cannot be read")
 
 
 def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
-    refused(tmp_path / "none.npz", "does not exist")
-    refused(tmp_path, "cannot be read")
+    check_refusal(tmp_path / "none.npz", "does not exist")
+    check_refusal(tmp_path, "cannot be read")
     with pytest.raises(SlipstreamError, match="cannot be written: No such file"):
         SuffixStore(SIZE, 100).save(tmp_path / "no" / "s.npz")
     with pytest.raises(UsageError, match="no path"):
@@ -336,8 +335,8 @@ def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
 
 def test_a_file_of_another_tokenizer_is_refused_where_both_are_known(tmp_path: Path) -> None:
     path = tmp_path / "s.npz"
-    saved(path, "alpha")
-    refused(path, "tokenizer 'alpha'; allowed: 'beta'", tokenizer="beta")
+    save_two_texts(path, "alpha")
+    check_refusal(path, "tokenizer 'alpha'; allowed: 'beta'", tokenizer="beta")
     for name in ("alpha", ""):
         drafter = SuffixDrafter(SIZE, tokenizer=name)
         drafter.load(path)
@@ -346,8 +345,8 @@ def test_a_file_of_another_tokenizer_is_refused_where_both_are_known(tmp_path: P
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.npz"
-    saved(path)
-    whole = path.read_bytes()
+    save_two_texts(path)
+    content = path.read_bytes()
 
     def full(file: Any, **parts: Any) -> None:
         file.write(b"PK")
@@ -356,4 +355,4 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(SlipstreamError, match="cannot be written: No space left"):
         SuffixStore(SIZE, 100).save(path)
-    assert path.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
+    assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 1

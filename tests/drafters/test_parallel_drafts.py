@@ -1,4 +1,4 @@
-"""Draft models of PARD: one forward scores a whole draft, each step is the plain model's over mask tokens."""
+"""PARD draft models: one forward over mask tokens scores a whole draft."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ def pair() -> ModelPair:
 def test_every_step_is_that_of_one_forward_over_mask_tokens() -> None:
     models = pair()
     for text in prompts([2, 17, 40]):
-        found = step_logits(models, text, 6)
-        assert all(same_logits(found, transcribed(text, 6)))
-        assert not any(same_logits(found[1:], transcribed(text, 6, mask=MASK + 1)[1:]))
+        logits = step_logits(models, text, 6)
+        assert all(same_logits(logits, transcribed(text, 6)))
+        assert not any(same_logits(logits[1:], transcribed(text, 6, mask=MASK + 1)[1:]))
 
 
-def test_a_draft_longer_than_a_forward_goes_on_from_its_own_tokens() -> None:
+def test_a_draft_longer_than_one_forward_continues_after_its_own_tokens() -> None:
     text = prompts([17])[0]
-    found = step_logits(pair(), text, MOST + 2)
-    drafted = [int(logits.argmax()) for logits in found[:MOST]]
-    assert all(same_logits(found[MOST:], transcribed([*text, *drafted], 2)))
+    all_logits = step_logits(pair(), text, MOST + 2)
+    drafted = [int(logits.argmax()) for logits in all_logits[:MOST]]
+    assert all(same_logits(all_logits[MOST:], transcribed([*text, *drafted], 2)))
 
 
 def decoder_of(**settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3} | settings
-    return SpeculativeDecoder(shared("llama"), draft_model(), tokenizer=tokenizer(), **chosen)
+    options: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(shared("llama"), draft_model(), tokenizer=tokenizer(), **options)
 
 
 FAVOURED = {7: 30.0, 9: 30.0}
 
 
 def drafts_agree(decoder: SpeculativeDecoder) -> bool:
-    """Whether all drafts are those of the transcription. Two tokens are favoured, so that drafts are accepted."""
-    asked, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
+    """Whether all drafts are those of `transcribed`. Two tokens are favoured, so that drafts are accepted."""
+    texts, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
     bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    results = decoder.generate(asked, SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED))
+    results = decoder.generate(texts, SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED))
     drafts = []
-    for prompt, result in zip(asked, results, strict=True):
+    for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
         for round in (round for round in result.rounds if round.draft):
             expected = transcribed(text[: round.start], len(round.draft))
@@ -76,12 +76,12 @@ def drafts_agree(decoder: SpeculativeDecoder) -> bool:
     return all(drafts)
 
 
-def test_drafts_of_a_batch_take_one_forward_a_round_and_leave_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards, inner = [], Session.score
+def test_drafts_of_a_batch_take_one_forward_per_round_and_leave_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, score = [], Session.score
 
-    def count(session: Session, rows: Any, draft: Any, *rest: Any, **more: Any) -> Any:
+    def count(session: Session, rows: Any, draft: Any, *args: Any, **options: Any) -> Any:
         forwards.append((session, draft.shape[1]))
-        return inner(session, rows, draft, *rest, **more)
+        return score(session, rows, draft, *args, **options)
 
     monkeypatch.setattr(Session, "score", count)
     decoder = decoder_of()
@@ -90,8 +90,8 @@ def test_drafts_of_a_batch_take_one_forward_a_round_and_leave_no_masks(monkeypat
     assert len(widths) <= 24 and set(widths) <= {0, 1, 2, 3}
 
 
-def test_masks_that_stay_in_the_cache_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: where masks count as the draft, later drafts have read them."""
+def test_masks_that_stay_in_the_cache_change_later_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: if masks count as accepted drafts, later drafts read them."""
     monkeypatch.setattr(Session, "keep_drafts", lambda session, lengths: None)
     assert not drafts_agree(decoder_of())
 
@@ -105,31 +105,31 @@ def test_masks_that_stay_in_the_cache_are_found_out(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, options: dict[str, Any]) -> None:
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)
-    asked, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
+    texts, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
     plain = decoder.using("none")
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    assert [result.token_ids for result in decoder.generate(asked, params)] == expected
+    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
+    assert [result.token_ids for result in decoder.generate(texts, params)] == expected
 
 
 @pytest.mark.parametrize("acceptance", ["block", "rejection"])
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, acceptance: str
 ) -> None:
-    """Each is the draft model's after the text and masks, whatever was drawn before it."""
-    seen, inner = list[torch.Tensor](), ModelDrafter.propose
+    """Each is the draft model's after the text and masks, whatever earlier draft tokens are."""
+    differences, inner = list[torch.Tensor](), ModelDrafter.propose
 
     def propose(drafter: ModelDrafter, rows: Any, lengths: Any, sampler: Any) -> Any:
         draft = inner(drafter, rows, lengths, sampler)
         if draft.probs is not None:
             expected = torch.stack(transcribed(list(rows[0].tokens), draft.probs.shape[1])).div(0.8).softmax(-1)
-            seen.append((draft.probs[0] - expected).abs().max())
+            differences.append((draft.probs[0] - expected).abs().max())
         return draft
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
     decoder_of(acceptance=acceptance).generate(prompts([17])[0], params)
-    assert len(seen) > 4 and max(seen) < 1e-5
+    assert len(differences) > 4 and max(differences) < 1e-5
 
 
 def test_a_mask_outside_the_vocabulary_is_refused_in_one_line() -> None:

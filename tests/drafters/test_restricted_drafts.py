@@ -1,4 +1,4 @@
-"""Draft models that score a part of their vocabulary: which part, and that texts and distributions stay right."""
+"""Draft models that score part of their vocabulary: which part, and that texts and distributions stay right."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
-NOTHING = torch.empty(1, 0, dtype=torch.int64)
+NO_DRAFT = torch.empty(1, 0, dtype=torch.int64)
 HOT = SamplingParams(temperature=1.5, max_tokens=500)
 
 
 def scorer(name: str = "llama", rows: int = 4) -> RestrictedScorer:
-    """A draft model of its own whose first FIRST tokens are always scored."""
+    """A draft model whose first FIRST tokens are always scored."""
     model: Any = fresh(name, seed=1)
     linear = model.get_output_embeddings()
     head = restricted_head(linear, linear, FIRST, None)
@@ -50,45 +50,47 @@ def scored(logits: Tensor) -> set[int]:
 
 
 @torch.inference_mode()
-def test_a_row_is_scored_over_frequent_tokens_its_end_and_those_of_its_own_text() -> None:
-    made, whole = scorer(), Session(HFBackend(fresh("llama", seed=1)))
-    whole.reserve(2, 400)
+def test_a_row_is_scored_over_frequent_tokens_its_end_tokens_and_those_of_its_text() -> None:
+    restricted, unrestricted = scorer(), Session(HFBackend(fresh("llama", seed=1)))
+    unrestricted.reserve(2, 400)
     rows = [row([3, 40, 50, 4]), row([5, 59, 45, 45, 6, 7], 1)]
-    nothing = torch.empty(2, 0, dtype=torch.int64)
-    logits, expected = made.score(rows, nothing, [0, 0]), whole.score(rows, nothing, [0, 0])
+    no_draft = torch.empty(2, 0, dtype=torch.int64)
+    logits, expected = restricted.score(rows, no_draft, [0, 0]), unrestricted.score(rows, no_draft, [0, 0])
     frequent = {*range(FIRST), END}
-    known = [frequent | {40, 50}, frequent | {59, 45}]
+    scored_tokens = [frequent | {40, 50}, frequent | {59, 45}]
     for i in range(2):
-        assert scored(logits[i, 0]) == known[i]
-        places = sorted(known[i])
+        assert scored(logits[i, 0]) == scored_tokens[i]
+        places = sorted(scored_tokens[i])
         torch.testing.assert_close(logits[i, 0, places], expected[i, 0, places].float())
     rows[0].commit([33])
-    assert scored(made.score(rows[:1], NOTHING, [0])[0, 0]) == known[0] | {33}
+    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == scored_tokens[0] | {33}
 
 
 @torch.inference_mode()
-def test_a_row_that_goes_beyond_its_vocabulary_is_scored_whole_and_its_neighbour_is_not() -> None:
-    made, rows = scorer(), [row([3, 4]), row([3, 5], 1)]
-    nothing = torch.empty(2, 0, dtype=torch.int64)
+def test_a_row_that_often_leaves_its_part_is_scored_over_the_whole_vocabulary() -> None:
+    restricted, rows = scorer(), [row([3, 4]), row([3, 5], 1)]
+    no_draft = torch.empty(2, 0, dtype=torch.int64)
     rows[0].commit(range(40, 40 + STRAYS - 1))
-    assert len(scored(made.score(rows, nothing, [0, 0])[0, 0])) < VOCAB
+    assert len(scored(restricted.score(rows, no_draft, [0, 0])[0, 0])) < VOCAB
     rows[0].commit([55])
-    logits = made.score(rows, nothing, [0, 0])
+    logits = restricted.score(rows, no_draft, [0, 0])
     assert scored(logits[0, 0]) == set(range(VOCAB)) and scored(logits[1, 0]) == {*range(FIRST), END}
-    assert scored(made.score(rows[:1], NOTHING, [0])[0, 0]) == set(range(VOCAB))
+    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == set(range(VOCAB))
     rows[0].commit([3] * WINDOW)
-    assert scored(made.score(rows[:1], NOTHING, [0])[0, 0]) == {*range(FIRST), END, *range(40, 43), 55}
+    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == {*range(FIRST), END, *range(40, 43), 55}
 
 
 @torch.inference_mode()
 def test_a_draft_carries_the_renormalised_distribution_over_the_scored_tokens() -> None:
-    made, one = scorer(), row([3, 40, 50, 4])
-    draft = ModelDrafter(made, VOCAB).propose([one], [3], Sampler([one], Race(VOCAB, CPU), VOCAB, CPU))
-    whole = Session(HFBackend(fresh("llama", seed=1)))
-    whole.reserve(1, 400)
-    known = sorted({*range(FIRST), END, 40, 50})
+    restricted, hot_row = scorer(), row([3, 40, 50, 4])
+    draft = ModelDrafter(restricted, VOCAB).propose([hot_row], [3], Sampler([hot_row], Race(VOCAB, CPU), VOCAB, CPU))
+    unrestricted = Session(HFBackend(fresh("llama", seed=1)))
+    unrestricted.reserve(1, 400)
+    scored_tokens = sorted({*range(FIRST), END, 40, 50})
     expected = torch.zeros(4, VOCAB)
-    expected[:, known] = (whole.score([one], draft.tokens, [3])[0].float()[:, known] / HOT.temperature).softmax(-1)
+    expected[:, scored_tokens] = (
+        unrestricted.score([hot_row], draft.tokens, [3])[0].float()[:, scored_tokens] / HOT.temperature
+    ).softmax(-1)
     assert draft.probs is not None
     torch.testing.assert_close(draft.probs[0], expected[:3])
 
@@ -97,25 +99,25 @@ ROWS, RUNS = 80, 1600
 
 
 def distance(rule: str, change: Any = lambda draft: draft) -> float:
-    """Total variation between the target's distribution and the tokens that rounds of like rows commit first."""
+    """Total variation between the target's distribution and the first tokens that rounds of equal rows commit."""
     drafting, target = scorer(rows=ROWS), Session(HFBackend(shared("llama")))
     target.reserve(ROWS, 16)
-    said: Counter[int] = Counter()
-    for begin in range(0, RUNS, ROWS):
-        rows = [row([3, 40, 50, 4], seed) for seed in range(begin, begin + ROWS)]
+    counts: Counter[int] = Counter()
+    for first_seed in range(0, RUNS, ROWS):
+        rows = [row([3, 40, 50, 4], seed) for seed in range(first_seed, first_seed + ROWS)]
         sampler = Sampler(rows, Race(VOCAB, CPU), VOCAB, CPU)
         with torch.inference_mode():
             draft = change(ModelDrafter(drafting, VOCAB).propose(rows, [1] * ROWS, sampler))
             logits = target.score(rows, draft.tokens, draft.lengths)
             verdict = accept(load_rule(rule), logits, draft, sampler)
-        said.update(torch.where(verdict.accepted > 0, draft.tokens[:, 0], verdict.next_token).tolist())
+        counts.update(torch.where(verdict.accepted > 0, draft.tokens[:, 0], verdict.next_token).tolist())
     probs = (logits[0, 0].float() / HOT.temperature).softmax(-1).tolist()
-    return sum(abs(said[token] / RUNS - p) for token, p in enumerate(probs)) / 2
+    return sum(abs(counts[token] / RUNS - p) for token, p in enumerate(probs)) / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "rejection", "match"])
-def test_the_texts_distribution_is_the_targets(rule: str) -> None:
+def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
     assert distance(rule) < 0.1
 
 
@@ -123,7 +125,7 @@ def test_the_texts_distribution_is_the_targets(rule: str) -> None:
 def test_a_distribution_over_all_tokens_is_noticed() -> None:
     def over_all(draft: Draft) -> Draft:
         assert draft.probs is not None
-        return replace(draft, probs=0.2 * draft.probs + 0.8 / VOCAB)  # as if the others had been possible
+        return replace(draft, probs=0.2 * draft.probs + 0.8 / VOCAB)  # as if unscored tokens had been possible
 
     assert distance("block", over_all) > 0.2
 
@@ -131,30 +133,30 @@ def test_a_distribution_over_all_tokens_is_noticed() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target's own weights with noise, as files."""
-    made = tmp_path_factory.mktemp("draft")
-    perturbed("llama").save_pretrained(made)
-    return made
+    path = tmp_path_factory.mktemp("draft")
+    perturbed("llama").save_pretrained(path)
+    return path
 
 
 @pytest.mark.parametrize(
     ("acceptance", "temperature"), mostly_slow([("auto", 0.0), ("match", 0.0), ("match", 0.9)], ("match", 0.9))
 )
-def test_the_target_says_what_it_says_alone(folder: Path, acceptance: str, temperature: float) -> None:
+def test_the_text_is_that_of_plain_decoding(folder: Path, acceptance: str, temperature: float) -> None:
     options: dict[str, Any] = {"num_draft_tokens": 3, "acceptance": acceptance}
     decoder = SpeculativeDecoder(
         shared("llama"), str(folder), drafter="model", draft_vocabulary=20, dtype="auto", **options
     )
     assert decoder.draft is not None and decoder.draft.restricted is not None
     assert decoder.draft.restricted.num_first == FIRST  # a multiple of what the kernels take
-    asked = prompts([5, 17, 30])
+    texts = prompts([5, 17, 30])
     params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed) for seed in range(3)]
-    results = decoder.generate(asked, params)
-    plain = decoder.using("none", num_draft_tokens="auto").generate(asked, params)
+    results = decoder.generate(texts, params)
+    plain = decoder.using("none", num_draft_tokens="auto").generate(texts, params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert sum(r.stats.num_accepted_tokens for r in results) > 10
 
 
-def test_auto_restricts_large_vocabularies_whose_weights_are_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_restricts_large_vocabularies_whose_weights_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     def num_first(*, tied: bool, size: int, wanted: int | str = "auto") -> int | None:
         monkeypatch.setattr(draft_vocabulary, "COMMON", size)
         model = fresh("llama", tie_word_embeddings=tied)
@@ -163,10 +165,10 @@ def test_auto_restricts_large_vocabularies_whose_weights_are_at_hand(monkeypatch
         return None if head is None else head.num_first
 
     assert num_first(tied=True, size=4) == 4
-    assert num_first(tied=False, size=4) is None  # the weights would have to be kept
+    assert num_first(tied=False, size=4) is None  # it would need a copy of the weights
     assert num_first(tied=True, size=40) is None  # little is left out
     assert num_first(tied=True, size=4, wanted="full") is None
-    assert num_first(tied=False, size=4, wanted=40) is None  # 64 of 61
+    assert num_first(tied=False, size=4, wanted=40) is None  # rounded up to 64 of 61 tokens
     assert num_first(tied=False, size=4, wanted=32) == 32
 
 

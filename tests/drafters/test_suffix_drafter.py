@@ -1,4 +1,4 @@
-"""Suffix drafts: against a search through the whole text, exact on the toy, and nothing kept of rows that are gone."""
+"""Suffix drafts: they equal a search of the whole text, change no text, and nothing is kept of ended rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 SIZE = 50
 PARAMS = SamplingParams(max_tokens=1000)
 STEADY = settings(max_examples=200)
-SMALL = 3  # tokens of context in tests where matches should be longer than the limit
+SMALL = 3  # tokens of context, so that matches exceed the limit
 
 token_lists = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=1, max_size=40))
 
@@ -43,7 +43,7 @@ def propose(drafter: SuffixDrafter, rows: Sequence[Row], length: int) -> list[li
     return [draft.tokens[i, :n].tolist() for i, n in enumerate(draft.lengths)]
 
 
-def drafted(tokens: Sequence[int], length: int = 8, shortest: int = 1, threshold: float = 0.0) -> list[int]:
+def draft_of(tokens: Sequence[int], length: int = 8, shortest: int = 1, threshold: float = 0.0) -> list[int]:
     return propose(SuffixDrafter(SIZE, shortest, threshold), [row_of(tokens)], length)[0]
 
 
@@ -54,37 +54,37 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> int:
     return SMALL
 
 
-# the same by looking through whole texts
+# the specification: a search of whole texts
 
 
 def ends(texts: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[int, int]]:
-    """(text, position behind it) of every occurrence."""
+    """(index of the text, position after the occurrence) of every occurrence."""
     size = len(context)
     return [
-        (number, at)
+        (number, i)
         for number, text in enumerate(texts)
-        for at in range(size, len(text) + 1)
-        if list(text[at - size : at]) == list(context)
+        for i in range(size, len(text) + 1)
+        if list(text[i - size : i]) == list(context)
     ]
 
 
 def followers(texts: Sequence[Sequence[int]], context: Sequence[int], prompt: int = 0) -> tuple[Counter[int], int]:
-    """How often each token followed, and which did most often.
+    """How often each token follows the context, and the most frequent one.
 
-    Of equals it is the one that came up last, but in the first `prompt` tokens the one that came up first.
+    A tie goes to the token seen last, but within the first `prompt` tokens to the one seen first.
     """
-    count, usual = Counter[int](), -1
-    for number, at in ends(texts, context):
-        if at < len(texts[number]):
-            token = texts[number][at]
+    count, most_frequent = Counter[int](), -1
+    for number, i in ends(texts, context):
+        if i < len(texts[number]):
+            token = texts[number][i]
             count[token] += 1
-            if count[token] > count[usual] or (at >= prompt and count[token] == count[usual]):
-                usual = token
-    return count, usual
+            if count[token] > count[most_frequent] or (i >= prompt and count[token] == count[most_frequent]):
+                most_frequent = token
+    return count, most_frequent
 
 
 def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, extend: bool) -> int:
-    """Length of the longest suffix of `text`, up to the limit, that occurs in the texts (and goes on there)."""
+    """Length of the longest suffix of `text`, up to the limit, that occurs in the texts; extend: with a follower."""
     for size in range(min(limit, len(text)), 0, -1):
         context = text[len(text) - size :]
         if followers(texts, context)[0] if extend else ends(texts, context):
@@ -101,11 +101,11 @@ def specification(
     prompt: int = 0,
     limit: int = LIMIT,
 ) -> list[int]:
-    """The draft along the most frequent continuations. prompt: of the row's own text, 0 for the store."""
-    text, out, chance = list(text), list[int](), 1.0
+    """The draft along the most frequent continuations. prompt: prompt length of the row's own text; 0: the store."""
+    text, draft, chance = list(text), list[int](), 1.0
     size = longest(texts, text, limit, extend=True)
     others = 0 if prompt else 1
-    while size and len(out) < length:
+    while size and len(draft) < length:
         context = text[len(text) - size :]
         count, token = followers(texts, context, prompt)
         chance *= count[token] / (len(ends(texts, context)) + others)
@@ -113,9 +113,9 @@ def specification(
             break
         others = 0
         text.append(token)
-        out.append(token)
+        draft.append(token)
         size = longest(texts, text, limit, extend=True)
-    return out
+    return draft
 
 
 def learned(texts: Sequence[Sequence[int]]) -> SuffixAutomaton:
@@ -127,9 +127,9 @@ def learned(texts: Sequence[Sequence[int]]) -> SuffixAutomaton:
 
 
 def check_substrings(automaton: SuffixAutomaton, texts: Sequence[Sequence[int]], limit: int) -> None:
-    """Every substring of up to `limit` tokens: its count, and its likeliest follower with that one's count."""
-    found = {tuple(text[a:b]) for text in texts for a in range(len(text)) for b in range(a + 1, len(text) + 1)}
-    for context in (one for one in found if len(one) <= limit):
+    """Checks every substring of up to `limit` tokens: its count, and its likeliest follower with its count."""
+    substrings = {tuple(text[a:b]) for text in texts for a in range(len(text)) for b in range(a + 1, len(text) + 1)}
+    for context in (substring for substring in substrings if len(substring) <= limit):
         match = automaton.find(context)
         assert match.length == len(context)
         assert automaton.count(match) == len(ends(texts, context))
@@ -158,7 +158,7 @@ def test_counts_are_right_where_texts_are_longer_than_the_contexts_counted(small
 @pytest.mark.slow
 @STEADY
 @given(st.lists(token_lists, min_size=1, max_size=2), token_lists, st.integers(0, 40))
-def test_the_longest_suffix_is_found_in_one_go_or_two(texts: list[list[int]], text: list[int], cut: int) -> None:
+def test_the_longest_suffix_is_found_also_from_a_saved_state(texts: list[list[int]], text: list[int], cut: int) -> None:
     automaton = learned(texts)
     match = automaton.find(text)
     assert match.length == longest(texts, text, LIMIT, extend=False)
@@ -166,14 +166,14 @@ def test_the_longest_suffix_is_found_in_one_go_or_two(texts: list[list[int]], te
     assert automaton.followed(match).length == longest(texts, text, LIMIT, extend=True)
 
 
-def test_a_text_that_is_known_takes_no_further_states() -> None:
+def test_learning_a_text_again_adds_no_states() -> None:
     text = [i * i * i % 101 for i in range(100)]
-    once, again = learned([text]), learned([text, text, text[:50]])
-    assert len(again._link) == len(once._link)
-    assert (once.count(once.find(text[:20])), again.count(again.find(text[:20]))) == (1, 3)
+    once, repeated = learned([text]), learned([text, text, text[:50]])
+    assert len(repeated._link) == len(once._link)
+    assert (once.count(once.find(text[:20])), repeated.count(repeated.find(text[:20]))) == (1, 3)
 
 
-def test_counting_while_it_grows_costs_at_most_the_limit_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_takes_a_bounded_number_of_steps_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [0]
     count = suffix_automaton.SuffixAutomaton._step
 
@@ -201,15 +201,15 @@ def test_counting_while_it_grows_costs_at_most_the_limit_per_token(monkeypatch: 
     shortest=st.integers(1, 3),
     read=st.booleans(),
 )
-def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
+def test_a_draft_is_that_of_the_specification_however_the_text_arrives(
     tokens: list[int], length: int, threshold: float, cut: int, shortest: int, read: bool
 ) -> None:
-    enough = longest([tokens], tokens, LIMIT, extend=True) >= shortest
+    is_long_enough = longest([tokens], tokens, LIMIT, extend=True) >= shortest
     drafter, row = SuffixDrafter(SIZE, shortest, threshold), row_of(tokens[: cut + 1])
     if read:
         propose(drafter, [row], length)
     row.tokens.extend(tokens[cut + 1 :])
-    expected = specification([tokens], tokens, length, threshold, prompt=row.prompt_length) if enough else []
+    expected = specification([tokens], tokens, length, threshold, prompt=row.prompt_length) if is_long_enough else []
     assert propose(drafter, [row], length)[0] == expected
 
 
@@ -218,7 +218,7 @@ def test_a_draft_is_that_of_the_specification_beyond_the_limit(small_limit: int)
     @STEADY
     @given(token_lists, st.integers(1, 12))
     def check(tokens: list[int], length: int) -> None:
-        assert drafted(tokens, length) == specification(
+        assert draft_of(tokens, length) == specification(
             [tokens], tokens, length, 0.0, prompt=len(tokens), limit=small_limit
         )
 
@@ -232,40 +232,40 @@ def test_the_longer_of_the_matches_in_the_row_and_in_the_store_is_followed(
 ) -> None:
     drafter, row = SuffixDrafter(SIZE, threshold=0.3), row_of(tokens)
     drafter.seed(texts)
-    propose(drafter, [row], length)  # where the row stands in the store is kept from here on
+    propose(drafter, [row], length)  # the drafter keeps the row's state in the store from here on
     row.tokens += more
     text = row.tokens
-    mine, theirs = (longest(where, text, LIMIT, extend=True) for where in ([text], texts))
-    own = mine >= theirs
+    in_row, in_store = (longest(searched, text, LIMIT, extend=True) for searched in ([text], texts))
+    follows_row = in_row >= in_store
     assert propose(drafter, [row], length)[0] == specification(
-        [text] if own else texts, text, length, 0.3, prompt=own and row.prompt_length
+        [text] if follows_row else texts, text, length, 0.3, prompt=follows_row and row.prompt_length
     )
-    drafter.seed([text[1:]])  # the store has grown: where the row stood in it is out of date
+    drafter.seed([text[1:]])  # the store has grown: that state is out of date
     row.tokens.append(0)
-    mine, theirs = (longest(where, text, LIMIT, extend=True) for where in ([text], [*texts, text[1:-1]]))
-    own = mine >= theirs
+    in_row, in_store = (longest(searched, text, LIMIT, extend=True) for searched in ([text], [*texts, text[1:-1]]))
+    follows_row = in_row >= in_store
     assert propose(drafter, [row], length)[0] == specification(
-        [text] if own else [*texts, text[1:-1]], text, length, 0.3, prompt=own and row.prompt_length
+        [text] if follows_row else [*texts, text[1:-1]], text, length, 0.3, prompt=follows_row and row.prompt_length
     )
 
 
 # rules one by one
 
 
-def test_the_longest_match_counts_however_rare() -> None:
+def test_the_longest_match_counts_however_rare_it_is() -> None:
     often = [7, 1, 20, 7, 1, 21, 7, 1, 22]
-    assert drafted([3, 4, 7, 2, *often, 7], length=1) == [1]
-    assert drafted([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
+    assert draft_of([3, 4, 7, 2, *often, 7], length=1) == [1]
+    assert draft_of([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
 
 
 def test_a_draft_is_as_long_as_was_asked_for() -> None:
     text = list(range(10, 40))
     for size in (1, 2, 3):
         tokens = [*text, 5, *text[10 : 10 + size]]
-        assert drafted(tokens, length=9) == text[10 + size : 19 + size]
+        assert draft_of(tokens, length=9) == text[10 + size : 19 + size]
 
 
-def test_of_equals_a_prompt_goes_on_as_it_did_first_an_output_as_it_did_last() -> None:
+def test_ties_go_to_the_first_continuation_in_a_prompt_and_the_last_in_an_output() -> None:
     row, drafter = row_of([7, 1, 7, 2, 7]), SuffixDrafter(SIZE, threshold=0.0)
     assert propose(drafter, [row], 1) == [[1]]
     row.tokens += [3, 7]
@@ -277,19 +277,19 @@ def test_of_equals_a_prompt_goes_on_as_it_did_first_an_output_as_it_did_last() -
 def test_a_draft_ends_where_it_becomes_unlikely() -> None:
     # after 1 2: 3 twice of three, then 4 as often as 5
     tokens = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 1, 2, 6, 7, 1, 2]
-    assert drafted(tokens, 4, threshold=0.1) == [3, 4, 9, 1]
-    assert drafted(tokens, 4, threshold=0.4) == [3]  # 2 of 4 occurrences, the end among them
-    assert drafted(tokens, 4, threshold=0.6) == []
+    assert draft_of(tokens, 4, threshold=0.1) == [3, 4, 9, 1]
+    assert draft_of(tokens, 4, threshold=0.4) == [3]  # 3 follows 2 of 4 occurrences, the end of the text included
+    assert draft_of(tokens, 4, threshold=0.6) == []
 
 
 def test_periodic_text_stays_periodic() -> None:
-    assert drafted([1, 2, 3, 1, 2, 3, 1, 2], length=9) == [3, 1, 2, 3, 1, 2, 3, 1, 2]
+    assert draft_of([1, 2, 3, 1, 2, 3, 1, 2], length=9) == [3, 1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_matches_shorter_than_asked_for_are_left() -> None:
+def test_matches_shorter_than_the_shortest_allowed_are_ignored() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3]
-    assert drafted(tokens, 1, shortest=2) == [4]
-    assert drafted(tokens, 1, shortest=3) == []
+    assert draft_of(tokens, 1, shortest=2) == [4]
+    assert draft_of(tokens, 1, shortest=3) == []
 
 
 def test_output_is_learned_as_it_comes() -> None:
@@ -315,17 +315,17 @@ def test_rows_of_a_batch_are_independent() -> None:
         rows = [*rows[1:], rows[0]]
 
 
-def test_nothing_is_held_of_a_row_that_is_gone() -> None:
+def test_nothing_is_kept_of_a_deleted_row() -> None:
     drafter, row = SuffixDrafter(SIZE, outputs=0), row_of(list(range(40)) * 50)
     propose(drafter, [row], 2)
-    held = weakref.ref(drafter._texts[row].own)
-    assert len(drafter._texts) == 1 and held() is not None
+    text_of_row = weakref.ref(drafter._texts[row].own)
+    assert len(drafter._texts) == 1 and text_of_row() is not None
     del row
     gc.collect()
-    assert len(drafter._texts) == 0 and held() is None
+    assert len(drafter._texts) == 0 and text_of_row() is None
 
 
-def test_a_finished_row_is_let_go_although_someone_holds_it() -> None:
+def test_a_finished_row_is_released_while_others_still_refer_to_it() -> None:
     drafter, row = SuffixDrafter(SIZE), row_of([1, 2, 3])
     propose(drafter, [row], 2)
     row.tokens += [4, 5]
@@ -333,7 +333,7 @@ def test_a_finished_row_is_let_go_although_someone_holds_it() -> None:
     assert drafter.num_stored_tokens == 5 and len(drafter._texts) == 0
     del row
     gc.collect()
-    assert drafter.num_stored_tokens == 5  # not a second time
+    assert drafter.num_stored_tokens == 5  # it is not stored twice
 
 
 # the text stays the target's
@@ -341,18 +341,18 @@ def test_a_finished_row_is_let_go_although_someone_holds_it() -> None:
 
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.9], 0.0))
 def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
-    prompts = [list(FABLE[at : at + 40].encode()) for at in range(0, 500, 60)]
+    prompts = [list(FABLE[start : start + 40].encode()) for start in range(0, 500, 60)]
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(prompts))]
     plain = SpeculativeDecoder("toy", drafter="none").generate(prompts, params)
     for batch in (1, 3):
         decoder = SpeculativeDecoder("toy", drafter="suffix", num_draft_tokens=6, max_batch_size=batch)
         rounds = []
-        for _ in range(2):  # the second time the store knows the texts
+        for _ in range(2):  # the second time the store has the texts
             results = decoder.generate(prompts, params)
             assert [result.token_ids for result in results] == [result.token_ids for result in plain]
-            rounds.append([done for result in results for done in result.rounds])
-        assert any(done.rejected for done in rounds[0])
-        assert sum(done.num_accepted_tokens for done in rounds[0]) > 100
+            rounds.append([round for result in results for round in result.rounds])
+        assert any(round.rejected for round in rounds[0])
+        assert sum(round.num_accepted_tokens for round in rounds[0]) > 100
         assert len(rounds[1]) < len(rounds[0])
 
 
@@ -375,7 +375,7 @@ def test_arguments_are_read() -> None:
 
 
 @subcases(
-    "argument, told",
+    "argument, message",
     [
         ("0", "shortest=0 .* allowed: 1 to 32"),
         ("33", "shortest=33"),
@@ -391,26 +391,26 @@ def test_arguments_are_read() -> None:
         ("store=/no/such/folder/x.npz", "'/no/such/folder/x.npz' is not a file"),
     ],
 )
-def test_a_bad_argument_is_refused_in_one_line(argument: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told) as refused:
+def test_a_bad_argument_is_refused_in_one_line(argument: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
         load(f"suffix:{argument}", Setup(CPU, SIZE))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_match_says_where_a_text_stands() -> None:
+def test_a_match_gives_the_length_of_the_longest_known_suffix() -> None:
     automaton = learned([[1, 2, 3, 1, 2]])
     assert automaton.end.length == 5
     assert automaton.followed(automaton.end).length == 2
     assert automaton.find([9]) == Match()
 
 
-def test_a_row_that_was_asked_for_nothing_is_gone_on_with_from_its_newest_text() -> None:
+def test_extend_starts_from_the_newest_text_after_a_round_without_a_draft() -> None:
     setup = Setup(torch.device("cpu"), 256, acceptance_probs=True)
     row = Row(0, list(b"abcdef12 abcdef12 uvwxyf34 uvwxyf34 abcde"), SamplingParams(max_tokens=90), 0)
 
     def extended(drafter: SuffixDrafter) -> list[int]:
-        found: list[int] = drafter.extend(row, list(b"f"), 6, 1.0)[0]
-        return found
+        draft: list[int] = drafter.extend(row, list(b"f"), 6, 1.0)[0]
+        return draft
 
     used, new = (suffix.build(setup, "") for _ in range(2))
     sampler = Sampler([row], Race(256, torch.device("cpu")), 256, torch.device("cpu"))

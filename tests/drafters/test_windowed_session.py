@@ -1,4 +1,4 @@
-"""Draft models that read a part of long prompts: what they read, what stays cached, and that texts stay the same."""
+"""Draft models that read only part of a long prompt: what they read, what stays cached, and that no text changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.markers import subcases
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 LIMIT = 128
-NOTHING = torch.empty(1, 0, dtype=torch.int64)
+NO_DRAFT = torch.empty(1, 0, dtype=torch.int64)
 
 
 def row(tokens: list[int], tokens_wanted: int = 50) -> Row:
@@ -24,83 +24,83 @@ def row(tokens: list[int], tokens_wanted: int = 50) -> Row:
 
 
 def session() -> Session:
-    made = Session(HFBackend(shared("llama", 1)))
-    made.reserve(4, 700)
-    return made
+    new_session = Session(HFBackend(shared("llama", 1)))
+    new_session.reserve(4, 700)
+    return new_session
 
 
 @pytest.mark.parametrize("length", [1, LIMIT, LIMIT + 1, 160, 161, 500])
-def test_at_most_the_limit_is_read_and_never_much_less(length: int) -> None:
+def test_between_three_quarters_of_the_limit_and_the_limit_is_read(length: int) -> None:
     read = length - num_tokens_skipped(length, LIMIT)
     assert read == length if length <= LIMIT else LIMIT * 3 // 4 < read <= LIMIT
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_the_beginning_and_the_end() -> None:
+def test_logits_are_those_of_the_beginning_and_the_end_of_the_prompt() -> None:
     (prompt,) = prompts([300])
     windowed, plain = WindowedSession(session(), LIMIT), session()
-    known = row(prompt)
-    left = num_tokens_skipped(300, LIMIT)
+    long_row = row(prompt)
+    num_skipped = num_tokens_skipped(300, LIMIT)
     for _ in range(3):
-        part = known.tokens[:BEGINNING] + known.tokens[BEGINNING + left :]
-        assert windowed.num_to_read(known) == len(part)
-        expected = plain.score([row(part)], NOTHING, [0])
-        torch.testing.assert_close(windowed.score([known], NOTHING, [0]), expected)
-        assert not torch.allclose(expected, plain.score([row(known.tokens)], NOTHING, [0]))
-        known.commit([5, 7])
+        part = long_row.tokens[:BEGINNING] + long_row.tokens[BEGINNING + num_skipped :]
+        assert windowed.num_to_read(long_row) == len(part)
+        expected = plain.score([row(part)], NO_DRAFT, [0])
+        torch.testing.assert_close(windowed.score([long_row], NO_DRAFT, [0]), expected)
+        assert not torch.allclose(expected, plain.score([row(long_row.tokens)], NO_DRAFT, [0]))
+        long_row.commit([5, 7])
     assert windowed.session.prefill_tokens < LIMIT
-    assert windowed.holds(known) and not windowed.holds(row(prompt))
+    assert windowed.holds(long_row) and not windowed.holds(row(prompt))
 
 
 @torch.inference_mode()
-def test_the_next_turn_of_a_chat_finds_what_was_read() -> None:
+def test_the_next_turn_of_a_chat_reuses_the_cached_part() -> None:
     (prompt,) = prompts([300])
     windowed = WindowedSession(session(), LIMIT)
-    windowed.score([row(prompt)], NOTHING, [0])
+    windowed.score([row(prompt)], NO_DRAFT, [0])
     before = windowed.session.prefill_tokens
-    windowed.score([row([*prompt, 4, 5, 6])], NOTHING, [0])  # as much is left out of it
+    windowed.score([row([*prompt, 4, 5, 6])], NO_DRAFT, [0])  # it skips as many tokens
     assert windowed.session.prefill_tokens - before < 16
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_texts_are_the_targets_own(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_that_of_plain_decoding(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")  # what is cached is compared with what was committed
     options: dict[str, Any] = {"num_draft_tokens": 3, "acceptance": "match", "draft_context": LIMIT}
     decoder = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", **options)
-    asked = prompts([300, 17, 250])
+    texts = prompts([300, 17, 250])
     params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed) for seed in range(3)]
-    results = decoder.generate(asked, params)
-    plain = decoder.using("none", num_draft_tokens="auto").generate(asked, params)
+    results = decoder.generate(texts, params)
+    plain = decoder.using("none", num_draft_tokens="auto").generate(texts, params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert sum(r.stats.num_accepted_tokens for r in results) > 5
-    longer = [asked[0] + results[0].token_ids + asked[1]]
-    assert decoder.generate(longer, params[:1])[0].token_ids == (
-        decoder.using("none", num_draft_tokens="auto").generate(longer, params[:1])[0].token_ids
+    long_prompt = [texts[0] + results[0].token_ids + texts[1]]
+    assert decoder.generate(long_prompt, params[:1])[0].token_ids == (
+        decoder.using("none", num_draft_tokens="auto").generate(long_prompt, params[:1])[0].token_ids
     )
 
 
-def test_a_part_counts_its_rounds_without_what_it_leaves_out() -> None:
+def test_a_partial_row_places_rounds_without_the_skipped_tokens() -> None:
     decoder = SpeculativeDecoder(
         shared("llama"), perturbed("llama"), drafter="model", num_draft_tokens=3, draft_context=LIMIT
     )
     (result,) = decoder.generate(prompts([300]), SamplingParams(max_tokens=8))
-    left, first = num_tokens_skipped(300, LIMIT), result.rounds[1]
+    num_skipped, first = num_tokens_skipped(300, LIMIT), result.rounds[1]
     part = PartialRow(0, [], SamplingParams(), seed=0, rounds=list(result.rounds))
-    part.num_skipped = left
-    assert part.true_length(1, 5) == first.start + first.num_accepted_on_chain - left
+    part.num_skipped = num_skipped
+    assert part.true_length(1, 5) == first.start + first.num_accepted_on_chain - num_skipped
     assert part.true_length(len(result.rounds), 5) == 5  # a round that was never committed
 
 
 @pytest.mark.slow
-def test_auto_reads_what_the_context_holds() -> None:
-    asked, read = prompts([300]), []
+def test_auto_leaves_room_in_the_context_for_the_output() -> None:
+    texts, lengths_read = prompts([300]), []
     for context, max_tokens in (("auto", 4), ("auto", 500), ("full", 4)):
         draft = fresh("llama", 1, max_position_embeddings=256)
         decoder = SpeculativeDecoder(shared("llama"), draft, drafter="model", num_draft_tokens=3, draft_context=context)
-        decoder.generate(asked, SamplingParams(max_tokens=max_tokens))
+        decoder.generate(texts, SamplingParams(max_tokens=max_tokens))
         (state,) = decoder._models.draft_session.slot_states[:1]  # type: ignore[union-attr]
-        read.append(state.row.prompt_length)  # type: ignore[union-attr]
-    assert 128 < read[0] <= 252 and 64 < read[1] <= 128 and read[2] == 300
+        lengths_read.append(state.row.prompt_length)  # type: ignore[union-attr]
+    assert 128 < lengths_read[0] <= 252 and 64 < lengths_read[1] <= 128 and lengths_read[2] == 300
 
 
 @subcases("value", [0, 127, True, 1.5, "some", None])

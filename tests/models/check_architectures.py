@@ -1,6 +1,6 @@
 """Check every causal language model of transformers: tiny random models, our texts against `generate`'s.
 
-Each as it is and, where that works, with fast=True; texts reach beyond every position at which a model changes.
+Each runs as it is and, if that works, with fast=True; texts are longer than every window and other limit of a model.
 
 Usage, from the root: python -m tests.models.check_architectures [TYPE ...] [--json FILE] [--table]
 """
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def totals(outcomes: list[Outcome]) -> str:
-    """How many have which verdict."""
+    """The number of outcomes per verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     return ", ".join(f"{counts[verdict]} {words}" for verdict, words in WORDS.items())
 
@@ -70,17 +70,17 @@ def line(name: str, outcome: Outcome) -> str:
 
 def column(outcome: Outcome) -> str:
     """An outcome in words."""
-    says = f": {outcome.detail}" if outcome.detail else ""
+    words = f": {outcome.detail}" if outcome.detail else ""
     if outcome.margin:
-        says += f" (margin {outcome.margin:.1e} of the largest logit)"
+        words += f" (margin {outcome.margin:.1e} of the largest logit)"
     if outcome.verdict == "works":
         ties = f", {outcome.ties} near-ties" if outcome.ties else ""
-        says = f" ({outcome.tokens_per_round:.1f} tokens a round{ties}; {outcome.how})"
-    return f"{WORDS[outcome.verdict]}{says}"
+        words = f" ({outcome.tokens_per_round:.1f} tokens a round{ties}; {outcome.how})"
+    return f"{WORDS[outcome.verdict]}{words}"
 
 
 def table(outcomes: dict[str, Outcome]) -> list[str]:
-    """The outcomes as rows of a Markdown table, those that are alike together."""
+    """The outcomes as rows of a Markdown table, equal ones in one row."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, outcome in outcomes.items():
         why = outcome.detail.partition(" is not supported: ")
@@ -90,7 +90,7 @@ def table(outcomes: dict[str, Outcome]) -> list[str]:
             with_fast += ", fused layers"
         groups.setdefault((WORDS[outcome.verdict], outcome.how or why[2] or why[0], with_fast), []).append(name)
     ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
-    rows = [f"| {said[0]} | {len(names)} | {', '.join(names)} | {said[1]} | {said[2]} |" for said, names in ordered]
+    rows = [f"| {key[0]} | {len(names)} | {', '.join(names)} | {key[1]} | {key[2]} |" for key, names in ordered]
     return ["| | count | model types | how, or why not | with fast=True |", "|---|---|---|---|---|", *rows]
 
 

@@ -1,4 +1,4 @@
-"""One architecture of each family: its texts are those of `generate`, whatever is drafted.
+"""One architecture of each family: its texts are those of `generate`, whatever the drafts.
 
 `make check-architectures` does the same for every causal language model of transformers, with more checks.
 """
@@ -11,7 +11,7 @@ from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
-from tests.support.architecture_checks import PROMPTS, Checks, Liar, Outcome, check
+from tests.support.architecture_checks import PROMPTS, Checks, Outcome, PartlyWrongDrafter, check
 from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL
 from tests.support.architectures import Unbuilt, model_types, tiny_model
 from tests.support.markers import mostly_slow, needs_transformers
@@ -61,22 +61,22 @@ REFUSED = {
 def test_texts_are_those_of_generate(model_type: str) -> None:
     outcome = check(model_type, quick=True)
     assert outcome.verdict == "works", outcome
-    assert outcome.tokens_per_round > 3  # a model that drafts for itself is nearly always right
+    assert outcome.tokens_per_round > 3  # a model that drafts for itself is nearly always accepted
 
 
 @pytest.mark.slow
-def test_rows_enter_and_drafts_are_rejected_after_every_number_of_tokens() -> None:
+def test_texts_are_those_of_generate_whatever_number_of_tokens_is_accepted() -> None:
     assert check("cohere2").verdict == "works"
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(model_type: str) -> None:
+def test_unsupported_architectures_are_refused_by_name(model_type: str) -> None:
     model = tiny_model(model_type)
     with pytest.raises(UsageError, match=f"{type(model).__name__} is not supported"):
         assert Checks(model).decoder
 
 
-def test_a_wrong_text_is_told_from_a_tie() -> None:
+def test_a_wrong_text_is_distinguished_from_a_tie() -> None:
     checks = Checks(tiny_model("llama"))
     prompt, text = PROMPTS[1], list(checks.texts[tuple(PROMPTS[1])])
     assert checks.agrees(prompt, text, len(text))
@@ -84,17 +84,17 @@ def test_a_wrong_text_is_told_from_a_tie() -> None:
     assert checks.margin > 1e-3 and checks.ties == 0
 
 
-def test_wrong_drafts_are_wrong_after_every_number_of_tokens() -> None:
+def test_the_wrong_drafts_of_the_checks_are_right_for_every_number_of_tokens() -> None:
     texts = {(1, 2): [10, 11, 12, 13, 14]}
     row = Row(0, [1, 2], SamplingParams(max_tokens=5), seed=0)
-    liar, sampler = Liar(texts, 97), Sampler([row], Race(97, CPU), 97, CPU)
-    drafts = [liar.propose([row], [4], sampler).tokens[0].tolist() for _ in range(5)]
+    drafter, sampler = PartlyWrongDrafter(texts, 97), Sampler([row], Race(97, CPU), 97, CPU)
+    drafts = [drafter.propose([row], [4], sampler).tokens[0].tolist() for _ in range(5)]
     right = [sum(a == b for a, b in zip(draft, texts[(1, 2)], strict=False)) for draft in drafts]
     assert sorted(right) == [0, 1, 2, 3, 4]
 
 
 @needs_transformers("5.23", "all of these types")
-def test_configurations_are_of_types_that_exist() -> None:
+def test_configurations_name_existing_model_types() -> None:
     assert not (set(CONFIGS) | set(NOT_CAUSAL) | set(FAMILIES) | set(REFUSED)) - set(model_types())
     with pytest.raises(Unbuilt, match="drafts from the hidden states"):
         tiny_model("gemma4_assistant")

@@ -1,4 +1,4 @@
-"""Real models of different vocabularies: texts are the plain ones to the bit, greedy and seeded, alone or together."""
+"""Real models of different vocabularies: drafts change no text to the bit, greedy or seeded, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ PAIRS = [("smollm2", "gemma3"), ("qwen1.5b", "smollm2"), ("gemma3", "qwen0.5b")]
 
 
 def folder(name: str) -> str:
-    found = cache_folder() / name
-    if not (found / "config.json").is_file():
-        pytest.skip(f"needs the local model folder {found}")
-    return str(found)
+    path = cache_folder() / name
+    if not (path / "config.json").is_file():
+        pytest.skip(f"needs the local model folder {path}")
+    return str(path)
 
 
 def check(decoder: SpeculativeDecoder, count: int, prompts: Sequence[str] = PROMPTS) -> int:
-    """Compare all texts with plain decoding; returns how many draft tokens were accepted."""
+    """Compares all texts with plain decoding, and returns the number of accepted tokens."""
     accepted = 0
     for temperature in (0.0, 0.8):
         params = [SamplingParams(max_tokens=count, temperature=temperature, seed=seed) for seed in range(len(prompts))]
-        plain = [decoder.using("none").generate(p, one).token_ids for p, one in zip(prompts, params, strict=True)]
+        plain = [decoder.using("none").generate(p, each).token_ids for p, each in zip(prompts, params, strict=True)]
         for drafter in ("model", "auto"):
             drafting = decoder.using(drafter, num_draft_tokens=4 if drafter == "model" else "auto")
-            alone = [drafting.generate(p, one) for p, one in zip(prompts, params, strict=True)]
+            alone = [drafting.generate(p, each) for p, each in zip(prompts, params, strict=True)]
             batch = drafting.generate(prompts, params)
-            assert [one.token_ids for one in alone] == plain == [one.token_ids for one in batch]
-            accepted += sum(one.stats.num_accepted_tokens for one in alone)
+            assert [each.token_ids for each in alone] == plain == [each.token_ids for each in batch]
+            accepted += sum(each.stats.num_accepted_tokens for each in alone)
     return accepted
 
 
@@ -52,7 +52,7 @@ def test_smollm2_drafts_and_is_drafted_for_across_vocabularies(target: str, draf
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_a_pair_of_two_families_leaves_the_text_alone(target: str, draft: str) -> None:
+def test_a_draft_model_of_another_family_changes_no_text(target: str, draft: str) -> None:
     if needs_float32(torch.bfloat16):
         pytest.skip("this processor has no bfloat16 instructions: float32 copies take many minutes")
     with SpeculativeDecoder(folder(target), folder(draft), reproducible=True, max_batch_size=4) as decoder:

@@ -1,6 +1,6 @@
-"""Real models of Qwen with a draft model, in reproducible mode: the text is the plain text, to the bit.
+"""Real Qwen models with a draft model in reproducible mode: the text is that of plain decoding, to the bit.
 
-By default the smaller one drafts in 4 bits for itself, which is loaded in half the time of the pair.
+By default the 0.5B model drafts for itself in 4 bits, which loads in half the time of the 1.5B model's pair.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def decoder(request: pytest.FixtureRequest) -> SpeculativeDecoder:
     return SpeculativeDecoder(str(folders[0]), str(folders[1]), reproducible=True, num_draft_tokens=3)
 
 
-def test_a_draft_model_leaves_the_plain_text_alone_and_in_a_batch(decoder: SpeculativeDecoder) -> None:
+def test_a_draft_model_changes_no_text_alone_and_in_a_batch(decoder: SpeculativeDecoder) -> None:
     plain = [decoder.using("none").generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
     alone = [decoder.using("model").generate(prompt, GREEDY) for prompt in PROMPTS]
     batch = decoder.using("model").generate(PROMPTS, GREEDY)

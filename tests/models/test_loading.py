@@ -1,4 +1,4 @@
-"""From a name to a model: what loads, what is refused and in which words, and what loading must leave alone."""
+"""From a name to a model: what loads, what is refused and how, and what loading must not change."""
 
 import json
 import re
@@ -50,39 +50,39 @@ def one_line(error: pytest.ExceptionInfo[SlipstreamError]) -> str:
 
 
 @pytest.mark.parametrize("fast", [False, "auto", True])
-def test_a_saved_folder_says_what_the_model_says(folder: Path, fast: Any) -> None:
-    made = SpeculativeDecoder(str(folder), dtype="float32", device="cpu", fast=fast, reproducible=False)
-    assert made.generate(PROMPT, PARAMS).token_ids == reference(shared("llama"), PROMPT, 12)
-    assert made.target.packed == (fast is not False)
-    assert made.generate("hi", PARAMS).prompt_token_ids == tokenizer()("u:hi.a:")["input_ids"]
+def test_a_saved_folder_generates_the_text_of_its_model(folder: Path, fast: Any) -> None:
+    decoder = SpeculativeDecoder(str(folder), dtype="float32", device="cpu", fast=fast, reproducible=False)
+    assert decoder.generate(PROMPT, PARAMS).token_ids == reference(shared("llama"), PROMPT, 12)
+    assert decoder.target.packed == (fast is not False)
+    assert decoder.generate("hi", PARAMS).prompt_token_ids == tokenizer()("u:hi.a:")["input_ids"]
 
 
 def test_a_path_object_and_a_draft_folder_load(folder: Path) -> None:
-    made = SpeculativeDecoder(folder, folder, drafter="model", num_draft_tokens=3, reproducible=False)  # type: ignore[arg-type]
-    result = made.generate("hello", PARAMS)
+    decoder = SpeculativeDecoder(folder, folder, drafter="model", num_draft_tokens=3, reproducible=False)  # type: ignore[arg-type]
+    result = decoder.generate("hello", PARAMS)
     assert result.stats.acceptance_rate == 1
 
 
 def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
     shared("gpt2").save_pretrained(tmp_path)
-    made = SpeculativeDecoder(str(tmp_path), fast=False, reproducible=False)
-    assert made.generate(PROMPT, PARAMS).token_ids == reference(shared("gpt2"), PROMPT, 12)
+    decoder = SpeculativeDecoder(str(tmp_path), fast=False, reproducible=False)
+    assert decoder.generate(PROMPT, PARAMS).token_ids == reference(shared("gpt2"), PROMPT, 12)
     with pytest.raises(UsageError, match=r"no tokenizer; allowed: put tokenizer\.json into its folder") as error:
-        made.generate("text", PARAMS)
+        decoder.generate("text", PARAMS)
     assert str(tmp_path) in one_line(error)
 
 
 def test_the_requested_dtype_is_loaded_and_load_options_are_passed_on(folder: Path) -> None:
     options = {"attn_implementation": "eager"}
-    made = SpeculativeDecoder(str(folder), dtype="bfloat16", fast=False, reproducible=False, load_options=options)
-    assert made.target.model.dtype == torch.bfloat16
-    assert made.target.model.config._attn_implementation == "eager"
+    decoder = SpeculativeDecoder(str(folder), dtype="bfloat16", fast=False, reproducible=False, load_options=options)
+    assert decoder.target.model.dtype == torch.bfloat16
+    assert decoder.target.model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"device": "meta"}, {"load_options": {"device_map": "cpu"}}]
 )
-def test_a_loaded_model_is_not_told_to_be_another(options: dict[str, Any]) -> None:
+def test_options_of_loading_are_refused_for_a_loaded_model(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         SpeculativeDecoder(shared("llama"), **options)
 
@@ -96,7 +96,10 @@ def test_end_ids_are_those_of_generate(tmp_path: Path, caplog: pytest.LogCapture
     assert "generation_config names no end token" in caplog.text and "stop_token_ids=[4]" in caplog.text
     model.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path / "bare")
-    for folder, ends in ((tmp_path, ()), (tmp_path / "bare", (4,))):  # without the file the configuration counts
+    for folder, ends in (
+        (tmp_path, ()),
+        (tmp_path / "bare", (4,)),
+    ):  # without generation_config.json, config.json counts
         if folder != tmp_path:
             (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
         assert inspect_vocabulary(str(folder)).end_ids == ends
@@ -122,7 +125,7 @@ def test_end_ids_may_be_a_tensor_as_in_generate(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("ends", ["5", [5, None], [[5]], 1.5, True])
-def test_end_ids_that_are_none_are_refused_in_one_line(ends: Any, tmp_path: Path) -> None:
+def test_invalid_end_ids_are_refused_in_one_line(ends: Any, tmp_path: Path) -> None:
     model = fresh("llama")
     model.save_pretrained(tmp_path)
     model.generation_config.eos_token_id = ends
@@ -134,7 +137,7 @@ def test_end_ids_that_are_none_are_refused_in_one_line(ends: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "warning"),
     [
         ({"repetition_penalty": 1.3}, "repetition_penalty=1.3, which generate applies .*: repetition_penalty$"),
         (
@@ -145,16 +148,16 @@ def test_end_ids_that_are_none_are_refused_in_one_line(ends: Any, tmp_path: Path
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0, "min_length": 0}, None),
     ],
 )
-def test_settings_that_only_generate_follows_are_told(
-    settings: dict[str, Any], says: str | None, caplog: pytest.LogCaptureFixture
+def test_settings_that_only_generate_follows_cause_a_warning(
+    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fresh("llama")
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     SpeculativeDecoder(model)
-    assert re.search(says, caplog.text.strip()) if says else not caplog.text
+    assert re.search(warning, caplog.text.strip()) if warning else not caplog.text
     caplog.clear()
-    ids = torch.tensor([PROMPT])  # here they are followed, so that there is nothing to say
+    ids = torch.tensor([PROMPT])  # custom_generate follows them, so nothing is logged
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, custom_generate=custom_generate)
     assert not caplog.text
 
@@ -168,7 +171,7 @@ def test_settings_that_only_generate_follows_are_told(
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
     ],
 )
-def test_a_missing_model_is_named(name: str, message: str) -> None:
+def test_a_missing_model_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         SpeculativeDecoder(name)
     assert name.removeprefix("./") in one_line(error)
@@ -181,7 +184,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("content", [b"", b"not what it should be"])
-def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: str, content: bytes) -> None:
+def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, broken: str, content: bytes) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(content if file.name == broken else file.read_bytes())
     with pytest.raises(SlipstreamError) as error:
@@ -226,29 +229,29 @@ def test_one_missing_weight_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_weights_of_other_shapes_are_refused_with_both_shapes(folder: Path, tmp_path: Path) -> None:
-    inner = shared("llama").config.intermediate_size
-    other = changed(folder, tmp_path, intermediate_size=inner + 4)
+    inner_size = shared("llama").config.intermediate_size
+    other = changed(folder, tmp_path, intermediate_size=inner_size + 4)
     with pytest.raises(SlipstreamError, match=r"weights have another shape, first .*mlp") as error:
         SpeculativeDecoder(other)
-    assert f"{inner}" in one_line(error) and f"{inner + 4}) by config.json" in one_line(error)
-    known = {"ignore_mismatched_sizes": True}  # the caller knows
-    SpeculativeDecoder(other, fast=False, reproducible=False, load_options=known)
+    assert f"{inner_size}" in one_line(error) and f"{inner_size + 4}) by config.json" in one_line(error)
+    load_options = {"ignore_mismatched_sizes": True}  # the caller accepts the mismatch
+    SpeculativeDecoder(other, fast=False, reproducible=False, load_options=load_options)
 
 
-def test_weights_without_a_place_are_a_warning(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_weights_cause_a_warning(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layers = shared("llama").config.num_hidden_layers
     fewer = changed(folder, tmp_path, num_hidden_layers=layers - 1, layer_types=None)
     SpeculativeDecoder(fewer, fast=False, reproducible=False)
     assert f"weights of the file are not used, first model.layers.{layers - 1}." in caplog.text
 
 
-def test_a_configuration_that_does_not_validate_is_told_in_full(folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_refused_with_field_and_value(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"'hidden_size'.*expected int, got str \(value: 'wide'\)") as error:
         SpeculativeDecoder(changed(folder, tmp_path, hidden_size="wide"))
     one_line(error)
 
 
-def test_loading_shows_no_bars_of_transformers_and_leaves_its_settings(
+def test_loading_hides_transformers_progress_bars_and_restores_its_settings(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     transformers.utils.logging.enable_progress_bar()
@@ -259,7 +262,7 @@ def test_loading_shows_no_bars_of_transformers_and_leaves_its_settings(
     assert transformers.utils.logging.get_verbosity() == verbosity
 
 
-def test_a_folder_without_weights_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(SlipstreamError, match="could not be loaded") as error:
         SpeculativeDecoder(str(tmp_path))
@@ -284,19 +287,19 @@ def test_a_broken_gguf_file_is_refused_and_leaves_nothing_behind(
 
 
 def little_gguf(file: Path) -> None:
-    """A file with two tensors."""
-    whole = GGUFWriter(file, "llama")
-    whole.add_block_count(1)
-    whole.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
-    whole.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
-    whole.write_header_to_file()
-    whole.write_kv_data_to_file()
-    whole.write_tensors_to_file()
-    whole.close()
+    """Writes a file with two tensors."""
+    writer = GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.mark.slow
-def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_gguf_file_is_refused_as_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
     little_gguf(tmp_path / "whole.gguf")
     content = (tmp_path / "whole.gguf").read_bytes()
@@ -309,28 +312,26 @@ def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.
         SpeculativeDecoder(str(tmp_path / "whole.gguf"))
 
 
-def test_reading_gguf_tensors_shows_no_bar_of_the_reader(capfd: pytest.CaptureFixture[str]) -> None:
+def test_reading_gguf_tensors_hides_the_readers_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    theirs = reader.tqdm
+    original = reader.tqdm
     with conversion._bar("x.gguf") as progress, conversion._tensors_shown_by(progress):
         assert list(reader.tqdm([1, 2, 3], desc="Converting")) == [1, 2, 3]
         assert progress.disable or progress.tasks[0].completed == 3
-    assert capfd.readouterr().err.count("\n") <= 1 and reader.tqdm is theirs
+    assert capfd.readouterr().err.count("\n") <= 1 and reader.tqdm is original
 
 
-def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_error_of_the_gguf_reader_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ImportError("cannot import name 'Reader' from 'somewhere'")
     assert "cannot import name 'Reader'" in str(gguf_configuration.unreadable_gguf(tmp_path, error))
     monkeypatch.setattr(gguf_configuration, "PACKAGES", ("json", "no_such_package"))
-    said = str(gguf_configuration.unreadable_gguf(tmp_path, error))
-    assert "needs no_such_package; run: pip install no_such_package" in said and "json" not in said
+    message = str(gguf_configuration.unreadable_gguf(tmp_path, error))
+    assert "needs no_such_package; run: pip install no_such_package" in message and "json" not in message
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])
-def test_a_conversion_says_that_it_needs_the_cache_folder(
+def test_a_conversion_without_a_cache_folder_is_refused(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -352,7 +353,7 @@ def test_a_name_that_no_file_can_have_is_refused_in_one_line(name: str) -> None:
             load(name)
 
 
-def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
+def test_a_misspelt_model_name_is_refused_with_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
@@ -366,8 +367,8 @@ def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
     error = OSError("no network\nat all")
     assert "it is not asked, as HF_HUB_OFFLINE is set" in str(files.not_loaded("gpt2", "gpt2", error))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    said = str(files.not_loaded("gpt2", "gpt2", error))
-    assert "Available here: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
+    message = str(files.not_loaded("gpt2", "gpt2", error))
+    assert "Available here: qwen0.5b, smollm2, toy;" in message and "no network at all" in message
     assert "(did you mean smollm2?)" in str(files.not_loaded("smol", "smol", OSError("no network")))
 
 
@@ -385,16 +386,14 @@ def test_damaged_models_of_the_cache_are_skipped_with_a_warning(
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])
-def test_a_cache_folder_that_is_none_holds_no_models(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_cache_folder_holds_no_models(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / place))
     assert files.list_models() == [] and resolve("gpt2") == "gpt2"
 
 
 @pytest.mark.parametrize("option", [{"device": "tpu"}, {"dtype": "bfloat16"}, {"load_options": {"x": 1}}])
-def test_the_toy_says_what_it_can_be_told(option: dict[str, Any]) -> None:
+def test_options_of_loading_are_refused_for_the_toy_model(option: dict[str, Any]) -> None:
     with pytest.raises(
         UsageError, match=rf"{next(iter(option))}=.*the toy model .* runs on the CPU; allowed: "
     ) as error:
@@ -409,11 +408,11 @@ def test_finding_models_imports_no_framework() -> None:
         "from slipstream.models.weights.resolve import resolve;"
         "resolve('gpt2'); print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.stdout.strip() == "[]", finished.stderr
 
 
-def test_a_hub_id_without_network_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_without_network_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
 
@@ -435,7 +434,7 @@ def _t5() -> Any:
     ("build", "message"),
     [(_t5, "T5ForConditionalGeneration.*encoder-decoder")],
 )
-def test_models_that_are_no_decoders_are_refused_by_name(build: Any, message: str) -> None:
+def test_encoder_decoder_models_are_refused_by_name(build: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         SpeculativeDecoder(build())
     one_line(error)
@@ -457,7 +456,7 @@ def test_an_unknown_device_is_refused(folder: Path) -> None:
             SpeculativeDecoder(str(folder), device="cuda")
 
 
-def test_fast_says_why_it_cannot(folder: Path) -> None:
+def test_fast_is_refused_with_the_reason(folder: Path) -> None:
     assert "float64" in str(unsupported(fresh("llama", dtype=torch.float64)))
     with pytest.raises(UsageError, match=r"fast=True, but LlamaForCausalLM cannot be packed: .*float64"):
         SpeculativeDecoder(fresh("llama", dtype=torch.float64), fast=True)
@@ -467,14 +466,14 @@ def test_fast_says_why_it_cannot(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fast", ["auto", False])
-def test_a_users_own_model_is_left_as_it_was(fast: Any) -> None:
+def test_a_model_given_by_the_caller_is_left_unchanged(fast: Any) -> None:
     model = fresh("llama")
     kinds = [type(module) for module in model.modules()]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     config = model.config.to_dict()
-    made = SpeculativeDecoder(model, fast=fast)
-    made.generate(PROMPT, PARAMS)
-    assert not made.target.packed
+    decoder = SpeculativeDecoder(model, fast=fast)
+    decoder.generate(PROMPT, PARAMS)
+    assert not decoder.target.packed
     assert [type(module) for module in model.modules()] == kinds
     assert model.config.to_dict() == config
     after = model.state_dict()
@@ -486,7 +485,7 @@ def test_a_users_own_model_is_left_as_it_was(fast: Any) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [1, 3, 4, 17])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_a_packed_layer_is_the_linear_layer_it_replaces(
+def test_a_packed_layer_computes_what_the_linear_layer_does(
     dtype: torch.dtype, tolerance: float, width: int, bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -496,46 +495,48 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
             weight.copy_(torch.randn(weight.shape, generator=generator) / 7)
     x = torch.randn(2, width, 48, generator=generator).to(dtype)
     with torch.inference_mode():
-        got = PackedLinear(linear)(x)
-        assert got.shape == (2, width, 33) and got.dtype == dtype
-        torch.testing.assert_close(got, linear(x), rtol=tolerance, atol=tolerance)
+        product = PackedLinear(linear)(x)
+        assert product.shape == (2, width, 33) and product.dtype == dtype
+        torch.testing.assert_close(product, linear(x), rtol=tolerance, atol=tolerance)
         if bias:
             linear.bias += 1
-            assert not torch.allclose(got, linear(x), rtol=tolerance, atol=tolerance)
+            assert not torch.allclose(product, linear(x), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma3"])
 def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
     model = fresh(name)
-    made = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
-    packed: Any = made.target.backend
+    decoder = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
+    packed: Any = decoder.target.backend
     assert any(type(module) is PackedLinear for module in packed.model.modules())
     assert not any(type(module) is torch.nn.Linear for module in packed.model.modules())
-    assert made.target.packed and not any(type(module) is PackedLinear for module in model.modules())
-    assert made.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
+    assert decoder.target.packed and not any(type(module) is PackedLinear for module in model.modules())
+    assert decoder.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
 
 
-def test_a_packed_model_serves_a_second_decoder() -> None:
+def test_a_second_decoder_over_a_packed_model_generates_the_same_text() -> None:
     model = fresh("llama")
     first = SpeculativeDecoder(model, fast=True, reproducible=False).generate(PROMPT, PARAMS)
     assert SpeculativeDecoder(model, model, reproducible=False).generate(PROMPT, PARAMS).token_ids == first.token_ids
 
 
-def test_a_draft_folder_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_drafts_vocabulary_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None:
     fresh("llama", vocab_size=VOCAB + 1).save_pretrained(tmp_path)
-    other = tokenizer(extra=["!!"])
-    other.save_pretrained(tmp_path)
+    draft_tokenizer_of_folder = tokenizer(extra=["!!"])
+    draft_tokenizer_of_folder.save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())
-    assert decoder._models.bridged is not None  # it drafts through bytes
-    told = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer(), draft_tokenizer=tokenizer())
-    assert told._models.bridged is None
+    assert decoder._models.bridged is not None  # it drafts across vocabularies
+    same_vocabulary = SpeculativeDecoder(
+        shared("llama"), str(tmp_path), tokenizer=tokenizer(), draft_tokenizer=tokenizer()
+    )
+    assert same_vocabulary._models.bridged is None
     shared("llama").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     assert SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())._models.bridged is None
 
 
-def test_a_model_of_the_cache_folder_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_cache_folder_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     shared("llama").save_pretrained(tmp_path / "little")
     assert resolve("little") == str(tmp_path / "little")
@@ -547,16 +548,16 @@ def test_a_model_of_the_cache_folder_is_known_by_its_name(tmp_path: Path, monkey
     ("device", "extra", "expected"),
     [("cuda", {}, {"": torch.device("cuda")}), ("cpu", {}, None), ("cuda", {"device_map": "auto"}, "auto")],
 )
-def test_weights_of_a_gpu_do_not_go_through_the_hosts_memory(
+def test_weights_for_a_gpu_are_read_straight_onto_it(
     device: str, extra: dict[str, Any], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = []
+    device_maps = []
 
     def reader_of(config: Any) -> Any:
         def from_pretrained(folder: str, *, device_map: object = None, **arguments: Any) -> Any:
-            given.append(device_map)
+            device_maps.append(device_map)
             model, report = auto_class(config).from_pretrained(folder, **arguments)
-            model.is_quantized = True  # it stays where it was read to
+            model.is_quantized = True  # so that it is not moved afterwards
             return model, report
 
         return SimpleNamespace(from_pretrained=from_pretrained)
@@ -565,4 +566,4 @@ def test_weights_of_a_gpu_do_not_go_through_the_hosts_memory(
     monkeypatch.setattr(plain_models, "device_named", torch.device)
     fresh("qwen2").save_pretrained(tmp_path)
     load_model(str(tmp_path), LoadOptions(device=device, extra=extra))
-    assert given == [expected]
+    assert device_maps == [expected]

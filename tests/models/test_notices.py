@@ -19,19 +19,19 @@ SILENT = "import logging; logging.getLogger('slipstream').setLevel(logging.WARNI
 
 def errors_of(code: str, folder: Path) -> str:
     environment = {**os.environ, "SLIPSTREAM_MODELS": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stderr
+    finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return finished.stderr
 
 
 @pytest.mark.slow
-def test_a_script_is_told_what_the_first_load_does_and_no_more_at_the_second(tmp_path: Path) -> None:
+def test_only_the_first_load_announces_what_it_measures(tmp_path: Path) -> None:
     first, second = errors_of(LOADS, tmp_path), errors_of(LOADS, tmp_path)
     assert first == "slipstream: measuring how 'toy' runs here (once) ...\n"
     assert second == ""
     assert errors_of(SILENT + LOADS, tmp_path / "other") == ""
 
 
-def test_a_line_goes_where_somebody_reads_it(
+def test_a_notice_goes_to_the_log_if_one_is_set_up_or_else_to_stderr(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     announce("without a log")

@@ -45,19 +45,19 @@ def ids(results: list[Any]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-# drafters hand over tokens, whatever the architecture: all of them beside one, and one that reads beside all
+# drafters do not depend on the architecture: all of them with one, and one with all
 BATCHES = [*(("llama", drafter) for drafter in DRAFTS), *((name, "close") for name in ARCHITECTURES if name != "llama")]
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("reproducible", ["auto", False])  # "auto": if shapes agree to the bit on this machine
+@pytest.mark.parametrize("reproducible", ["auto", False])  # "auto": reproducible if shapes agree on this machine
 @pytest.mark.parametrize(("name", "drafter"), mostly_slow(BATCHES, ("llama", "ngram"), ("llama", "close")))
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(
     name: str, drafter: str, reproducible: bool | str
 ) -> None:
-    made = decoder(name, drafter, reproducible=reproducible)
+    speculative = decoder(name, drafter, reproducible=reproducible)
     for length in (1, 3, 7) if drafter != "none" else (0,):
-        results = made.using(made.drafter_name, num_draft_tokens=length).generate(PROMPTS, GREEDY)
+        results = speculative.using(speculative.drafter_name, num_draft_tokens=length).generate(PROMPTS, GREEDY)
         assert ids(results) == expected(name), f"draft length {length}"
 
 
@@ -65,12 +65,12 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "close"))
 @over_architectures
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
-    made = decoder(name, drafter, num_draft_tokens=3 if drafter != "none" else 0)
-    assert ids([made.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)
+    speculative = decoder(name, drafter, num_draft_tokens=3 if drafter != "none" else 0)
+    assert ids([speculative.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)
 
 
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
-def test_the_close_draft_is_accepted_in_part(name: str) -> None:
+def test_drafts_of_the_close_model_are_accepted_in_part(name: str) -> None:
     results = decoder(name, "close", num_draft_tokens=3).generate(PROMPTS, GREEDY)
     drafted = sum(result.stats.num_draft_tokens for result in results)
     accepted = sum(result.stats.num_accepted_tokens for result in results)
@@ -81,8 +81,10 @@ def test_the_close_draft_is_accepted_in_part(name: str) -> None:
 @pytest.mark.parametrize("reproducible", mostly_slow([True, False], False))
 def test_a_prompt_longer_than_a_prefill_chunk_equals_hugging_face(name: str, reproducible: bool) -> None:
     long = prompts([530, 300], seed=3)
-    made = decoder(name, "close", num_draft_tokens=3, reproducible=reproducible)
-    assert ids(made.generate(long, SamplingParams(max_tokens=8))) == [reference(shared(name), p, 8) for p in long]
+    speculative = decoder(name, "close", num_draft_tokens=3, reproducible=reproducible)
+    assert ids(speculative.generate(long, SamplingParams(max_tokens=8))) == [
+        reference(shared(name), p, 8) for p in long
+    ]
 
 
 @pytest.mark.slow
@@ -96,23 +98,23 @@ def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
-def test_double_precision_keeps_to_double_precision_text(drafter: str) -> None:
+def test_a_double_precision_model_keeps_its_double_precision_text(drafter: str) -> None:
     model, draft = shared("llama", 0, torch.float64), perturbed("llama") if drafter == "close" else None
-    made = SpeculativeDecoder(model, draft, drafter=drafter if draft is None else "model")
-    assert ids(made.generate(PROMPTS, GREEDY)) == [reference(model, prompt, COUNT) for prompt in PROMPTS]
+    speculative = SpeculativeDecoder(model, draft, drafter=drafter if draft is None else "model")
+    assert ids(speculative.generate(PROMPTS, GREEDY)) == [reference(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("head", mostly_slow([VOCAB + 19, VOCAB - 9], VOCAB - 9))
+@pytest.mark.parametrize("head_size", mostly_slow([VOCAB + 19, VOCAB - 9], VOCAB - 9))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_head_of_another_size_keeps_the_text(head: int, temperature: float) -> None:
-    draft = fresh("qwen2", 4, vocab_size=head)
+def test_an_output_layer_of_another_size_in_the_draft_model_changes_no_text(head_size: int, temperature: float) -> None:
+    draft = fresh("qwen2", 4, vocab_size=head_size)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=COUNT)
-    words = tokenizer()
-    options: dict[str, Any] = {"tokenizer": words, "acceptance": "match", "num_draft_tokens": 3}
-    spoken = SpeculativeDecoder(shared("qwen2"), draft, **options).generate(PROMPTS, params)
-    plain = SpeculativeDecoder(shared("qwen2"), drafter="none", tokenizer=words).generate(PROMPTS, params)
-    assert ids(spoken) == ids(plain)
-    assert any(token >= min(head, VOCAB) - 9 for text in ids(plain) for token in text)
+    char_tokenizer = tokenizer()
+    options: dict[str, Any] = {"tokenizer": char_tokenizer, "acceptance": "match", "num_draft_tokens": 3}
+    drafted = SpeculativeDecoder(shared("qwen2"), draft, **options).generate(PROMPTS, params)
+    plain = SpeculativeDecoder(shared("qwen2"), drafter="none", tokenizer=char_tokenizer).generate(PROMPTS, params)
+    assert ids(drafted) == ids(plain)
+    assert any(token >= min(head_size, VOCAB) - 9 for text in ids(plain) for token in text)
 
 
 SAMPLED = [
@@ -125,35 +127,37 @@ SAMPLED = [
 
 @pytest.mark.parametrize("drafter", mostly_slow(["ngram", "other", "close"], "close"))
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
-def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> None:
+def test_match_generates_the_text_of_seeded_plain_decoding(name: str, drafter: str) -> None:
     plain = decoder(name, "none").generate(PROMPTS, SAMPLED)
-    spoken = decoder(name, drafter, acceptance="match", num_draft_tokens=3).generate(PROMPTS, SAMPLED)
-    assert ids(spoken) == ids(plain)
+    drafted = decoder(name, drafter, acceptance="match", num_draft_tokens=3).generate(PROMPTS, SAMPLED)
+    assert ids(drafted) == ids(plain)
     assert ids(plain)[0] != expected(name)[0]
 
 
 @pytest.mark.parametrize("acceptance", mostly_slow(["rejection", "match", "auto"], "rejection"))
 @pytest.mark.parametrize("drafter", mostly_slow(["ngram", "close"], "close"))
 def test_each_row_keeps_its_options_and_random_draws_in_a_batch(drafter: str, acceptance: str) -> None:
-    made = decoder("llama", drafter, acceptance=acceptance, num_draft_tokens=3)
-    batch = made.generate(PROMPTS, SAMPLED)
-    alone = [made.generate(prompt, params) for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]
+    speculative = decoder("llama", drafter, acceptance=acceptance, num_draft_tokens=3)
+    batch = speculative.generate(PROMPTS, SAMPLED)
+    alone = [speculative.generate(prompt, params) for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]
     assert ids(batch) == ids(alone)
     assert [len(text) for text in ids(batch)] == [params.max_tokens for params in SAMPLED]
-    assert max(done.num_draft_tokens for done in batch[0].rounds) <= 3
+    assert max(round.num_draft_tokens for round in batch[0].rounds) <= 3
 
 
 def test_a_request_sets_its_own_draft_length() -> None:
     params = [SamplingParams(max_tokens=COUNT, num_draft_tokens=n) for n in (0, 1, 5, None)]
     results = decoder("llama", "close", num_draft_tokens=2).generate(PROMPTS, params)
-    assert [max(done.num_draft_tokens for done in result.rounds) for result in results] == [0, 1, 5, 2]
+    assert [max(round.num_draft_tokens for round in result.rounds) for result in results] == [0, 1, 5, 2]
     assert ids(results) == expected("llama")
 
 
 def test_another_seed_gives_another_text() -> None:
-    made = decoder("llama", "close")
-    texts = [made.generate(PROMPTS[2], SamplingParams(temperature=1.0, seed=s, max_tokens=COUNT)) for s in (1, 2, 1)]
+    speculative = decoder("llama", "close")
+    texts = [
+        speculative.generate(PROMPTS[2], SamplingParams(temperature=1.0, seed=s, max_tokens=COUNT)) for s in (1, 2, 1)
+    ]
     assert texts[0].token_ids == texts[2].token_ids != texts[1].token_ids
-    unseeded = made.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT))
-    again = made.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT, seed=unseeded.seed))
-    assert unseeded.token_ids == again.token_ids
+    unseeded = speculative.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT))
+    reseeded = speculative.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT, seed=unseeded.seed))
+    assert unseeded.token_ids == reseeded.token_ids

@@ -1,4 +1,4 @@
-"""An output layer that computes the logits of some tokens: they are those of the whole layer."""
+"""An output layer restricted to some tokens computes the logits of the whole layer for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(biased: bool = False) -> nn.Linear:
         return nn.Linear(INPUTS, OUTPUTS, bias=biased, dtype=torch.bfloat16).requires_grad_(False)
 
 
-def made(kind: str, biased: bool = False) -> RestrictedHead:
+def head_of_kind(kind: str, biased: bool = False) -> RestrictedHead:
     linear, convert = layer(biased), KINDS[kind]
     return restricted_head(linear if convert is None else convert(linear), linear, FIRST, convert)
 
@@ -46,20 +46,22 @@ def inputs(tokens: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 20])
 @torch.inference_mode()
-def test_the_parts_logits_are_those_of_the_whole(kind: str, tokens: int, biased: bool) -> None:
-    head, x = made(kind, biased), inputs(tokens)
+def test_restricted_logits_are_those_of_the_whole_layer(kind: str, tokens: int, biased: bool) -> None:
+    head, x = head_of_kind(kind, biased), inputs(tokens)
     whole = head(x)
     with head.only(head.chosen(OTHERS)):
         part = head(x)
     assert whole.shape[-1] == OUTPUTS and part.shape == (1, tokens, FIRST + len(OTHERS))
     expected = whole[..., [*range(FIRST), *OTHERS.tolist()]].float()
     assert (part.float() - expected).abs().max() <= 0.02 * expected.abs().max()
-    assert (part[..., :FIRST].float() - expected[..., -FIRST:]).abs().max() > 0.1  # and not those of other tokens
+    assert (
+        part[..., :FIRST].float() - expected[..., -FIRST:]
+    ).abs().max() > 0.1  # negative control: logits of other tokens differ
 
 
 @torch.inference_mode()
-def test_a_layer_is_whole_again_after_a_failure() -> None:
-    head, x = made("plain"), inputs(1)
+def test_a_failure_ends_the_restriction() -> None:
+    head, x = head_of_kind("plain"), inputs(1)
     with pytest.raises(RuntimeError), head.only(head.chosen(OTHERS)):
         head(inputs(1)[..., 1:])
     assert torch.equal(head(x), head.complete(x))
@@ -67,9 +69,9 @@ def test_a_layer_is_whole_again_after_a_failure() -> None:
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 @torch.inference_mode()
-def test_kernels_share_their_weights_with_the_part() -> None:
+def test_a_restricted_kernel_shares_the_weights_of_the_whole_one() -> None:
     for kind, kernel in (("int4", QuantisedLinear), ("int8", QuantisedLinear), ("compressed", CompressedLinear)):
-        head = made(kind)
+        head = head_of_kind(kind)
         assert isinstance(head.complete, kernel) and isinstance(head.first, kernel)
         assert head.first.weights.data == head.complete.weights.data
         assert (head.first.out_features, head.complete.out_features) == (FIRST, OUTPUTS)

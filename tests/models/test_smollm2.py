@@ -1,6 +1,6 @@
-"""The embedded default model in float32: drafting and batching change nothing of what it says.
+"""The embedded default model in float32: neither drafts nor batches change its texts.
 
-Forwards are of any shape: in float32 their roundings change no token of these texts.
+Forwards may have any shape, since in float32 rounding changes no token of these texts.
 """
 
 from functools import cache
@@ -33,14 +33,14 @@ def by_hugging_face() -> list[list[int]]:
     import transformers
 
     folder = cache_folder() / "smollm2"
-    words = transformers.AutoTokenizer.from_pretrained(folder)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = []
     for prompt in PROMPTS:
         chat = [{"role": "user", "content": prompt}]
-        ids = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        out = model.generate(**ids, do_sample=False, max_new_tokens=COUNT)
-        texts.append(out[0, ids["input_ids"].shape[1] :].tolist())
+        ids = hf_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        outputs = model.generate(**ids, do_sample=False, max_new_tokens=COUNT)
+        texts.append(outputs[0, ids["input_ids"].shape[1] :].tolist())
     return texts
 
 
@@ -55,26 +55,26 @@ def test_a_text_alone_equals_hugging_face(decoder: SpeculativeDecoder, drafter: 
 def test_a_ragged_batch_of_four_equals_each_alone(decoder: SpeculativeDecoder) -> None:
     results = decoder.generate([*PROMPTS, PROMPTS[0]], GREEDY)
     assert [result.token_ids for result in results] == [*by_hugging_face(), by_hugging_face()[0]]
-    assert all(max(done.num_rows for done in result.rounds) == 4 for result in results)
+    assert all(max(round.num_rows for round in result.rounds) == 4 for result in results)
 
 
 def test_a_stop_string_cuts_the_text_and_the_stream(decoder: SpeculativeDecoder) -> None:
-    whole = decoder.generate(PROMPTS[1], GREEDY).text
-    stop = whole[len(whole) // 2 :][:7]
+    full_text = decoder.generate(PROMPTS[1], GREEDY).text
+    stop = full_text[len(full_text) // 2 :][:7]
     params = SamplingParams(max_tokens=COUNT, stop=stop)
     texts = []
     for drafter in ("none", "ngram"):
-        made = decoder.using(drafter)
-        result = made.generate(PROMPTS[1], params)
-        chunks = list(made.stream(PROMPTS[1], params))
-        assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
+        drafting = decoder.using(drafter)
+        result = drafting.generate(PROMPTS[1], params)
+        chunks = list(drafting.stream(PROMPTS[1], params))
+        assert (result.text, result.finish_reason) == (full_text[: full_text.index(stop)], "stop")
         assert "".join(chunk.text for chunk in chunks) == result.text
         assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
         texts.append(result.token_ids)
     assert texts[0] == texts[1] == by_hugging_face()[1][: len(texts[0])]
 
 
-def test_seeded_sampling_says_the_same_with_and_without_drafts(decoder: SpeculativeDecoder) -> None:
+def test_seeded_texts_are_the_same_with_and_without_drafts(decoder: SpeculativeDecoder) -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=COUNT)
-    spoken = [decoder.using(drafter).generate(PROMPTS[2], params).token_ids for drafter in ("none", "ngram")]
-    assert spoken[0] == spoken[1] != by_hugging_face()[2]
+    texts = [decoder.using(drafter).generate(PROMPTS[2], params).token_ids for drafter in ("none", "ngram")]
+    assert texts[0] == texts[1] != by_hugging_face()[2]

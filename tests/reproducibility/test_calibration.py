@@ -1,4 +1,4 @@
-"""Calibration: it finds exactly the forward shapes that agree to the bit, and says so when none do."""
+"""Calibration finds exactly the forward shapes that agree to the bit, and reports when none do."""
 
 from __future__ import annotations
 
@@ -23,57 +23,66 @@ from slipstream.reproducibility.shape_trials import (
     first_of_each,
     trial_backend,
 )
-from tests.support.rounding_backends import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
+from tests.support.rounding_backends import (
+    BATCH,
+    BIT,
+    Deviates,
+    ReadsLess,
+    RoundingBackend,
+    calibration_of,
+    never,
+    widths_without,
+)
 from tests.support.tiny_models import VOCAB, fresh, shared
 
 
 def test_all_shapes_of_a_backend_without_rounding_agree() -> None:
-    result = found(never)
+    result = calibration_of(never)
     assert (result.widths, result.attended_unit, result.agrees) == (WIDTHS, ATTENDED_UNITS[0], True)
 
 
-@pytest.mark.parametrize("odd", [(1,), (1, 2), (5, 6), (1, 2, 4, 5, 6), (16, 32), (32,), without(REFERENCE)])
+@pytest.mark.parametrize("odd", [(1,), (1, 2), (5, 6), (1, 2, 4, 5, 6), (16, 32), (32,), widths_without(REFERENCE)])
 def test_exactly_the_widths_that_round_like_the_reference_are_kept(odd: tuple[int, ...]) -> None:
-    result = found(lambda rows, width, columns, length: width in odd)
-    assert result.widths == without(*odd) and result.agrees
+    result = calibration_of(lambda rows, width, columns, length: width in odd)
+    assert result.widths == widths_without(*odd) and result.agrees
     assert set(result.shapes.widths) == set(result.widths)
 
 
 def test_widths_that_agree_with_each_other_but_not_with_the_reference_are_refused() -> None:
-    assert found(lambda rows, width, columns, length: width != REFERENCE).widths == (REFERENCE,)
+    assert calibration_of(lambda rows, width, columns, length: width != REFERENCE).widths == (REFERENCE,)
 
 
 def late(width: int, column: int) -> Deviates:
-    return lambda rows, this, columns, length: (columns == column) & (this == width) & (rows == 1)
+    return lambda rows, this_width, columns, length: (columns == column) & (this_width == width) & (rows == 1)
 
 
 @pytest.mark.parametrize(("width", "column"), [(2, 1), (4, 3), (5, 4), (16, 1), (16, 15), (32, 9), (32, 31)])
 def test_a_difference_at_a_later_position_is_caught(width: int, column: int) -> None:
-    assert found(late(width, column)).widths == without(width)
+    assert calibration_of(late(width, column)).widths == widths_without(width)
 
 
-def test_what_one_forward_stores_is_compared_through_the_next() -> None:
+def test_a_forward_that_stores_other_values_is_caught_by_the_next() -> None:
     class Stores(RoundingBackend):
         def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
             out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
-            if tokens.shape[1] == 4:  # its own logits are right, what it leaves behind is not
+            if tokens.shape[1] == 4:  # its own logits are right, but not what it stores
                 for row, start in enumerate(starts):
                     self.slots[first_slot + row, start] += BIT
             return out
 
-    assert calibrate(Stores(), BATCH).widths == without(4)
+    assert calibrate(Stores(), BATCH).widths == widths_without(4)
 
 
 def test_a_width_that_disagrees_only_for_a_single_row_is_kept_for_several() -> None:
-    result = found(lambda rows, width, columns, length: rows == 1 and width in (1, 3))
-    assert (result.widths, result.together) == (without(1, 3), (1, 3))
-    shapes = replace(result, milliseconds={}).shapes  # how fast a width is does not count here
-    assert (shapes.widths, shapes.alone) == (WIDTHS, without(1, 3))
+    result = calibration_of(lambda rows, width, columns, length: rows == 1 and width in (1, 3))
+    assert (result.widths, result.together) == (widths_without(1, 3), (1, 3))
+    shapes = replace(result, milliseconds={}).shapes  # ignores how fast a width is
+    assert (shapes.widths, shapes.alone) == (WIDTHS, widths_without(1, 3))
     assert (shapes.width_for(1, 1), shapes.width_for(1, 2), shapes.width_for(3, 8)) == (2, 1, 3)
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_what_a_batch_stores_is_compared_through_the_next_forward(size: int) -> None:
+def test_a_batch_that_stores_other_values_is_caught_by_the_next_forward(size: int) -> None:
     class Stores(RoundingBackend):
         def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
             out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
@@ -86,17 +95,19 @@ def test_what_a_batch_stores_is_compared_through_the_next_forward(size: int) -> 
 
 
 def test_a_width_that_depends_on_the_batch_is_refused() -> None:
-    assert found(lambda rows, width, columns, length: (rows > 1) & (width == 4) & (columns == 3)).widths == without(4)
+    assert calibration_of(
+        lambda rows, width, columns, length: (rows > 1) & (width == 4) & (columns == 3)
+    ).widths == widths_without(4)
 
 
 @pytest.mark.parametrize("column", [0, 3])
 def test_nothing_agrees_where_every_width_depends_on_the_batch(column: int) -> None:
-    result = found(lambda rows, width, columns, length: (rows > 1) & (columns == min(column, width - 1)))
+    result = calibration_of(lambda rows, width, columns, length: (rows > 1) & (columns == min(column, width - 1)))
     assert not result.agrees and set(result.widths).isdisjoint(range(33))
 
 
-def test_the_view_is_the_first_that_agrees_at_every_length() -> None:
-    result = found(lambda rows, width, columns, length: length % 512 != 0)
+def test_the_attended_unit_is_the_first_that_agrees_at_every_length() -> None:
+    result = calibration_of(lambda rows, width, columns, length: length % 512 != 0)
     assert (result.attended_unit, result.widths) == (512, WIDTHS)
 
 
@@ -104,33 +115,33 @@ def grows(rows: int, width: int, columns: Tensor, length: int) -> float:
     return length
 
 
-def test_nothing_agrees_where_every_view_rounds_in_its_own_way() -> None:
-    assert not found(grows).agrees  # type: ignore[arg-type]
+def test_nothing_agrees_where_rounding_depends_on_the_attended_length() -> None:
+    assert not calibration_of(grows).agrees  # type: ignore[arg-type]
 
 
-def test_nothing_agrees_where_every_view_rounds_in_its_own_way_and_the_context_is_short() -> None:
-    assert not found(grows, 700).agrees  # type: ignore[arg-type]
+def test_nothing_agrees_where_rounding_depends_on_the_attended_length_of_a_short_context() -> None:
+    assert not calibration_of(grows, 700).agrees  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_difference_in_a_batch_of_another_size_is_caught(size: int) -> None:
-    assert not found(lambda rows, width, columns, length: rows == size).agrees
+    assert not calibration_of(lambda rows, width, columns, length: rows == size).agrees
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_rows_at_the_end_of_a_batch_that_round_otherwise_are_caught(last: int) -> None:
+def test_the_last_rows_of_a_batch_that_round_differently_are_caught(last: int) -> None:
     class Remainder(RoundingBackend):
         def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
             out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
-            if len(starts) > 4 and tokens.shape[1] % 2:  # as a product of matrices may compute what its tiles leave
+            if len(starts) > 4 and tokens.shape[1] % 2:  # as a matrix product may compute what its tiles leave over
                 out[-last, -1] += BIT
             return out
 
-    assert calibrate(Remainder(), BATCH).widths == without(1, 3, 5, 7)
+    assert calibrate(Remainder(), BATCH).widths == widths_without(1, 3, 5, 7)
 
 
 class Bounded(RoundingBackend):
-    """Has no positions beyond its context."""
+    """Fails at positions beyond its context."""
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         assert max(starts) + tokens.shape[1] <= self.max_length
@@ -141,7 +152,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
     result = calibrate(Bounded(max_length=96), BATCH)
     assert result.widths == WIDTHS
     result = calibrate(Bounded(lambda rows, width, columns, length: rows == 1 and width != 8, max_length=96), BATCH)
-    assert (result.widths, result.together) == ((8,), without(8))
+    assert (result.widths, result.together) == ((8,), widths_without(8))
 
 
 @pytest.mark.slow
@@ -166,26 +177,33 @@ def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtyp
 
 
 def _logits(backend: HFBackend, tokens: Tensor, start: int, width: int, starts: list[int]) -> Tensor:
-    """Logits of the eight positions from `start` on, in forwards of `width` tokens of as many rows as starts."""
+    """Logits of the first row's eight positions from `start` on, in forwards of `width` tokens and a row per start."""
     backend.reserve(len(starts), len(tokens) + 256)
-    for slot, at in enumerate(starts):
-        for begin in range(0, at, REFERENCE):
-            backend.forward(tokens[None, begin : begin + REFERENCE], [begin], first_slot=slot, logits=False)
+    for slot, row_start in enumerate(starts):
+        for position in range(0, row_start, REFERENCE):
+            backend.forward(tokens[None, position : position + REFERENCE], [position], first_slot=slot, logits=False)
     segments = []
-    for fed in range(0, REFERENCE, width):
-        inputs = torch.stack([torch.cat([tokens, tokens])[at + fed : at + fed + width] for at in starts])
-        segments.append(backend.forward(inputs, [at + fed for at in starts], first_slot=0, logits=True)[0])
+    for offset in range(0, REFERENCE, width):
+        inputs = torch.stack(
+            [torch.cat([tokens, tokens])[row_start + offset : row_start + offset + width] for row_start in starts]
+        )
+        segments.append(
+            backend.forward(inputs, [row_start + offset for row_start in starts], first_slot=0, logits=True)[0]
+        )
     return torch.cat(segments)[:REFERENCE]
 
 
 @pytest.mark.parametrize("odd", [32, 64, 224, 256])
-def test_prompt_chunks_that_differ_are_kept_whole(odd: int) -> None:
-    free, bound = found(never), found(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1))
-    assert free.prompts and free.shapes.reuse == 1
-    assert not bound.prompts and bound.shapes.reuse == bound.shapes.chunk == 256
+def test_where_prompt_chunks_differ_prompts_are_reused_in_whole_chunks(odd: int) -> None:
+    agreeing, differing = (
+        calibration_of(never),
+        calibration_of(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1)),
+    )
+    assert agreeing.prompts and agreeing.shapes.reuse == 1
+    assert not differing.prompts and differing.shapes.reuse == differing.shapes.chunk == 256
 
 
-def test_what_forwards_may_read_is_found_one_by_one() -> None:
+def test_every_attended_length_is_tried_separately() -> None:
     result = calibrate(ReadsLess((192, 256, 576)), BATCH)
     assert (
         result.attended_lengths
@@ -193,10 +211,10 @@ def test_what_forwards_may_read_is_found_one_by_one() -> None:
         == tuple(read for read in ATTENDED_LENGTHS if read not in (192, 256, 576))
     )
     assert result.widths == WIDTHS and result.prompts
-    assert found(never).attended_lengths == ()  # a backend that always reads all of its slots
+    assert calibration_of(never).attended_lengths == ()  # this backend always reads its whole slots
 
 
-def test_the_memory_is_read_whole_where_prompts_agree_only_so() -> None:
+def test_the_whole_cache_is_read_where_prompts_agree_only_then() -> None:
     result = calibrate(ReadsLess((), prompts=False), BATCH)
     assert (result.attended_lengths, result.widths, result.prompts) == ((), WIDTHS, True)
 
@@ -209,18 +227,18 @@ def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one(
 
 
 def test_progress_is_reported_in_order_up_to_the_end() -> None:
-    told: list[float] = []
-    calibrate(RoundingBackend(), BATCH, told.append)
-    assert told == sorted(told) and len(told) > 2 * len(WIDTHS) and told[0] > 0 and told[-1] <= 1
+    progress: list[float] = []
+    calibrate(RoundingBackend(), BATCH, progress.append)
+    assert progress == sorted(progress) and len(progress) > 2 * len(WIDTHS) and progress[0] > 0 and progress[-1] <= 1
 
 
-@pytest.mark.parametrize(("kinds", "chosen"), [("aaaa", [0, 1]), ("abab", [0, 1, 2, 3]), ("aabaab", [0, 1, 2, 5])])
-def test_two_layers_of_every_kind_are_tried(kinds: str, chosen: list[int]) -> None:
-    assert first_of_each(kinds) == chosen
+@pytest.mark.parametrize(("kinds", "layers"), [("aaaa", [0, 1]), ("abab", [0, 1, 2, 3]), ("aabaab", [0, 1, 2, 5])])
+def test_two_layers_of_every_kind_are_tried(kinds: str, layers: list[int]) -> None:
+    assert first_of_each(kinds) == layers
 
 
 @pytest.mark.slow
-def test_a_few_layers_find_what_all_of_them_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrating_a_few_layers_finds_what_calibrating_all_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HFBackend(
         fresh(
             "gemma3",
@@ -228,10 +246,10 @@ def test_a_few_layers_find_what_all_of_them_find(monkeypatch: pytest.MonkeyPatch
             layer_types=["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
         )
     )
-    few = trial_backend(backend)
-    assert few is not backend
-    found = calibrate(backend, BATCH)
-    monkeypatch.setattr(shape_trials, "trial_backend", lambda whole: whole)
-    everything = calibrate(backend, BATCH)
-    assert found.agrees and list(found.totals) == list(everything.totals)
-    assert replace(found, milliseconds={}, totals={}) == replace(everything, milliseconds={}, totals={})
+    sample = trial_backend(backend)
+    assert sample is not backend
+    of_sample = calibrate(backend, BATCH)
+    monkeypatch.setattr(shape_trials, "trial_backend", lambda backend: backend)
+    of_all_layers = calibrate(backend, BATCH)
+    assert of_sample.agrees and list(of_sample.totals) == list(of_all_layers.totals)
+    assert replace(of_sample, milliseconds={}, totals={}) == replace(of_all_layers, milliseconds={}, totals={})

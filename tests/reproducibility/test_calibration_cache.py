@@ -1,4 +1,4 @@
-"""Calibrations are remembered, and decoders keep to what was found as far as it was asked for and is affordable."""
+"""Calibrations are remembered, and decoders keep to the shapes that agree if asked to or if that costs little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
-from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, without
+from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, widths_without
 from tests.support.tiny_models import fresh
 
 
@@ -32,14 +32,14 @@ def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:
 
 def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
-    first, again, other = (RoundingBackend(lambda r, w, c, n, odd=odd: w == odd) for odd in (5, 6, 6))
-    known = remembered(_loaded(first), BATCH)
-    assert first.shapes and known.widths == without(5)
-    assert remembered(_loaded(again), BATCH) == known and again.shapes == []
-    assert remembered(_loaded(other, "two"), BATCH).widths == without(6) and other.shapes
+    first, same_model, other_model = (RoundingBackend(lambda r, w, c, n, odd=odd: w == odd) for odd in (5, 6, 6))
+    first_calibration = remembered(_loaded(first), BATCH)
+    assert first.shapes and first_calibration.widths == widths_without(5)
+    assert remembered(_loaded(same_model), BATCH) == first_calibration and same_model.shapes == []
+    assert remembered(_loaded(other_model, "two"), BATCH).widths == widths_without(6) and other_model.shapes
     assert len(list((tmp_path / "calibration").iterdir())) == 2
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
-    assert short.attended_lengths and remembered(_loaded(again, "three"), BATCH) == short
+    assert short.attended_lengths and remembered(_loaded(same_model, "three"), BATCH) == short
 
 
 def _flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +62,14 @@ OTHER_MODELS = {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": 5, "
 
 
 @pytest.mark.parametrize("change", OTHER_MACHINES)
-def test_what_was_found_on_one_machine_says_nothing_of_another(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_is_not_used_on_another_machine(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = _loaded(RoundingBackend())
     before = calibration_cache._identity(loaded)
     OTHER_MACHINES[change](monkeypatch)
     assert calibration_cache._identity(loaded) != before
 
 
-def test_the_libraries_of_a_gpu_and_what_they_may_do_are_told() -> None:
+def test_the_identity_of_a_gpu_includes_whether_tf32_is_allowed() -> None:
     before, matmul = calibration_cache._cuda_libraries(), torch.backends.cuda.matmul
     allowed = matmul.allow_tf32
     try:
@@ -80,8 +80,8 @@ def test_the_libraries_of_a_gpu_and_what_they_may_do_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_models_of_other_sizes_are_told_apart_and_others_are_not(name: str) -> None:
-    """Some sizes are in no tensor's shape."""
+def test_only_settings_that_change_the_forward_change_the_identity_of_a_model(name: str) -> None:
+    """Some of these sizes show in no tensor's shape."""
 
     def identity(**changes: object) -> str:
         config = transformers.LlamaConfig(num_hidden_layers=2, **changes)
@@ -92,7 +92,7 @@ def test_models_of_other_sizes_are_told_apart_and_others_are_not(name: str) -> N
     assert same == identity()
 
 
-def test_threads_of_libraries_are_seen_in_the_number_of_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_environment_variables_do_not_change_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = _loaded(RoundingBackend())
     before = calibration_cache._identity(loaded)
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
@@ -100,7 +100,7 @@ def test_threads_of_libraries_are_seen_in_the_number_of_pytorchs(monkeypatch: py
     assert calibration_cache._identity(loaded) == before
 
 
-# values that a calibration cannot have, though each is JSON
+# valid JSON, but impossible values of a calibration
 DAMAGED = [
     *({"widths": sizes} for sizes in ([0], [-4], ["4"], [1e999], [1 << 40], [True], {"4": 1}, 4, None)),
     *({"attended_unit": unit} for unit in (0, -256, 0.5, None)),
@@ -121,16 +121,16 @@ def test_a_damaged_calibration_is_measured_again_and_mended(
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     remembered(_loaded(RoundingBackend()), BATCH)
     (file,) = (tmp_path / "calibration").iterdir()
-    whole = json.loads(file.read_bytes())
-    file.write_bytes(content if isinstance(content, bytes) else json.dumps(whole | content).encode())
+    calibration = json.loads(file.read_bytes())
+    file.write_bytes(content if isinstance(content, bytes) else json.dumps(calibration | content).encode())
     caplog.clear()
     assert remembered(_loaded(again := RoundingBackend()), BATCH).widths == WIDTHS and again.shapes
     assert f"{file} is damaged and measured again" in caplog.text
-    assert json.loads(file.read_bytes()).keys() == whole.keys()
+    assert json.loads(file.read_bytes()).keys() == calibration.keys()
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])
-def test_without_a_cache_folder_calibrations_are_measured_and_one_warning_says_so(
+def test_without_a_cache_folder_calibrations_are_measured_with_one_warning(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -142,10 +142,10 @@ def test_without_a_cache_folder_calibrations_are_measured_and_one_warning_says_s
 
 @pytest.fixture
 def shaky(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RoundingBackend:
-    """The model of every decoder of the test: it depends on the batch."""
+    """The model of every decoder of the test: its bits depend on the batch."""
     backend = RoundingBackend(lambda rows, width, columns, length: rows > 1)
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
-    monkeypatch.setattr("slipstream.wiring.model_pair.load", lambda *given: _loaded(backend))
+    monkeypatch.setattr("slipstream.wiring.model_pair.load", lambda *_: _loaded(backend))
     return backend
 
 
@@ -162,34 +162,36 @@ def test_a_refusal_says_that_threads_may_be_the_reason(shaky: RoundingBackend, m
         SpeculativeDecoder("rounding", reproducible=True)
 
 
-def test_auto_says_so_where_no_shapes_agree(shaky: RoundingBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_where_no_shapes_agree_and_is_not_reproducible(
+    shaky: RoundingBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="slipstream"):
-        made = SpeculativeDecoder("rounding")
+        decoder = SpeculativeDecoder("rounding")
     assert "no forward shapes agree to the bit here" in caplog.text
-    assert not made.reproducible and made._target_session.shapes == EXACT_FIT
-    assert len(made.generate([1, 2, 3], SamplingParams(max_tokens=3)).token_ids) == 3
+    assert not decoder.reproducible and decoder._target_session.shapes == EXACT_FIT
+    assert len(decoder.generate([1, 2, 3], SamplingParams(max_tokens=3)).token_ids) == 3
 
 
-def test_broken_weights_in_memory_do_not_speak_for_sound_ones_of_their_sizes(
+def test_a_calibration_of_weights_with_nan_is_not_used_for_sound_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     broken = fresh("llama")
     with torch.no_grad():
-        broken.lm_head.weight[3] = float("nan")  # which equals nothing
+        broken.lm_head.weight[3] = float("nan")  # NaN equals nothing
     assert not SpeculativeDecoder(broken).reproducible
     assert SpeculativeDecoder(fresh("llama"), reproducible=True).reproducible
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1.2, True), (1.3, False)])
+@pytest.mark.parametrize(("slowdown", "is_reproducible"), [(1.2, True), (1.3, False)])
 def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
-    slower: float, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slowdown: float, is_reproducible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cost = Calibration(widths=(8, 16), attended_unit=256, milliseconds={1: 1.0, 8: slower})
+    cost = Calibration(widths=(8, 16), attended_unit=256, milliseconds={1: 1.0, 8: slowdown})
     monkeypatch.setattr("slipstream.reproducibility.calibration_cache.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
-        assert SpeculativeDecoder("toy").reproducible is kept
-    assert ("would cost 30%" in caplog.text) is not kept
+        assert SpeculativeDecoder("toy").reproducible is is_reproducible
+    assert ("would cost 30%" in caplog.text) is not is_reproducible
     assert SpeculativeDecoder("toy", reproducible=True).reproducible
     assert not SpeculativeDecoder("toy", reproducible=False).reproducible
 
@@ -198,7 +200,7 @@ def test_a_reproducible_decoder_keeps_to_the_shapes_that_agree(
     shaky: RoundingBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shaky.deviates = lambda rows, width, columns, length: width < 6
-    made = SpeculativeDecoder("rounding", drafter="ngram", num_draft_tokens=3, reproducible=True)
+    decoder = SpeculativeDecoder("rounding", drafter="ngram", num_draft_tokens=3, reproducible=True)
     shaky.shapes.clear()
-    made.generate([[1, 2, 3] * 9, [4, 5]], SamplingParams(max_tokens=12))
+    decoder.generate([[1, 2, 3] * 9, [4, 5]], SamplingParams(max_tokens=12))
     assert {width for _, width in shaky.shapes} <= {6, 7, 8, 16, 32} and shaky.attended_unit == ATTENDED_UNITS[0]

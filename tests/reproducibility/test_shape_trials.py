@@ -1,4 +1,4 @@
-"""Backends that say forward shapes change no bit: a few trials confirm it, and a false word is found out."""
+"""Backends that claim that forward shapes change no bit: a few trials confirm it, and a false claim is caught."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS
 from tests.support.markers import mostly_slow
-from tests.support.rounding_backends import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
+from tests.support.rounding_backends import (
+    BATCH,
+    BIT,
+    Deviates,
+    ReadsLess,
+    RoundingBackend,
+    calibration_of,
+    never,
+    widths_without,
+)
 from tests.support.tiny_models import VOCAB, fast, fresh
 
 ALL_WIDTHS = tuple(sorted(WIDTHS + FURTHER_WIDTHS))
@@ -30,19 +39,19 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler
 
 
 class Claims(RoundingBackend):
-    """Says that shapes change no bit, whatever is true."""
+    """Claims that shapes change no bit, true or not."""
 
     shape_independent = True
 
 
 class ClaimsReading(ReadsLess):
-    """The same of the lengths that attention reads."""
+    """Makes the same claim for the lengths that attention reads."""
 
     shape_independent = True
 
 
 class ClaimsRagged(Claims):
-    """The same of ragged forwards, whose tokens are off by a bit where `odd` says so."""
+    """Makes the same claim for ragged forwards; with `odd` their logits are off by a bit."""
 
     ragged, odd = True, False
 
@@ -65,11 +74,11 @@ class ClaimsRagged(Claims):
 
 
 def unmeasured(calibration: Calibration) -> Calibration:
-    """What was found, without how long anything took."""
+    """The calibration without its times."""
     return replace(calibration, milliseconds={}, totals=dict.fromkeys(calibration.totals, 0.0), every_total=False)
 
 
-def test_a_true_word_is_taken_after_a_few_trials(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_true_claim_is_trusted_after_a_few_trials(caplog: pytest.LogCaptureFixture) -> None:
     sceptical, trusting = RoundingBackend(), Claims()
     trusted, tried = unmeasured(calibrate(trusting, BATCH)), unmeasured(calibrate(sceptical, BATCH))
     assert (trusted.widths, tried.widths) == (ALL_WIDTHS, WIDTHS) and trusted == replace(tried, widths=ALL_WIDTHS)
@@ -77,20 +86,22 @@ def test_a_true_word_is_taken_after_a_few_trials(caplog: pytest.LogCaptureFixtur
     assert len(trusting.shapes) < len(sceptical.shapes) and timed and caplog.text == ""
 
 
-@pytest.mark.parametrize("odd", [(1,), (2,), (3,), (5, 6), (16, 32), without(8)])
-def test_a_width_that_rounds_otherwise_is_found_whatever_the_backend_says(
+@pytest.mark.parametrize("odd", [(1,), (2,), (3,), (5, 6), (16, 32), widths_without(8)])
+def test_a_width_that_rounds_differently_is_found_despite_the_claim(
     odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     def deviates(rows: int, width: int, columns: Tensor, length: int) -> bool:
         return width in odd
 
-    truth = calibrate(Claims(deviates), BATCH)
-    assert unmeasured(truth) == unmeasured(found(deviates)) and truth.widths == without(*odd)
+    calibration = calibrate(Claims(deviates), BATCH)
+    assert unmeasured(calibration) == unmeasured(calibration_of(deviates)) and calibration.widths == widths_without(
+        *odd
+    )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "Claims says that the shape of a forward changes no bit, but it does" in caplog.text
 
 
-LIES: dict[str, Deviates] = {
+FALSE_CLAIMS: dict[str, Deviates] = {
     "in batches": lambda rows, width, columns, length: rows > 1 and width > 1,
     "in a batch of five": lambda rows, width, columns, length: rows == 5,
     "at the end of a prompt's chunk": lambda rows, width, columns, length: (width > 32) & (columns > 247),
@@ -98,13 +109,15 @@ LIES: dict[str, Deviates] = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_other_shapes_that_matter_are_found_too(name: str) -> None:
-    truth = calibrate(Claims(LIES[name]), BATCH)
-    assert unmeasured(truth) == unmeasured(found(LIES[name])) != unmeasured(found(never))
+@pytest.mark.parametrize("name", FALSE_CLAIMS)
+def test_other_false_claims_are_found_too(name: str) -> None:
+    calibration = calibrate(Claims(FALSE_CLAIMS[name]), BATCH)
+    assert (
+        unmeasured(calibration) == unmeasured(calibration_of(FALSE_CLAIMS[name])) != unmeasured(calibration_of(never))
+    )
 
 
-def test_what_one_forward_leaves_to_the_next_is_tried() -> None:
+def test_a_forward_that_stores_other_values_is_found_despite_the_claim() -> None:
     class Stores(Claims):
         def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
             out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
@@ -113,17 +126,17 @@ def test_what_one_forward_leaves_to_the_next_is_tried() -> None:
                     self.slots[first_slot + row, start] += BIT
             return out
 
-    assert calibrate(Stores(), BATCH).widths == without(1)
+    assert calibrate(Stores(), BATCH).widths == widths_without(1)
 
 
-def test_attended_lengths_and_ragged_forwards_are_tried() -> None:
+def test_claims_about_attended_lengths_and_ragged_forwards_are_tried() -> None:
     assert calibrate(ClaimsReading(()), BATCH).attended_lengths == ATTENDED_LENGTHS
     result = calibrate(ClaimsReading((576,)), BATCH)
     assert result.attended_lengths == tuple(read for read in ATTENDED_LENGTHS if read != 576)
     assert tuple(calibrate(ClaimsRagged(), BATCH).totals) == TOTALS
-    liar = ClaimsRagged()
-    liar.odd = True
-    assert not calibrate(liar, BATCH).totals
+    odd_backend = ClaimsRagged()
+    odd_backend.odd = True
+    assert not calibrate(odd_backend, BATCH).totals
 
 
 def test_a_short_context_is_calibrated_within_it() -> None:
@@ -133,7 +146,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
-def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_claim_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = fast(name, torch.bfloat16, head_dim=64)
     trusted = calibrate(backend, BATCH)
     assert (trusted.widths, trusted.attended_lengths, tuple(trusted.totals)) == (ALL_WIDTHS, ATTENDED_LENGTHS, TOTALS)
@@ -143,7 +156,7 @@ def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: 
 
 
 def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
-    """The compressed form of a layer, or another one if it has so many outputs."""
+    """The compressed form of a layer; that of `other` if the layer has `outputs` outputs."""
     return other(linear) if linear.out_features == outputs else compressed_or_packed(linear)
 
 
@@ -152,14 +165,14 @@ def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
     ("changes", "outputs", "other", "guaranteed"),
     [
         ({}, 0, PackedLinear, True),
-        ({"head_dim": 32}, 0, PackedLinear, False),  # attention is PyTorch's
+        ({"head_dim": 32}, 0, PackedLinear, False),  # PyTorch computes attention
         ({}, VOCAB, PackedLinear, False),
         ({}, VOCAB, lambda linear: linear, False),
         ({}, 96, PackedLinear, False),  # gate and up
         ({}, 96, partial(quantised, bits="int4"), True),
     ],
 )
-def test_only_kernels_for_every_product_and_all_of_attention_guarantee_anything(
+def test_only_kernels_for_all_products_and_attention_make_shapes_independent(
     changes: dict[str, Any], outputs: int, other: Convert, guaranteed: bool
 ) -> None:
     model = fresh("llama", dtype=torch.bfloat16, **{"head_dim": 64} | changes)
@@ -172,6 +185,6 @@ def test_only_kernels_for_every_product_and_all_of_attention_guarantee_anything(
     assert is_shape_independent(backend) is guaranteed
 
 
-def test_pytorchs_kernels_guarantee_nothing() -> None:
+def test_pytorchs_kernels_do_not_make_shapes_independent() -> None:
     assert not is_shape_independent(fast("llama", torch.float32, head_dim=64))
     assert not is_shape_independent(HFBackend(fresh("llama", dtype=torch.bfloat16)))

@@ -1,4 +1,4 @@
-"""What a draft model takes: measured once per machine, and what follows from it."""
+"""How long a draft model takes: measured once per machine, and used by `auto`."""
 
 from __future__ import annotations
 
@@ -37,55 +37,57 @@ MEASURE = "slipstream.wiring.model_pair.time_drafts"
 
 
 class Sleeping:
-    """A scorer that takes a millisecond per row and step, and another for every token that it has not seen."""
+    """A scorer that takes a millisecond per row and step, and one for every token that it reads."""
 
     def __init__(self) -> None:
         self.backend = ToyBackend(2)
         self.texts: dict[int, list[int]] = {}
-        self.known: set[Row] = set()
+        self.read_rows: set[Row] = set()
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        new = [row for row in rows if row not in self.known]
-        self.known |= set(rows)
-        self.texts |= {id(row): row.tokens for row in new}
-        sleep(1e-3 * (len(rows) + sum(len(row.tokens) - 1 for row in new)))
+        unread = [row for row in rows if row not in self.read_rows]
+        self.read_rows |= set(rows)
+        self.texts |= {id(row): row.tokens for row in unread}
+        sleep(1e-3 * (len(rows) + sum(len(row.tokens) - 1 for row in unread)))
         return torch.zeros(len(rows), 1, VOCAB_SIZE)
 
 
-def test_steps_by_rows_and_the_reading_of_a_token() -> None:
+def test_time_drafts_times_steps_by_rows_and_the_reading_of_a_token() -> None:
     scorer = Sleeping()
-    found = time_drafts(scorer, 6)  # type: ignore[arg-type]  # it only scores
-    assert list(found.steps) == [1, 2, 4, 6]
-    assert all(found.steps[rows] >= rows for rows in found.steps)  # a busy machine only adds time
-    assert found.token is not None and found.token >= 0.5
+    times = time_drafts(scorer, 6)  # type: ignore[arg-type]  # it only scores
+    assert list(times.steps) == [1, 2, 4, 6]
+    assert all(times.steps[rows] >= rows for rows in times.steps)  # a busy machine only adds time
+    assert times.token is not None and times.token >= 0.5
     lengths = [len(text) for text in scorer.texts.values()]
     assert lengths == [TEXT] * TURNS + [SHORT] * (2 + 4 + 6) and STEPS > 1
-    assert len(set(map(tuple, scorer.texts.values()))) == len(lengths)  # none is cached when its turn comes
+    assert len(set(map(tuple, scorer.texts.values()))) == len(lengths)  # every text is new, so none is cached
 
 
-def test_a_single_row_has_its_own_times_alone() -> None:
+def test_only_steps_of_possible_batch_sizes_are_timed() -> None:
     assert list(time_drafts(Sleeping(), 1).steps) == [1]  # type: ignore[arg-type]
 
 
-def cheap_or_dear(monkeypatch: pytest.MonkeyPatch, share: float) -> list[int]:
-    """Draft steps of `auto` where a step takes this share of the target's forward."""
+def draft_steps_at(monkeypatch: pytest.MonkeyPatch, share: float) -> list[int]:
+    """Draft steps per round of `auto`, where a step takes this share of the target's fastest forward."""
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), max_batch_size=2)
     assert decoder.calibration is not None
-    each = share * min(decoder.calibration.milliseconds.values())
-    monkeypatch.setattr(TIMES, lambda *given: DraftTimes({1: each, 2: each}, each / 100))
+    step_milliseconds = share * min(decoder.calibration.milliseconds.values())
+    monkeypatch.setattr(
+        TIMES, lambda *_: DraftTimes({1: step_milliseconds, 2: step_milliseconds}, step_milliseconds / 100)
+    )
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", max_batch_size=2)
     result = decoder.generate(prompts((9,))[0], SamplingParams(max_tokens=8))
     assert result.token_ids == decoder.using("none").generate(prompts((9,))[0], SamplingParams(max_tokens=8)).token_ids
-    return [done.num_draft_steps for done in result.rounds]
+    return [round.num_draft_steps for round in result.rounds]
 
 
-def test_a_draft_model_as_dear_as_its_target_is_not_asked_even_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(cheap_or_dear(monkeypatch, 10.0)[:4])  # the trials come later
-    assert any(cheap_or_dear(monkeypatch, 0.001)[:4])
+def test_a_draft_model_slower_than_its_target_is_not_asked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(draft_steps_at(monkeypatch, 10.0)[:4])  # it is tried only later
+    assert any(draft_steps_at(monkeypatch, 0.001)[:4])
 
 
 @pytest.mark.draft_times
-def test_times_are_measured_once(
+def test_draft_times_are_measured_once_unless_their_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
@@ -97,10 +99,10 @@ def test_times_are_measured_once(
 
     assert load() == load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
     assert measured == [2]
-    (file,) = [one for one in tmp_path.glob("calibration/*.json") if "steps" in json.loads(one.read_text())]
-    for whole, damaged in (('"token"', '"tokens"'), ("2.0", "0.0"), ("0.1", "Infinity")):
+    (file,) = [path for path in tmp_path.glob("calibration/*.json") if "steps" in json.loads(path.read_text())]
+    for value, damaged in (('"token"', '"tokens"'), ("2.0", "0.0"), ("0.1", "Infinity")):
         caplog.clear()
-        file.write_text(file.read_text().replace(whole, damaged))
+        file.write_text(file.read_text().replace(value, damaged))
         with caplog.at_level(logging.WARNING, "slipstream"):
             assert load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
         assert "is damaged and measured again" in caplog.text
@@ -108,20 +110,20 @@ def test_times_are_measured_once(
 
 
 @pytest.mark.draft_times
-def test_nothing_is_measured_where_no_forward_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_calibration_no_draft_times_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEASURE, lambda scorer, most: pytest.fail("measured"))
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), reproducible=False)
     assert decoder._models.draft_times == DraftTimes()
 
 
-# Times of forwards do not depend on when the machine was busy with something else
+# times of forwards do not depend on when the machine was busy
 
 ALONE = {width: 10.0 + width for width in (1, 8, 16)}
 FORWARDS = [(turn, total) for turn in range(2) for total in (8, 12)]
 
 
 class Clocked:
-    """A forward takes 10 ms and one for each token, times how slow the machine is just then; the first twice that."""
+    """A forward takes 10 ms and 1 ms per token, times `slowness`; the first ragged one takes a second more."""
 
     ragged = True
 
@@ -145,12 +147,14 @@ class Clocked:
 
 
 @pytest.mark.parametrize("slowness", [1.0, 2.0])
-def test_ragged_forwards_count_beside_those_of_one_row(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+def test_times_of_ragged_forwards_are_relative_to_those_of_one_row(
+    monkeypatch: pytest.MonkeyPatch, slowness: float
+) -> None:
     backend = Clocked(monkeypatch)
     times = ForwardTimes(backend, torch.zeros(64, dtype=torch.int64), [8] * 8, 8)  # type: ignore[arg-type]
     alone = times.alone([1, 8, 16], range(3))
     assert alone == pytest.approx(ALONE)
-    backend.slowness = slowness  # as it became after that
+    backend.slowness = slowness  # the machine becomes slower
     assert times.ragged(FORWARDS, [1, 8, 16], alone) == pytest.approx({8: 18.0, 12: 22.0})
     assert times.ragged([], [1, 8, 16], alone) == {}
 

@@ -93,7 +93,7 @@ def culprits(value: Any) -> list[str]:
     return [repr(value), *(map(repr, value) if isinstance(value, list | bytes) else ())]
 
 
-def test_every_field_has_impossible_and_possible_values_here() -> None:
+def test_every_field_is_tested_with_impossible_and_possible_values() -> None:
     names = {field.name for field in fields(SamplingParams)}
     assert set(IMPOSSIBLE) == set(POSSIBLE) == names
 
@@ -120,7 +120,7 @@ def test_possible_value_is_kept_as_it_is(name: str, subtests: pytest.Subtests) -
             assert kept == ((value,) if name == "stop" and isinstance(value, str) else value)
 
 
-def test_refusal_is_a_value_error_and_one_of_our_own() -> None:
+def test_a_refusal_is_a_value_error_and_a_slipstream_error() -> None:
     with pytest.raises(ValueError):
         SamplingParams(top_p=2)
     with pytest.raises(SlipstreamError):
@@ -161,7 +161,7 @@ def test_defaults_are_greedy_and_every_field_says_what_it_means() -> None:
         assert field.metadata["help"]
 
 
-def test_one_stop_string_means_the_same_alone_and_in_a_list() -> None:
+def test_a_stop_string_means_the_same_alone_and_in_a_list() -> None:
     assert SamplingParams(stop="end").stop_strings == SamplingParams(stop=["end"]).stop_strings == ("end",)
 
 
@@ -185,8 +185,8 @@ def test_params_are_checked_without_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_numbers_and_arrays_of_numpy_and_pytorch_count_as_pythons() -> None:
-    made = SamplingParams(
+def test_numbers_and_arrays_of_numpy_and_pytorch_are_taken_as_python_values() -> None:
+    params = SamplingParams(
         temperature=np.float32(0.5),
         max_tokens=np.int64(4),
         seed=np.uint8(3),
@@ -198,8 +198,8 @@ def test_numbers_and_arrays_of_numpy_and_pytorch_count_as_pythons() -> None:
         bad_words=[torch.tensor([3, 5]), "x"],
         prediction=[np.int32(7)],
     )
-    told = {name: value for name, value in made.to_dict().items() if value != getattr(SamplingParams(), name)}
-    assert json.loads(json.dumps(told)) == {
+    changed = {name: value for name, value in params.to_dict().items() if value != getattr(SamplingParams(), name)}
+    assert json.loads(json.dumps(changed)) == {
         "temperature": 0.5,
         "max_tokens": 4,
         "seed": 3,

@@ -171,7 +171,7 @@ def test_position_j_sees_the_committed_tokens_and_the_first_j_draft_tokens(name:
 
 
 @subcases("params", BATCH)
-def test_first_counts_the_draft_tokens_before_position_0(params: SamplingParams) -> None:
+def test_first_is_the_number_of_draft_tokens_before_position_0(params: SamplingParams) -> None:
     logits = random_logits(1, len(DRAFT) + 1)[0]
     at_once = distribution(make_row(params), logits, DRAFT)
     for first in range(len(DRAFT) + 1):
@@ -192,15 +192,17 @@ def test_rows_with_different_options_have_the_distributions_they_have_alone() ->
 
 
 @subcases("params", BATCH)
-def test_telling_a_sampler_of_new_tokens_equals_making_a_new_one(params: SamplingParams) -> None:
-    logits, none = random_logits(1, 1), torch.zeros(1, 0, dtype=torch.int64)
+def test_an_advanced_sampler_equals_a_new_one(params: SamplingParams) -> None:
+    logits, no_draft = random_logits(1, 1), torch.zeros(1, 0, dtype=torch.int64)
     row = make_row(params, [])
-    told = make_sampler([row])
+    advanced = make_sampler([row])
     for token in OUTPUT + DRAFT:
         row.tokens.append(token)
-        told.advance(0, [token])
+        advanced.advance(0, [token])
         fresh = make_sampler([row])
-        assert torch.equal(told.probs(told.scores(logits, none)), fresh.probs(fresh.scores(logits, none)))
+        assert torch.equal(
+            advanced.probs(advanced.scores(logits, no_draft)), fresh.probs(fresh.scores(logits, no_draft))
+        )
 
 
 def openai_penalties(logits: Tensor, output: Sequence[int], presence: float, frequency: float) -> Tensor:
@@ -235,12 +237,12 @@ def test_greedy_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(para
 
 
 def drawn(row: Row, probs: Tensor, position: int) -> int:
-    """What the random draws of this position after the committed tokens choose from probs [V]."""
-    own_key = key(row.seed, Stream.TOKEN, len(row.tokens) + position)
-    return int(Race(VOCAB, CPU).draw(probs[None], [own_key])[0])
+    """The token that the random draws of this position after the committed tokens choose from probs [V]."""
+    draw_key = key(row.seed, Stream.TOKEN, len(row.tokens) + position)
+    return int(Race(VOCAB, CPU).draw(probs[None], [draw_key])[0])
 
 
-def test_choose_draws_each_position_on_the_path_with_the_random_draws_of_its_absolute_position() -> None:
+def test_choose_uses_the_random_draws_of_absolute_positions_along_the_accepted_path() -> None:
     rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
     logits = random_logits(len(rows), len(DRAFT) + 1)
     sampler = make_sampler(rows)
@@ -273,7 +275,7 @@ def test_choose_follows_the_branch_of_a_tree_that_it_takes() -> None:
     assert sampler.choose(logits, tree).tolist() == [[first, NONE, NONE, after, last]]
 
 
-def test_scores_leave_the_logits_alone() -> None:
+def test_scores_do_not_change_the_logits() -> None:
     rows = [make_row(params) for params in BATCH]
     logits = random_logits(len(rows), len(DRAFT) + 1)
     before, sampler = logits.clone(), make_sampler(rows)

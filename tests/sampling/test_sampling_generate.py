@@ -79,10 +79,10 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_distribution_of_every_generated_token_is_that_of_generate(name: str, model: Any) -> None:
+def test_the_distribution_at_every_token_equals_that_of_generate(name: str, model: Any) -> None:
     options, arguments = CASES[name]
     torch.manual_seed(1)
-    done = model.generate(
+    generated = model.generate(
         torch.tensor([PROMPT]),
         **({"top_k": 0} | arguments),
         do_sample=True,
@@ -91,13 +91,13 @@ def test_distribution_of_every_generated_token_is_that_of_generate(name: str, mo
         output_scores=True,
         output_logits=True,
     )
-    output = done.sequences[0, len(PROMPT) :].tolist()
+    output = generated.sequences[0, len(PROMPT) :].tolist()
     row = Row(0, list(PROMPT), SamplingParams(**options), seed=0, end_ids=frozenset({EOS}))
     sampler = Sampler([row], Race(VOCAB, model.device), VOCAB, model.device)
-    logits = torch.stack(done.logits, dim=1)
+    logits = torch.stack(generated.logits, dim=1)
     # the whole text as one draft: position j sees the prompt and the first j tokens
     ours = sampler.probs(sampler.scores(logits, torch.tensor([output[:-1]])))[0]
-    theirs = torch.cat(done.scores).softmax(-1)
+    theirs = torch.cat(generated.scores).softmax(-1)
     assert len(output) >= row.params.min_tokens
     assert torch.equal(ours > 0, theirs > 0)
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)

@@ -36,7 +36,7 @@ def logits_of(positions: int) -> Tensor:
 
 
 class Remembers:
-    """Forbids what it allowed the last time."""
+    """Forbids the tokens that it allowed in its last call."""
 
     def __init__(self) -> None:
         self.parity = 0
@@ -71,7 +71,7 @@ def test_processor_with_a_state_of_its_own_is_refused_by_name(processor: Any) ->
     assert message.startswith(f"logits_processors: {type(processor).__name__} keeps state") and "\n" not in message
 
 
-def test_what_is_refused_while_drafting_is_refused_again_when_it_counts() -> None:
+def test_a_processor_refused_while_drafting_is_refused_again_while_verifying() -> None:
     sampler = sampler_of(temperature=1.0, logits_processors=[Remembers()])
     for _ in range(2):
         sampler.scores(logits_of(1), NO_DRAFT)
@@ -88,10 +88,10 @@ def test_processor_without_state_is_called_like_generate_calls_it() -> None:
     checks = len(processor.contexts)
     assert processor.contexts[-2:] == [[1, 2, 3, 7], [1, 2, 3, 7, 8]]
     sampler.scores(logits, torch.tensor([[7, 8]]))
-    assert processor.contexts[checks:] == [[1, 2, 3], [1, 2, 3, 7], [1, 2, 3, 7, 8]]  # the check is made once
+    assert processor.contexts[checks:] == [[1, 2, 3], [1, 2, 3, 7], [1, 2, 3, 7, 8]]  # the check for state is made once
 
 
-def test_a_processor_may_refuse_texts_that_are_none_of_the_rows() -> None:
+def test_a_processor_is_called_with_texts_of_the_row_only() -> None:
     def after_the_prompt(input_ids: Tensor, scores: Tensor) -> Tensor:
         assert input_ids.shape[1] >= 3, "shorter than the prompt"
         return scores * 2
@@ -102,7 +102,7 @@ def test_a_processor_may_refuse_texts_that_are_none_of_the_rows() -> None:
 
 
 class OneToken:
-    """A constraint that allows any first token and then has a problem."""
+    """A constraint that allows any first token and then reports a problem."""
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
         return np.array([[255 * (len(output) + j == 0)] * 2 for j in range(len(draft) + 1)], dtype=np.uint8)
@@ -111,7 +111,7 @@ class OneToken:
         return "too large" if output else None
 
 
-def test_of_two_failures_the_first_position_counts() -> None:
+def test_of_two_failures_the_one_at_the_first_position_is_reported() -> None:
     def not_long(input_ids: Tensor, scores: Tensor) -> Tensor:
         assert input_ids.shape[1] < 6, "too long"
         return scores
@@ -119,10 +119,13 @@ def test_of_two_failures_the_first_position_counts() -> None:
     sampler = sampler_of(temperature=1.0, logits_processors=[not_long], constraint=OneToken())
     sampler.scores(logits_of(4), torch.tensor([[7, 8, 9]]))
     position, error = sampler.failures[0]
-    assert (position, str(error)) == (1, "too large")  # as without a draft, not the processor's at 3
+    assert (position, str(error)) == (
+        1,
+        "too large",
+    )  # the one that plain decoding meets, not the processor's at position 3
 
 
-def test_check_stateless_returns_the_answer_and_leaves_the_scores_alone() -> None:
+def test_check_stateless_returns_the_processed_scores_and_leaves_the_input_unchanged() -> None:
     def forbid_two_in_place(input_ids: Tensor, scores: Tensor) -> Tensor:
         scores[:, 2] = NEVER
         return scores
@@ -155,7 +158,7 @@ def test_options_that_leave_no_token_are_an_error(temperature: float, drafter: s
         decoder.generate("heron heron", SamplingParams(temperature=temperature, seed=0, **options))
 
 
-def test_one_token_left_is_enough() -> None:
+def test_one_allowed_token_is_enough() -> None:
     sampler = sampler_of(temperature=1.0, logit_bias=dict.fromkeys(range(1, VOCAB), NEVER))
     assert sampler.choose(logits_of(3), Draft.from_lists([[0, 0]], CPU)).tolist() == [[0, 0, 0]]
 
@@ -204,14 +207,14 @@ class Proposes:
 
 
 def dead_after_a_forbidden_token(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """No text goes on behind an X, and no X is ever allowed: as grammars do."""
+    """Allows no X, and nothing after an X, as grammars do."""
     if int(input_ids[0, -1]) == ord("X"):
         return torch.full_like(scores, NEVER)
     return scores.index_fill(-1, torch.tensor([ord("X")]), NEVER)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_draft_that_leads_nowhere_does_not_fail_a_text_that_goes_on(temperature: float) -> None:
+def test_a_draft_without_an_allowed_continuation_does_not_fail_its_row(temperature: float) -> None:
     options: dict[str, Any] = {"temperature": temperature, "max_tokens": 8, "seed": 3, "ignore_eos": True}
     processors = [dead_after_a_forbidden_token, NoRepeatNGramLogitsProcessor(5)]
     params = SamplingParams(**options, logits_processors=processors)
@@ -221,13 +224,13 @@ def test_draft_that_leads_nowhere_does_not_fail_a_text_that_goes_on(temperature:
 
 
 def dead_after_a_zero(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """No text goes on behind a zero byte, which is never allowed."""
+    """Allows no zero byte, and nothing after one."""
     if int(input_ids[0, -1]) == 0:
         return torch.full_like(scores, NEVER)
     return scores.index_fill(-1, torch.tensor([0]), NEVER)
 
 
-def test_padding_behind_a_shorter_draft_does_not_fail_a_row() -> None:
+def test_padding_after_a_shorter_draft_does_not_fail_its_row() -> None:
     params = [SamplingParams(max_tokens=6, num_draft_tokens=n, logits_processors=[dead_after_a_zero]) for n in (1, 4)]
     prompts: list[Any] = ["The heron", "The sparrow"]
     plain = SpeculativeDecoder("toy", drafter="none").generate(prompts, params)
@@ -236,7 +239,7 @@ def test_padding_behind_a_shorter_draft_does_not_fail_a_row() -> None:
 
 
 class WrongAtFirst:
-    """Proposes the text itself, but for the first draft, which says X where the text goes on otherwise."""
+    """Proposes the text itself, except that its first draft has a wrong X."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text, self.asked = list(text), 0
@@ -254,7 +257,7 @@ def refuses_an_x(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def test_a_processor_that_failed_on_a_rejected_draft_fails_no_later_round() -> None:
+def test_a_processor_that_failed_on_a_rejected_draft_does_not_fail_a_later_round() -> None:
     options = SamplingParams(max_tokens=16, logits_processors=[refuses_an_x])
     plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", options)
     drafter = WrongAtFirst(plain.token_ids)
@@ -280,12 +283,12 @@ def not_a_number(input_ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def later_not_a_number(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """A slip that only a longer text shows."""
+    """Returns NaN only for longer texts."""
     return scores * (float("nan") if input_ids.shape[1] > 14 else 1.0)
 
 
 @pytest.mark.parametrize(
-    ("processor", "name", "found"),
+    ("processor", "name", "answer"),
     [
         (none, "none", "a NoneType"),
         (Half(), "Half", r"torch.float16 of shape \(1, 257\)"),
@@ -294,28 +297,28 @@ def later_not_a_number(input_ids: Tensor, scores: Tensor) -> Tensor:
         (later_not_a_number, "later_not_a_number", "NaN"),
     ],
 )
-def test_processor_with_another_answer_is_named_and_told_what_is_expected(
-    processor: Any, name: str, found: str
+def test_a_processor_that_returns_wrong_scores_is_named_with_what_is_allowed(
+    processor: Any, name: str, answer: str
 ) -> None:
     expected = r"allowed: scores without NaN, torch.float32 of shape \(1, 257\)"
     params = SamplingParams(max_tokens=8, logits_processors=[processor])
-    with pytest.raises(SlipstreamError, match=f"logits_processors: {name} returned {found}; {expected}") as refusal:
+    with pytest.raises(SlipstreamError, match=f"logits_processors: {name} returned {answer}; {expected}") as refusal:
         SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
     assert "\n" not in str(refusal.value)
 
 
 def centred(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Has no numbers to give where a token is impossible, as in what a draft model with fewer tokens says."""
+    """Returns NaN where a token is impossible, as tokens that a smaller draft model lacks are."""
     return scores - scores.mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_processor_that_fails_on_the_draft_models_logits_fails_no_text(
+def test_a_processor_that_fails_on_the_draft_models_logits_does_not_fail_its_row(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = ModelDrafter._fit
+    fit = ModelDrafter._fit
     lacking = torch.tensor([ord("Q")])
-    monkeypatch.setattr(ModelDrafter, "_fit", lambda self, logits: whole(self, logits).index_fill(-1, lacking, NEVER))
+    monkeypatch.setattr(ModelDrafter, "_fit", lambda self, logits: fit(self, logits).index_fill(-1, lacking, NEVER))
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=2, logits_processors=[centred])
     plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
     drafted = SpeculativeDecoder("toy", "toy:3", drafter="model", num_draft_tokens=4).generate("The heron", params)

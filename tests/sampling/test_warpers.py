@@ -1,4 +1,4 @@
-"""Top-p without a whole sort keeps what the whole sort keeps, ties and impossible tokens included."""
+"""Top-p by selection keeps what a full sort keeps, ties and impossible tokens included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOP_P = st.one_of(st.floats(1e-6, 0.999999), st.sampled_from([0.25, 0.5, 0.75, 0
 
 
 def full_sort(scores: Tensor, top_p: float, top_k: int = 0) -> Tensor:
-    """[N, V] bool, what is kept: the definition, one position at a time, by sorting everything."""
+    """[N, V] bool: the tokens kept by definition, found by sorting each position whole."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for i, line in enumerate(scores):
         if top_k:
@@ -66,23 +66,23 @@ def test_selection_keeps_what_the_full_sort_keeps(
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
 def test_a_threshold_that_is_met_exactly_is_decided_as_the_full_sort_does(top_p: float) -> None:
     scores = torch.full((1, 400), NEVER)
-    scores[0, 17:21] = 0.0  # four of a quarter each: the cumulated probability is top_p itself
+    scores[0, 17:21] = 0.0  # a quarter each: the cumulated probability reaches top_p exactly
     top = torch.tensor([top_p])
     assert torch.equal(keep_top_p_selected(scores, top), keep_top_p_sorted(scores, top))
 
 
 def positions_sorted(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> int:
-    """How many positions `act` sorts whole."""
-    seen = []
+    """How many positions `act` sorts in full."""
+    counts = []
 
     def counting(scores: Tensor, top_p: Tensor) -> Tensor:
-        seen.append(len(scores))
+        counts.append(len(scores))
         return keep_top_p_sorted(scores, top_p)
 
     monkeypatch.setattr(truncation, "keep_top_p_sorted", counting)
     act()
     monkeypatch.undo()
-    return sum(seen)
+    return sum(counts)
 
 
 def test_only_positions_that_selection_leaves_open_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_only_positions_that_selection_leaves_open_are_sorted(monkeypatch: pytes
 
 
 def test_a_wrong_selection_is_caught() -> None:
-    """The lowest of the highest scores in place of the cut: what a list that is too long would keep."""
+    """Negative control: the highest scores are listed in a shifted order."""
     scores, top_p = scores_of(3000, 3, 6.0, 0.0, 0.0), torch.tensor([0.9])
     values, tokens = scores.topk(64, dim=-1)
     shifted = Highest(values.roll(-1, -1), tokens)

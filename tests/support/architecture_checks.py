@@ -23,19 +23,19 @@ Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
 
 COUNT = 20  # tokens of a text
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [11, 12, 13], [3, 4] * 12]
-QUEUE = [*PROMPTS, [21, 22, 23] * 13, [30]]  # more rows than a batch holds, one of them beyond every threshold
+QUEUE = [*PROMPTS, [21, 22, 23] * 13, [30]]  # more rows than a batch holds; one exceeds every window
 LENGTHS = [6, COUNT, 9, 14, 17]
 MOST_WRONG = 4
-TIE = 1e-4  # of the largest logit: as near as float32 tells two tokens apart after a few layers
+TIE = 1e-4  # of the largest logit: the resolution of float32 after a few layers
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one architecture. detail: which checks differ, or why there is nothing to check.
+    """The result for one architecture. detail: the checks that differ, or why there is nothing to check.
 
-    margin: where a text differs, how much of the largest logit lies between `generate`'s token and ours, by the
-    model's own forward over the whole text. tokens_per_round: of a model that drafts for itself. how: on which cache.
-    fast: the same with fast=True, of a model that works without.
+    margin: where a text differs, the gap between the logits of `generate`'s token and ours, as a share of the largest
+    logit. tokens_per_round: of a model that drafts for itself. how: the cache it runs on. fast: the result with
+    fast=True of a model that works without.
     """
 
     verdict: Verdict
@@ -48,10 +48,10 @@ class Outcome:
 
 
 @dataclass
-class Liar:
-    """Proposes the target's own continuation for some tokens and wrong ones after: 0, 1, ... of them in turn.
+class PartlyWrongDrafter:
+    """Proposes right tokens followed by wrong ones; the number of right ones is 0, 1, ... in turn.
 
-    texts: prompt -> its text. right: None for in turn, else how many tokens are right in every draft.
+    texts: prompt -> its text. right: the number of right tokens in every draft; None: in turn.
     """
 
     texts: dict[tuple[int, ...], list[int]]
@@ -63,15 +63,15 @@ class Liar:
         self.rounds += 1
         proposals = []
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            told = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :][:length]
+            text = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :][:length]
             right = (self.rounds + place) % (MOST_WRONG + 1) if self.right is None else self.right
-            proposals.append([t if i < right else (t + 1) % self.vocab_size for i, t in enumerate(told)])
+            proposals.append([t if i < right else (t + 1) % self.vocab_size for i, t in enumerate(text)])
         return Draft.from_lists(proposals, sampler.device)
 
 
 @dataclass
 class Checks:
-    """The checks of one model. prompts: whose texts are known. draft: by default the model; fast: of the decoder."""
+    """The checks of one model. draft: the draft model, by default the model itself; fast: the decoder's option."""
 
     model: Any
     prompts: Sequence[list[int]] = tuple(QUEUE)
@@ -83,7 +83,7 @@ class Checks:
 
     @cached_property
     def texts(self) -> dict[tuple[int, ...], list[int]]:
-        """What `generate` says after each prompt alone, greedily."""
+        """The greedy text of `generate` after each prompt."""
         return {tuple(prompt): self._generate(prompt) for prompt in self.prompts}
 
     @cached_property
@@ -103,8 +103,8 @@ class Checks:
             assert self.decoder.target
             checks: list[tuple[str, Callable[[SpeculativeDecoder], None]]] = [("greedy", self.greedy)]
             checks += [] if quick else [("sampled", self.sampled), ("queue", self.queue), ("rejected", self.rejected)]
-            for name, one in checks:  # noqa: B007  # the name is for what it raises
-                one(self.decoder)
+            for name, run_check in checks:  # noqa: B007  # the name is for the error
+                run_check(self.decoder)
         except UsageError as error:
             return Outcome("refused", first_line(error))
         except Exception as error:
@@ -119,18 +119,18 @@ class Checks:
         """Which cache the model runs on."""
         backend = self.decoder.target.backend
         if isinstance(backend, HFBackend):
-            where = "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
-            return where + (", fused layers" if any(map(is_fused, backend.model.modules())) else "")
+            words = "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
+            return words + (", fused layers" if any(map(is_fused, backend.model.modules())) else "")
         assert isinstance(backend, OwnCacheBackend)
         return "caches of its own" + ("" if backend.takes_several_tokens else ", drafts token by token")
 
     def greedy(self, decoder: SpeculativeDecoder) -> None:
-        """Texts of a ragged batch, with every kind of drafter."""
+        """Compares texts of a ragged batch, with every kind of drafter."""
         for name, drafting in self._drafting(decoder).items():
             self._compare(name, [COUNT] * 3, drafting, PROMPTS)
 
     def sampled(self, decoder: SpeculativeDecoder) -> None:
-        """Seeded texts: a draft that the target's own draws judge changes none."""
+        """Compares seeded texts: drafts verified by `match` change none."""
         params = [
             SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=seed)
             for seed in range(len(PROMPTS))
@@ -143,17 +143,17 @@ class Checks:
             self.wrong.append("sampled")
 
     def queue(self, decoder: SpeculativeDecoder) -> None:
-        """Rows that end and rows that enter."""
+        """Compares texts while rows end and others enter."""
         for name, drafting in self._drafting(decoder).items():
             self._compare(f"{name} with rows entering", LENGTHS, drafting, QUEUE)
 
     def rejected(self, decoder: SpeculativeDecoder) -> None:
-        """Drafts rejected after every number of tokens, and drafts of which nothing is right."""
+        """Compares texts with drafts of which some or no tokens are right."""
         vocab_size = decoder.target.backend.vocab_size
         for name, right in (("rejections", None), ("wrong drafts", 0)):
-            liar = Liar(self.texts, vocab_size, right)
-            self._compare(name, LENGTHS, decoder.using(liar, num_draft_tokens=MOST_WRONG), QUEUE)
-            assert liar.rounds
+            drafter = PartlyWrongDrafter(self.texts, vocab_size, right)
+            self._compare(name, LENGTHS, decoder.using(drafter, num_draft_tokens=MOST_WRONG), QUEUE)
+            assert drafter.rounds
 
     def _drafting(self, decoder: SpeculativeDecoder) -> dict[str, SpeculativeDecoder]:
         plain, ngram = decoder.using("none", num_draft_tokens="auto"), decoder.using("ngram", num_draft_tokens=4)
@@ -177,10 +177,10 @@ class Checks:
             return True
         if len(text) != length:
             return False
-        at = next(i for i, (ours, theirs) in enumerate(zip(text, expected, strict=True)) if ours != theirs)
+        position = next(i for i, (ours, theirs) in enumerate(zip(text, expected, strict=True)) if ours != theirs)
         with torch.inference_mode():
-            logits = self.model(torch.tensor([prompt + expected[:at]])).logits[0, -1]
-        margin = float((logits[expected[at]] - logits[text[at]]) / logits.abs().max())
+            logits = self.model(torch.tensor([prompt + expected[:position]])).logits[0, -1]
+        margin = float((logits[expected[position]] - logits[text[position]]) / logits.abs().max())
         if abs(margin) <= TIE:
             self.ties += 1
             return True
@@ -190,9 +190,9 @@ class Checks:
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
-        model = deepcopy(self.model)  # some leave a state in their modules
+        model = deepcopy(self.model)  # some models leave a state in their modules
         if model.generation_config is not None:
-            model.generation_config.forced_eos_token_id = None  # at the last token
+            model.generation_config.forced_eos_token_id = None  # it would replace the last token
         text = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -212,7 +212,7 @@ def greedy(length: int) -> SamplingParams:
 
 
 def check(model_type: str, quick: bool = False) -> Outcome:
-    """Build the tiny model of a type and check it; not quickly also as it is with fast=True."""
+    """Builds the tiny model of a type and checks it; unless `quick`, also with fast=True."""
     try:
         model = tiny_model(model_type)
     except Unbuilt as error:
@@ -224,5 +224,5 @@ def check(model_type: str, quick: bool = False) -> Outcome:
     if quick or outcome.verdict != "works":
         return outcome
     packed = Checks(tiny_model(model_type), QUEUE, draft=tiny_model(model_type), fast=True)
-    packed.texts = checks.texts  # the model's own, before its layers were replaced
+    packed.texts = checks.texts  # those of the model before its layers were replaced
     return replace(outcome, fast=packed.run())

@@ -1,13 +1,13 @@
-"""Configurations of tiny models: the sizes that most types share, and what single types need besides."""
+"""Configurations of tiny models: the sizes that most types share, and further settings of single types."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WIDTH, FFN, LAYERS, HEADS, HEAD_DIM, POSITIONS, WINDOW = 32, 64, 3, 4, 8, 256, 16
-ORIGINAL = 32  # positions before a rotation was stretched
+ORIGINAL = 32  # positions before rotations are stretched
 
-# by the names that configurations give them; a type gets those it has
+# by their names in configurations; a type gets the fields it has
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim", "word_embed_proj_dim"), WIDTH),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff"), FFN),
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "rotary_dim": 4,
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
     "no_rope_layer_interval": 2,
-    "encoder_layers": LAYERS,  # also the length of the cache of a decoder taken from a pair
+    "encoder_layers": LAYERS,  # also the length of the cache of a decoder that belongs to an encoder
     **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), 24),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_topk"), 8),
-    "index_n_heads": 16,  # with few, many scores are exactly 0, and which of those are chosen depends on the shape
+    "index_n_heads": 16,  # with fewer, many scores are exactly 0, and ties among them depend on the shape
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
@@ -94,7 +94,7 @@ QWEN4: dict[str, Any] = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
-# sizes of the parts of a model that reads bytes: it cuts texts into patches and predicts the bytes of the next
+# parts of a model that cuts bytes into patches and predicts the bytes of the next patch
 PART = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": FFN}
 
 LONG_ROPE: dict[str, Any] = {
@@ -236,7 +236,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-SCALES: dict[str, float] = {"xlnet": 8.0}  # of the initial weights, where the usual one makes texts of one token
+SCALES: dict[str, float] = {"xlnet": 8.0}  # of the initial weights, where the usual scale makes texts of one token
 
 NOT_CAUSAL: dict[str, str] = {
     "gemma4_assistant": "it drafts from the hidden states and the cache of a Gemma 4 target",

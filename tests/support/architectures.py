@@ -13,12 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES
 
 MOST_PARAMETERS = 3_000_000
-SCALE = 3.0  # of the initial weights: greedy texts of models as they are initialised repeat one token
+SCALE = 3.0  # of the initial weights: at scale 1 greedy texts repeat one token
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers", "indexer_types")
 
 
 class Unbuilt(Exception):
-    """There is no tiny model of this type; the message says why."""
+    """Raised where a type has no tiny model; the message says why."""
 
 
 def model_types() -> list[str]:
@@ -27,37 +27,37 @@ def model_types() -> list[str]:
 
 
 def tiny_config(model_type: str) -> Any:
-    """The configuration of a tiny model: of a type that has several parts, the one that reads text."""
+    """The configuration of a tiny model; of a type with several parts, that of the text part."""
     if model_type in NOT_CAUSAL:
         raise Unbuilt(NOT_CAUSAL[model_type])
-    default, own = CONFIG_MAPPING[model_type]().get_text_config(), CONFIGS.get(model_type, {})
+    default, settings = CONFIG_MAPPING[model_type]().get_text_config(), CONFIGS.get(model_type, {})
     sizes = {field: size for name, size in SIZES.items() if (field := settable(default, name))}
-    # the default has more layers; lists of them are made anew from their number, except those with several kinds
+    # the default has more layers; lists per layer are rebuilt for fewer, except those with several kinds
     lists = {field: None for name in PER_LAYER if (field := settable(default, name)) and getattr(default, name)}
     stretched = stretched_early(default)
-    return type(default)(**lists | sizes | stretched | layer_kinds(default, lists, own) | own)
+    return type(default)(**lists | sizes | stretched | layer_kinds(default, lists, settings) | settings)
 
 
 def stretched_early(default: Any) -> dict[str, Any]:
-    """The rotation of a configuration that was stretched, from a position on that the texts of checks reach."""
+    """Stretched rotations of a configuration, changed to begin at a position that the checks' texts reach."""
     rope = getattr(default, "rope_parameters", None)
     if not isinstance(rope, dict) or "original_max_position_embeddings" not in rope:
         return {}
-    both = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": POSITIONS}
-    return {"rope_parameters": rope | {name: both[name] for name in both.keys() & rope.keys()}}
+    new_values = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": POSITIONS}
+    return {"rope_parameters": rope | {name: new_values[name] for name in new_values.keys() & rope.keys()}}
 
 
 def settable(config: Any, name: str) -> str | None:
-    """The field of a configuration that goes by this name; None if there is none, or only a property."""
+    """The field of a configuration with this name; None if there is none, or only a property."""
     name = config.attribute_map.get(name, name)
-    computed = isinstance(found := getattr(type(config), name, None), property) and found.fset is None
+    computed = isinstance(attribute := getattr(type(config), name, None), property) and attribute.fset is None
     return name if not computed and (name in vars(config) or name in config.__dataclass_fields__) else None
 
 
-def layer_kinds(default: Any, lists: dict[str, None], own: dict[str, Any]) -> dict[str, Any]:
-    """Each kind of layer of the default once or more, in the order in which they occur first."""
+def layer_kinds(default: Any, lists: dict[str, None], settings: dict[str, Any]) -> dict[str, Any]:
+    """Layer types in which each kind of the default occurs, in the order of first occurrence."""
     kinds = list(dict.fromkeys(default.layer_types)) if "layer_types" in lists else []
-    if len(kinds) < 2 or own.keys() & {"layer_types", "layers_block_type", "block_types"}:
+    if len(kinds) < 2 or settings.keys() & {"layer_types", "layers_block_type", "block_types"}:
         return {}
     count = max(int(SIZES["num_hidden_layers"]), len(kinds))
     return {"layer_types": (kinds * count)[:count], "num_hidden_layers": count}
@@ -79,7 +79,7 @@ def tiny_model(model_type: str) -> Any:
 
 
 def make(model_type: str, config: Any) -> Any:
-    """The model of a configuration; some types are mapped by the configuration of the whole only."""
+    """The model of a configuration; some types are mapped only by the configuration of the whole model."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

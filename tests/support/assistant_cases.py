@@ -1,4 +1,4 @@
-"""Tiny random targets of Gemma 4 and assistants for them, and what these draft by transformers' own forwards."""
+"""Tiny random Gemma 4 targets and assistants, and the drafts of the assistants by transformers' own forwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 TARGET = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
-SMALL = {  # E2B and E4B: the last layers read keys of others, and each is given an embedding of its own
+SMALL = {  # as E2B and E4B: the last layers read keys of others, and each layer has an embedding of its own
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
@@ -48,7 +48,7 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": VOCAB, "centroid_int
 
 @dataclass(frozen=True)
 class Pair:
-    """The folders of a target and an assistant that were written, and transformers' models of them."""
+    """The folders of a target and its assistant, and transformers' models of them."""
 
     target: Path
     assistant: Path
@@ -67,14 +67,14 @@ def write_pair(
     """A target and an assistant. changes: of the assistant's text configuration."""
     pair = Pair(folder / "target", folder / "assistant")
     config = transformers.Gemma4TextConfig(**SHAPE | TARGET | (SMALL if small else {}))
-    of_text = transformers.Gemma4TextConfig(**SHAPE | ASSISTANT | changes)
-    own = transformers.Gemma4AssistantConfig(
-        text_config=of_text, backbone_hidden_size=SHAPE["hidden_size"], **ORDERED if ordered else {}
+    text_config = transformers.Gemma4TextConfig(**SHAPE | ASSISTANT | changes)
+    assistant_config = transformers.Gemma4AssistantConfig(
+        text_config=text_config, backbone_hidden_size=SHAPE["hidden_size"], **ORDERED if ordered else {}
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(pair.target)
-        assistant = transformers.Gemma4AssistantForCausalLM(own).to(dtype)
+        assistant = transformers.Gemma4AssistantForCausalLM(assistant_config).to(dtype)
         if ordered:
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
     assistant.save_pretrained(pair.assistant)
@@ -83,7 +83,7 @@ def write_pair(
 
 
 class Transcription:
-    """What an assistant drafts by transformers' forwards, with the target's states of the whole text computed anew."""
+    """The drafts of an assistant by transformers' forwards; the target's states are computed again for every text."""
 
     def __init__(self, pair: Pair) -> None:
         self.target, self.assistant = pair.models
@@ -92,22 +92,22 @@ class Transcription:
     def logits(
         self, text: Sequence[int], draft: Sequence[int], *, shift: int = 0, moving: int = 0, kept: int = 0
     ) -> Tensor:
-        """[K, V] of each token of a draft after a text. What is wrong, for a control:
+        """[K, V] logits for each token of a draft after a text. The options make it wrong, for negative controls.
 
-        shift: of the target's hidden state; moving: the position, by so much with every token; kept: tokens after those
-        that the target had read whose keys are seen.
+        shift: takes an earlier hidden state of the target; moving: moves the position with every token; kept: sees keys
+        of further tokens that the target has not read.
         """
         read = torch.tensor([list(text)])[:, : len(text) - 1 + kept]
-        wanted = {"output_hidden_states": True, "return_shared_kv_states": True}
-        out = self.target(input_ids=read, use_cache=False, **wanted)
-        state = out.hidden_states[-1][:, [len(text) - 2 - shift]]
+        options = {"output_hidden_states": True, "return_shared_kv_states": True}
+        outputs = self.target(input_ids=read, use_cache=False, **options)
+        state = outputs.hidden_states[-1][:, [len(text) - 2 - shift]]
         logits = list[Tensor]()
         for step, token in enumerate([text[-1], *draft[:-1]]):
             embedded = self.target.get_input_embeddings()(torch.tensor([[token]]))
             scored = self.assistant(
                 inputs_embeds=torch.cat([embedded, state], -1),
                 position_ids=torch.tensor([[len(text) - 1 + moving * step]]),
-                shared_kv_states=dict(out.shared_kv_states),
+                shared_kv_states=dict(outputs.shared_kv_states),
             )
             logits.append(scored.logits[0, 0])
             state = scored.last_hidden_state

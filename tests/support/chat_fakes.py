@@ -1,4 +1,4 @@
-"""Conversations for tests: a display that remembers, a toy and a tiny model to talk to, lines typed and refused."""
+"""Conversations for tests: a recording display, chats with the toy and a tiny model, and lines typed into them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so th
 
 
 class Recorder:
-    """A display that remembers; `stop_after` pieces it raises what Ctrl-C raises."""
+    """A display that records; after `stop_after` pieces it raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -55,7 +55,7 @@ def face(chat: Chat) -> Recorder:
 
 
 def type_in(chat: Chat, *lines: str) -> str:
-    """The last thing said, once the lines have been typed without an error."""
+    """Types the lines, without an error, and returns the last line shown."""
     for line in lines:
         handle(chat, line)
     assert face(chat).errors == []

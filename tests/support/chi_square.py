@@ -30,16 +30,16 @@ from slipstream.core.rounds import Round
 from tests.support.tiny_models import WINDOW, fresh
 
 VOCAB = 7
-COUNT = 5  # the first is the prompt's own and never drafted
+COUNT = 5  # the first comes from the prompt's forward and is never drafted
 # every token occurs, so a lookup always finds something; longer than the sliding window of Gemma-3
 PROMPT = [1, 6, 5, 2, 4, 3, 0, 1, 6, 4, 4, 1, 6, 4, 4]
 RUNS = 400
-FEWEST = 5.0  # expected number of runs in a cell; smaller cells are pooled with their neighbours
-SUSPICIOUS = 1e-4  # how often a right loop would fail; the seeds are fixed, so a test always passes or never does
+FEWEST = 5.0  # expected runs in a cell; smaller cells are pooled with their neighbours
+SUSPICIOUS = 1e-4  # the chance that a right loop fails; the seeds are fixed, so a test always passes or always fails
 
 Array = NDArray[np.float64]
 
-# each architecture with its own options, among them every kind that turns logits into a distribution
+# each architecture with its own options; together they cover all kinds of options
 OPTIONS = {
     "llama": SamplingParams(temperature=1.5, top_p=0.85, max_tokens=COUNT),
     "gpt2": SamplingParams(temperature=0.9, presence_penalty=1.5, frequency_penalty=0.8, max_tokens=COUNT),
@@ -50,20 +50,20 @@ assert len(PROMPT) > WINDOW  # of Gemma-3
 
 @cache
 def model(name: str, seed: int = 0) -> Any:
-    """A tiny target, or with another seed a draft model that knows nothing of it."""
+    """A tiny target; with another seed, an unrelated draft model."""
     return fresh(name, seed, torch.float64, vocab_size=VOCAB)
 
 
 @cache
 def close(name: str, scale: float = 0.15) -> Any:
     """A copy of `model(name)` with noise on its weights: a draft model that is right much of the time."""
-    made = copy.deepcopy(model(name))
+    noisy = copy.deepcopy(model(name))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in noisy.parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             weight += scale * weight.std().nan_to_num() * noise
-    return made
+    return noisy
 
 
 class _Penalties(LogitsProcessor):
@@ -78,13 +78,13 @@ class _Penalties(LogitsProcessor):
 
 
 def _processors(params: SamplingParams) -> LogitsProcessorList:
-    made = LogitsProcessorList([_Penalties(params.presence_penalty, params.frequency_penalty)])
-    made.append(TemperatureLogitsWarper(params.temperature))
+    processors = LogitsProcessorList([_Penalties(params.presence_penalty, params.frequency_penalty)])
+    processors.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
-        made.append(TopKLogitsWarper(params.top_k))
+        processors.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        made.append(TopPLogitsWarper(params.top_p))
-    return made
+        processors.append(TopPLogitsWarper(params.top_p))
+    return processors
 
 
 @cache
@@ -96,7 +96,7 @@ def exact_distribution(name: str) -> Array:
         logits = model(name)(ids, attention_mask=torch.ones_like(ids)).logits
     processors, distribution = _processors(OPTIONS[name]), np.ones(1)
     for j in range(COUNT):
-        # contexts that share their first j tokens come in blocks, and all of a block say the same at position j
+        # contexts that share their first j tokens stand in blocks with equal logits at position j
         first = slice(None, None, VOCAB ** (COUNT - 1 - j))
         n = len(PROMPT) + j
         following = processors(ids[first, :n], logits[first, n - 1]).softmax(-1).numpy()
@@ -127,7 +127,7 @@ def p_value(observed: Array, distribution: Array) -> float:
 
 
 def counts(texts: Sequence[Sequence[int]]) -> Array:
-    """How often each continuation was said, in the order of `exact_distribution`."""
+    """How often each continuation was generated, in the order of `exact_distribution`."""
     places = VOCAB ** np.arange(COUNT)[::-1]
     return np.bincount(np.array(texts) @ places, minlength=VOCAB**COUNT).astype(float)
 
@@ -142,7 +142,7 @@ class Runs:
 
     @property
     def p_value(self) -> float:
-        """How likely a deviation from the target's distribution is that is at least as large."""
+        """The probability of a deviation from the target's distribution that is at least as large."""
         return p_value(counts(self.texts), exact_distribution(self.name))
 
 
@@ -150,4 +150,4 @@ def observe(decoder: SpeculativeDecoder, name: str, seeds: Sequence[int] = range
     """One run for every seed."""
     results = decoder.generate([PROMPT] * len(seeds), [replace(OPTIONS[name], seed=seed) for seed in seeds])
     texts = [result.token_ids for result in results]
-    return Runs(name, texts, [done for result in results for done in result.rounds])
+    return Runs(name, texts, [round for result in results for round in result.rounds])

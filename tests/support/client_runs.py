@@ -39,9 +39,9 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 
 def run_client(name: str, command: str, *arguments: str, folder: Path | None = None) -> str:
-    """What a client printed; the test fails with all it said if it fails."""
+    """What a client printed; if it fails, the test fails with its output."""
     with tempfile.TemporaryDirectory() as home:
-        done = subprocess.run(
+        finished = subprocess.run(
             [str(program(name, command)), *arguments],
             env=os.environ | OFFLINE | {"HF_HOME": home},
             cwd=folder,
@@ -49,11 +49,13 @@ def run_client(name: str, command: str, *arguments: str, folder: Path | None = N
             text=True,
             timeout=PATIENCE,
         )
-    assert done.returncode == 0, f"{command} {' '.join(arguments)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return done.stdout
+    assert finished.returncode == 0, (
+        f"{command} {' '.join(arguments)}\n{finished.stdout[-4000:]}\n{finished.stderr[-8000:]}"
+    )
+    return finished.stdout
 
 
 def run_script(name: str, script: str, *arguments: str, folder: Path | None = None) -> Any:
-    """The JSON that a script of ours prints as its last line, run by a client's Python."""
+    """The JSON that a script prints as its last line, run by a client's Python."""
     printed = run_client(name, "python", str(SCRIPTS / script), *arguments, folder=folder)
     return json.loads(printed.strip().splitlines()[-1])

@@ -18,7 +18,7 @@ built_once = cache(built)  # typer builds all commands again whenever one is cal
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """`slipstream` with these arguments: exit status, standard output, standard error."""
-    changes = "--help-all" in arguments  # it shows hidden options by changing them
+    changes = "--help-all" in arguments  # it changes the options to show hidden ones
     monkeypatch.setattr(typer.main, "get_command", built if changes else built_once)
     return run_main(capsys, monkeypatch, cli.main, *arguments)
 
@@ -29,10 +29,10 @@ def run_main(
     main: Callable[[], Any],
     *arguments: object,
 ) -> tuple[int, str, str]:
-    """The same of any command that ends its process."""
+    """Like `run`, for the `main` of any command that exits."""
     monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exit_info:
         main()
     captured = capsys.readouterr()
-    code = done.value.code
+    code = exit_info.value.code
     return (code if isinstance(code, int) else 0), captured.out, captured.err

@@ -1,4 +1,4 @@
-"""Costs of rounds and acceptance that are easy to reckon with."""
+"""Costs of rounds and acceptance with round numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.bench.speed_model.round_costs import Costs
 
 
 def linear_costs(base: float = 10.0, per_token: float = 0.5, step: float = 1.0, **changes: Any) -> Costs:
-    """Forward = base + per_token * tokens, 0.25 ms around it, at batches 1, 2, 4 and 8 and widths 1 to 17."""
+    """A forward takes base + per_token * tokens and 0.25 ms around it, at batches 1, 2, 4, 8 and widths 1 to 17."""
     batches, widths = (1, 2, 4, 8), range(1, 18)
     return replace(
         Costs(

@@ -1,4 +1,4 @@
-"""Random heads of DFlash in both layouts, and a plain transcription of what such a head computes."""
+"""Random DFlash heads in both layouts, and a plain transcription of their computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INNER, DEPTH, BLOCK, MASK, EACH, DRAFTED = 40, 2, 6, 2, 8, 37
 
 @dataclass(frozen=True)
 class DFlash:
-    """A head that was written. layers: those whose entering hidden states it reads."""
+    """A written head. layers: the layers whose inputs it reads."""
 
     folder: Path
     tensors: Mapping[str, Tensor]
@@ -91,10 +91,10 @@ def write_dflash(
 def transcribed(
     head: DFlash, model: Any, text: Sequence[int], steps: int, *, shift: int = 0, causal: bool = False, slot: int = 1
 ) -> list[Tensor]:
-    """The head's logits for each token of a draft after `text`, one layer and one row after the other.
+    """The head's logits for each token of a draft after `text`, layer by layer and row by row.
 
-    What is wrong: shift, of the layers whose states are read; causal, rows that do not see those after them; slot=0,
-    each row's scores taken for the token after it.
+    Options for negative controls: shift reads the states of other layers; causal hides later rows; slot=0 takes each
+    row's scores for the token after it.
     """
     t, config = head.tensors, model.config
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -103,7 +103,7 @@ def transcribed(
     def normed(x: Tensor, name: str) -> Tensor:
         return rms_norm(x, (x.shape[-1],), t[f"{name}.weight"], 1e-5)
 
-    def turned(x: Tensor, position: int) -> Tensor:
+    def rotated(x: Tensor, position: int) -> Tensor:
         half = EACH // 2
         angles = position * 5000.0 ** -(torch.arange(half) / half)
         first, second = x[:, :half], x[:, half:]
@@ -123,13 +123,13 @@ def transcribed(
         keys, values = [], []
         for position, x in enumerate([*context, *entering]):
             key = linear(x, t[f"{attention}k_proj.weight"]).view(-1, EACH)
-            keys.append(turned(normed(key, f"{attention}k_norm"), position))
+            keys.append(rotated(normed(key, f"{attention}k_norm"), position))
             values.append(linear(x, t[f"{attention}v_proj.weight"]).view(-1, EACH))
         for row, x in enumerate(entering):
             query = normed(linear(x, t[f"{attention}q_proj.weight"]).view(-1, EACH), f"{attention}q_norm")
             end = before + row + 1 if causal else len(keys)
             attended = []
-            for h, q in enumerate(turned(query, before + row)):
+            for h, q in enumerate(rotated(query, before + row)):
                 shared = h * key_heads // heads
                 weights = torch.stack([q @ key[shared] / EACH**0.5 for key in keys[:end]]).softmax(0)
                 attended.append(sum(w * value[shared] for w, value in zip(weights, values[:end], strict=True)))

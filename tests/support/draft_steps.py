@@ -1,4 +1,4 @@
-"""What a draft head computes step by step after a text, through the sessions that a decoder drafts with."""
+"""The logits of a draft head step by step after a text, from the sessions that a decoder drafts with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair_of(model: Any, head: Path | str) -> ModelPair:
 
 @torch.inference_mode()
 def step_logits(pair: ModelPair, text: Sequence[int], steps: int, draft: Sequence[int] | None = None) -> list[Tensor]:
-    """The head's logits [V] for each token of a draft after a text, of which the target read all but one.
+    """The head's logits [V] for each token of a draft after a text; the target has read all but its last token.
 
     draft: its tokens, at least all but the last; the likeliest by default.
     """
@@ -50,7 +50,7 @@ def step_logits(pair: ModelPair, text: Sequence[int], steps: int, draft: Sequenc
 
 
 def same_logits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
-    """Step by step, whether logits agree within 1e-5 of the largest."""
+    """For each step, whether the logits agree within 1e-5 of the largest."""
     return [
         bool((a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1)) for a, b in zip(found, expected, strict=True)
     ]

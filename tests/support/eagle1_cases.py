@@ -1,4 +1,4 @@
-"""Random heads in the official layout of EAGLE and EAGLE-2, and a plain transcription of what such a head computes."""
+"""Random EAGLE and EAGLE-2 heads in their official layout, and a plain transcription of their computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYER = "layers.0."
 
 @dataclass(frozen=True)
 class Eagle1:
-    """A head that was written."""
+    """A written head."""
 
     folder: Path
     tensors: Mapping[str, Tensor]
@@ -82,7 +82,7 @@ def transcribed(
 ) -> list[Tensor]:
     """The head's logits for each token of its greedy draft after `text`, row by row.
 
-    What is wrong: shift, of the features; normed=False, the feature before the target's final norm.
+    Options for negative controls: shift takes earlier features; normed=False takes them before the final norm.
     """
     t, config = head.tensors, model.config
     size, heads, key_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -97,7 +97,7 @@ def transcribed(
     def weighted(x: Tensor, name: str) -> Tensor:
         return linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
-    def turned(x: Tensor, position: int) -> Tensor:
+    def rotated(x: Tensor, position: int) -> Tensor:
         half = width // 2
         angles = position * 5000.0 ** -(torch.arange(half) / half)
         first, second = x[:, :half], x[:, half:]
@@ -108,10 +108,10 @@ def transcribed(
     def row(token: int, feature: Tensor, position: int) -> Tensor:
         entered = weighted(torch.cat([model.get_input_embeddings().weight[token], feature]), "fc")
         q, k, v = (weighted(entered, f"{LAYER}self_attn.{name}_proj").view(-1, width) for name in "qkv")
-        keys.append(turned(k, position))
+        keys.append(rotated(k, position))
         values.append(v)
         attended = []
-        for i, query in enumerate(turned(q, position)):
+        for i, query in enumerate(rotated(q, position)):
             shared = i * key_heads // heads
             weights = torch.stack([query @ key[shared] / width**0.5 for key in keys]).softmax(0)
             attended.append(sum(w * value[shared] for w, value in zip(weights, values, strict=True)))

@@ -9,5 +9,5 @@ from slipstream import SpeculativeDecoder
 
 @cache
 def loaded() -> SpeculativeDecoder:
-    """Tests decode by `using(...)` of it, which keeps models and nothing that was learned."""
+    """Tests decode with its `using(...)`, which shares the models but nothing learned."""
     return SpeculativeDecoder("smollm2")

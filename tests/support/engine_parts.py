@@ -22,5 +22,5 @@ def engine(
     return Engine(target, drafter, policy, Sampler, acceptance, draft_session)
 
 
-def run(made: Engine, rows: Iterable[Row], max_batch_size: int = 8) -> Iterator[Round]:
-    return Scheduler(made, max_batch_size).run(rows)
+def run(loop_engine: Engine, rows: Iterable[Row], max_batch_size: int = 8) -> Iterator[Round]:
+    return Scheduler(loop_engine, max_batch_size).run(rows)

@@ -1,7 +1,7 @@
 """Exact distributions of whole rounds, by enumeration of drafts, numbers kept and next tokens. Nothing is sampled.
 
-A `Distribution` is a function from a context (a tuple of token ids) to the probabilities of VOCAB tokens. What a round
-emits is completed with the target's own to HORIZON tokens, so that rounds of different lengths can be compared.
+A `Distribution` is a function from a context (a tuple of token ids) to the probabilities of VOCAB tokens. The
+tokens that a round emits are continued by the target to HORIZON tokens, so that rounds of any length compare.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def sharpened(distribution: Distribution, power: float) -> Distribution:
 class Case:
     """A target, and drafts with the probability of each.
 
-    q: what the rule is told the tokens were drawn from, or None for one-hot drafts. raw: the target's distribution
-    before the sampling options, where that is not p. proposals: (tokens, probability), in any order.
+    q: the distribution that the rule takes the tokens to be drawn from, or None for one-hot drafts. raw: the target's
+    distribution before the sampling options, if it is not p. proposals: (tokens, probability), in any order.
     """
 
     p: Distribution
@@ -89,12 +89,12 @@ class Case:
         return Draft(tokens, tuple(map(len, rows)), probs)
 
     def distributions(self, rule: RuleFunction) -> Distributions:
-        """What the rule makes of the batch."""
+        """The distributions that the rule returns for the batch."""
         p = self._table(self.p, HORIZON)
         return rule(p, self._table(self.raw or self.p, HORIZON).log(), self.draft())
 
     def _table(self, distribution: Distribution, columns: int) -> Tensor:
-        """[B, columns, VOCAB]: what follows each row's first j draft tokens, and something else at unused positions."""
+        """[B, columns, VOCAB]: the distribution after each row's first j draft tokens; another at unused ones."""
         foreign = np.array([0.9, 0.1, 0.0])
         last = columns - WIDTH  # p has one position more than the draft has tokens
         rows = [
@@ -148,7 +148,7 @@ def emitted(case: Case, distributions: Distributions) -> Array:
 
 
 def error(case: Case, rule: RuleFunction) -> float:
-    """Largest difference between what is emitted and the target's distribution. One-hot drafts count one by one."""
+    """Largest difference between what is emitted and the target's distribution. Each one-hot draft counts by itself."""
     by_draft = emitted(case, case.distributions(rule))
     if case.q is None:
         return float(abs(by_draft - joint(case.p)).max())
@@ -163,7 +163,7 @@ def mean_accepted(case: Case, distributions: Distributions) -> float:
 
 
 def match_error(case: Case) -> float:
-    """The error of sample-and-match, for each draft by itself, over all choices the target may make along it."""
+    """The error of `match` for each draft by itself, over all choices that the target may make along it."""
     choices = list(product(range(VOCAB), repeat=HORIZON))
     rows = [(tokens, choice) for tokens, _ in case.proposals for choice in choices]
     lengths = tuple(len(tokens) for tokens, _ in rows)
@@ -179,14 +179,14 @@ def match_error(case: Case) -> float:
 
 
 def choice_probability(p: Distribution, draft: Context, choice: Sequence[int]) -> float:
-    """How likely the target is to choose `choice`, position j seeing the first j draft tokens. Padding is uniform."""
+    """The probability of the target choosing `choice`; position j sees the first j draft tokens. Padding is uniform."""
     distributions = [p(draft[:j]) if j <= len(draft) else np.full(VOCAB, 1 / VOCAB) for j in range(HORIZON)]
     return float(np.prod([distribution[token] for distribution, token in zip(distributions, choice, strict=True)]))
 
 
 @cache
 def _continuation(p: Distribution, prefix: Context) -> Array:
-    """The distribution of the tokens from `prefix` to HORIZON; one axis each, none if the prefix is as long as that."""
+    """The distribution of the tokens from `prefix` to HORIZON, with an axis for each."""
     if len(prefix) == HORIZON:
         return np.array(1.0)
     tails = [_continuation(p, (*prefix, token)) for token in range(VOCAB)]

@@ -1,7 +1,7 @@
-"""A stand-in for CUDA graphs on any device: it records operators with the tensors they used, and repeats just those.
+"""A stand-in for CUDA graphs on any device: it records operators with their tensors, and repeats exactly those.
 
-Like a graph it bakes in every Python number, shape and address of the capture, runs no Python of the body again, and
-refuses what a capture refuses: waiting for a value of the device, and bringing values from the host.
+Like a graph it keeps every Python number, shape and address of the capture, does not run the body's Python again, and
+refuses what a capture refuses: waiting for a value from the device, and bringing values from the host.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.name.removeprefix("aten::") in FORBIDDEN:
             raise RuntimeError(f"operation not permitted during a capture: {func._schema.name}")
-        held = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **kwargs)
+        input_storages = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        output = func(*args, **kwargs)
         fresh = [
-            (at, t)
-            for at, t in enumerate(tree_leaves(out))
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in held
+            (i, t)
+            for i, t in enumerate(tree_leaves(output))
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in input_storages
         ]
-        if fresh or func._schema.is_mutable:  # a view is a view of the same memory for ever
+        if fresh or func._schema.is_mutable:  # a view needs no repeating: it shows the same memory
             self.steps.append((func, args, kwargs, fresh))
-        return out
+        return output
 
 
 class Tape:
-    """A `Capturer` for tests. captured: how many bodies; size: bytes that each is said to hold."""
+    """A `Capturer` for tests. captured: the number of bodies; size: bytes that each pretends to hold."""
 
     def __init__(self, size: int = 1, fail: Callable[[int], str | None] = lambda _: None) -> None:
         self.captured = self.replayed = self.resets = self.bytes = 0
@@ -51,20 +51,20 @@ class Tape:
         body()
         recorder = _Recorder()
         with recorder:
-            out = body()
+            output = body()
         self.captured += 1
         self.bytes += self._size
         for _, _, _, fresh in recorder.steps:
             for _, tensor in fresh:
-                poison(tensor)  # a capture computes nothing: only a replay fills its tensors
+                poison(tensor)  # a capture computes nothing; only a replay fills its tensors
 
         def replay() -> Tensor:
             self.replayed += 1
             for func, args, kwargs, fresh in recorder.steps:
-                again = tree_leaves(func(*args, **kwargs))
-                for at, tensor in fresh:
-                    tensor.copy_(again[at])
-            return out
+                new_outputs = tree_leaves(func(*args, **kwargs))
+                for i, tensor in fresh:
+                    tensor.copy_(new_outputs[i])
+            return output
 
         return replay
 
@@ -74,5 +74,5 @@ class Tape:
 
 
 def poison(tensor: Tensor) -> None:
-    """Values that spoil whatever reads them."""
+    """Fills a tensor with values that spoil any result."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 0)

@@ -17,7 +17,7 @@ from tests.support.tiny_models import fresh
 
 ALPHABET = sorted(ByteLevel.alphabet(), key=ord)  # the characters that stand for bytes
 BY_NAME = {block.name: block for block in FORMATS}
-# where float16 numbers stand in a block, and how many
+# (offset, number) of the float16 numbers in a block
 HALVES = {"Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1)} | {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
@@ -37,22 +37,22 @@ SHAPE: dict[str, Any] = {
 
 
 def random_blocks(block: BlockFormat, rows: int, inputs: int, seed: int, scale: float = 0.01) -> Any:
-    """[rows, bytes] uint8: every bit random, but that scales are of about this size."""
+    """[rows, bytes] uint8: all bits are random, except that scales have about this size."""
     generator = numpy.random.default_rng(seed)
-    made = generator.integers(0, 256, (rows, inputs // block.size, block.bytes), dtype=numpy.uint8)
-    at, count = HALVES[block.name]
-    halves = (generator.standard_normal((*made.shape[:2], count)) * scale).astype(numpy.float16)
-    made[..., at : at + 2 * count] = halves.view(numpy.uint8)
-    return made.reshape(rows, -1)
+    blocks = generator.integers(0, 256, (rows, inputs // block.size, block.bytes), dtype=numpy.uint8)
+    offset, count = HALVES[block.name]
+    halves = (generator.standard_normal((*blocks.shape[:2], count)) * scale).astype(numpy.float16)
+    blocks[..., offset : offset + 2 * count] = halves.view(numpy.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def part_of(block: BlockFormat, raw: Any, inputs: int, library: Any) -> BlockPart:
-    """These rows of blocks for the kernels."""
+    """A part of these rows of blocks, for the kernels."""
     return BlockPart(block, (len(raw), inputs), lambda first, last: raw[first:last], library)
 
 
 def dequantised(block: BlockFormat, raw: Any) -> Tensor:
-    """What the gguf package says these blocks are, float32."""
+    """The numbers of these blocks according to the gguf package, float32."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -69,17 +69,17 @@ def write_model(
     tokenizer: Callable[[Any], None] | None = None,
     **changes: Any,
 ) -> Any:
-    """Write a tiny random model; returns it, with the numbers of the file where no rows are reordered.
+    """Writes a tiny random model, and returns it with the file's numbers, unless rows are reordered.
 
-    more: adds further values and tensors to the file. part_tensors: how many tensors each of several files has.
-    tokenizer: adds the vocabulary; without it a few tokens of no alphabet.
-    kinds: the type of matrices whose name holds a key; "" is that of the others. Types that the gguf package cannot
-    make of numbers (Q4_K and the like) get random blocks.
+    more: adds further values and tensors to the file. part_tensors: the number of tensors per file, if it is split.
+    tokenizer: adds the vocabulary; by default a few arbitrary tokens.
+    kinds: the type of matrices whose name contains a key; "" is the type of the others. Types that the gguf package
+    cannot make of numbers (Q4_K and the like) get random blocks.
     """
     import gguf
 
     model = fresh(name, **(SHAPE | changes))
-    config, wanted = model.config, {"": kinds} if isinstance(kinds, str) else kinds
+    config, kind_of_name = model.config, {"": kinds} if isinstance(kinds, str) else kinds
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part_tensors)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -99,13 +99,15 @@ def write_model(
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        theirs = names.get_name(key, (".weight", ".bias"))
+        gguf_name = names.get_name(key, (".weight", ".bias"))
         numbers = tensor.float().numpy()
-        if name == "llama" and (".attn_q." in theirs or ".attn_k." in theirs):
-            numbers = _interleaved(numbers, config.num_attention_heads if "attn_q" in theirs else 2)
-        if name == "gemma3" and "norm" in theirs:
+        if name == "llama" and (".attn_q." in gguf_name or ".attn_k." in gguf_name):
+            numbers = _interleaved(numbers, config.num_attention_heads if "attn_q" in gguf_name else 2)
+        if name == "gemma3" and "norm" in gguf_name:
             numbers = numbers + 1
-        written = _add(writer, theirs, numbers, next(kind for part, kind in reversed(wanted.items()) if part in theirs))
+        written = _add(
+            writer, gguf_name, numbers, next(kind for part, kind in reversed(kind_of_name.items()) if part in gguf_name)
+        )
         if name != "llama" and numbers.ndim == 2:
             tensor.copy_(written)
     writer.write_header_to_file()
@@ -116,7 +118,7 @@ def write_model(
 
 
 def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
-    """Write a tensor; returns its numbers."""
+    """Writes a tensor, and returns its numbers."""
     import gguf
     from gguf.quants import dequantize, quantize
 
@@ -136,14 +138,14 @@ def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """Rows of queries and keys in the order of llama.cpp: both halves of a head take turns."""
+    """Rows of queries and keys in the order of llama.cpp, which interleaves both halves of a head."""
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def byte_level(
     pre: str | None, added: Mapping[str, int] | None = None, merges: tuple[str, ...] = ("Ċ Ċ", "Ġ Ġ"), **ids: str
 ) -> Callable[[Any], None]:
-    """Writes a vocabulary of byte-level BPE: the 256 bytes, what the merges make, and these.
+    """Writes a vocabulary of byte-level BPE: the 256 bytes, the merged tokens, and `added`.
 
     added: the types of further tokens. ids: tokens that the metadata name, such as eos="<end>".
     """

@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCAB, shared
 
 MODELS = ("llama", "qwen2", "gpt2", "gemma3")
 PROMPT = 24
-STARTS = [24, 17, 22, 12]  # of rows whose later positions may be written over, as padding does without captures
+STARTS = [24, 17, 22, 12]  # rows whose later positions may be overwritten, as padding does in eager forwards
 
 
 class Case:
@@ -39,8 +39,8 @@ class Case:
         return torch.randint(PROMPT // 2, PROMPT + 1, (rows,), generator=self.generator).tolist()
 
     def both(self, tokens: Tensor, starts: list[int], first_slot: int = 0) -> tuple[Tensor, Tensor]:
-        one, other = (
+        eager, graphed = (
             backend.forward(tokens, starts, first_slot=first_slot, logits=True)
             for backend in (self.eager, self.graphed)
         )
-        return one, other
+        return eager, graphed

@@ -1,4 +1,4 @@
-"""Random draft heads in the layouts of their trainers, and a plain transcription of what such a head computes."""
+"""Random draft heads in the layouts of their trainers, and a plain transcription of their computation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-INNER, DRAFTED = 40, 37  # inner size of a head, and how many tokens it can propose
+INNER, DRAFTED = 40, 37  # inner size of a head, and the number of tokens it can propose
 
 
 @dataclass(frozen=True)
 class Written:
-    """A head that was written: its folder, its tensors by the names of `speculators`, and the layers it reads."""
+    """A written head: its folder, its tensors by the names of `speculators`, and the layers it reads."""
 
     folder: Path
     tensors: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ def write_head(
     layer: Mapping[str, Any] | None = None,
     **flags: Any,
 ) -> Written:
-    """A random head for a tiny Llama. tokens: all it can propose, by default random ones; flags: its settings.
+    """A random head for a tiny Llama. tokens: those it can propose, by default random ones; flags: its settings.
 
     layer: further settings of its decoder layer.
     """
@@ -96,7 +96,7 @@ def write_head(
             **flags,
         }
         stored = dict(tensors)
-    else:  # layers are numbered by what leaves them
+    else:  # this layout numbers layers by their outputs
         nested = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers], **flags}
         settings = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids), "eagle_config": nested}
         settings |= layer
@@ -111,13 +111,13 @@ def write_head(
 
 
 def without(head: Written, name: str) -> Written:
-    """What the transcription is given where the test should fail: the head without one of its tensors."""
+    """The head without one of its tensors, for negative controls of the transcription."""
     return replace(head, tensors={key: tensor for key, tensor in head.tensors.items() if key != name})
 
 
 @torch.inference_mode()
 def transcribed(head: Written, model: Any, text: Sequence[int], steps: int, *, shift: int = 0) -> list[int]:
-    """The head's greedy draft after `text`, row by row as the paper has it. shift: of the features, which is wrong."""
+    """The head's greedy draft after `text`, row by row as in the paper. shift: for negative controls."""
     t, config = head.tensors, model.config
     size, heads, key_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = size // heads
@@ -143,7 +143,7 @@ def transcribed(head: Written, model: Any, text: Sequence[int], steps: int, *, s
         )
 
     keys, values, drafted = list[Tensor](), list[Tensor](), list[int]()
-    shared = torch.arange(heads) * key_heads // heads  # which head of keys each head of queries reads
+    shared = torch.arange(heads) * key_heads // heads  # the key head that each query head reads
 
     def row(token: int, entered: Tensor, position: int) -> Tensor:
         before = normed(entered, "layers.0.hidden_norm.weight")

@@ -1,4 +1,4 @@
-"""Padded batches, and what `generate` says about them with our loop and without it."""
+"""Padded batches, and the texts of `generate` for them with Slipstream's loop and without it."""
 
 from functools import cache
 from typing import Any
@@ -34,7 +34,7 @@ def drafting(name: str, drafter: str) -> dict[str, Any]:
 
 
 def both(options: dict[str, Any], name: str = "llama", **drafted: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `generate` says with our loop and without it."""
+    """The texts of `generate` with Slipstream's loop and without it."""
     settings = GREEDY | {"eos_token_id": ENDS} | options
     if "max_length" in options or "generation_config" in options:
         settings = {"do_sample": False, "pad_token_id": 0, **options}

@@ -1,4 +1,4 @@
-"""The source as a graph: which module imports which, how many lines of code each has."""
+"""The source as a graph of imports, and the number of code lines of each module."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def _tree(name: str) -> ast.Module:
 @cache
 def imports(name: str, *, top_level: bool = False, typing: bool = False, source: str | None = None) -> frozenset[str]:
     """Modules that a module imports; `from package import module` counts as the module."""
-    found = set()
+    modules = set()
     tree = _tree(name) if source is None else ast.parse(source)
     for statement in statements(tree, top_level=top_level, typing=typing):
         if isinstance(statement, ast.Import):
-            found |= {alias.name for alias in statement.names}
+            modules |= {alias.name for alias in statement.names}
             continue
         assert statement.level == 0, f"{name}: a relative import"
         for alias in statement.names:
             submodule = f"{statement.module}.{alias.name}"
-            found.add(submodule if submodule in FILES else str(statement.module))
-    return frozenset(found)
+            modules.add(submodule if submodule in FILES else str(statement.module))
+    return frozenset(modules)
 
 
 def reaches(imported: AbstractSet[str], *forbidden: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Requests of jobs on the toy, and what their outputs hold."""
+"""Requests of jobs on the toy model, and the contents of their outputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def toy(**settings: Any) -> SpeculativeDecoder:
 
 def requests(count: int, most: int = 30) -> list[dict[str, Any]]:
     """Plain lines of all kinds: greedy and sampled, long and short, some with a seed, some with two texts."""
-    made = []
-    for at in range(count):
-        line = {"id": f"r{at}", "prompt": WORDS[at % 5] * (1 + at % 3), "max_tokens": 4 + at * 7 % most}
-        line |= {"temperature": 0.8} if at % 2 else {}
-        line |= {"seed": at} if at % 5 == 0 else {}
-        made.append(line | ({"n": 2} if at % 7 == 3 and at % 2 else {}))
-    return made
+    lines = []
+    for i in range(count):
+        line = {"id": f"r{i}", "prompt": WORDS[i % 5] * (1 + i % 3), "max_tokens": 4 + i * 7 % most}
+        line |= {"temperature": 0.8} if i % 2 else {}
+        line |= {"seed": i} if i % 5 == 0 else {}
+        lines.append(line | ({"n": 2} if i % 7 == 3 and i % 2 else {}))
+    return lines
 
 
 def chat(id: str, text: str, **body: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def chat(id: str, text: str, **body: Any) -> dict[str, Any]:
 
 
 def write(path: Path, lines: Iterable[Any]) -> Path:
-    """A file of JSON lines; texts stand as they are."""
+    """Writes a file of JSON lines; strings are written as they are."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
 
@@ -45,11 +45,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def by_id(path: Path) -> dict[str, str]:
-    """The whole lines of an output, as bytes have them, by their id; each id once."""
+    """The unparsed lines of an output by their ids, each of which occurs once."""
     lines = path.read_text().splitlines()
-    found = {str(json.loads(line).get("custom_id", json.loads(line)["id"])): line for line in lines}
-    assert len(found) == len(lines)
-    return found
+    line_of_id = {str(json.loads(line).get("custom_id", json.loads(line)["id"])): line for line in lines}
+    assert len(line_of_id) == len(lines)
+    return line_of_id
 
 
 def counts(report: JobReport) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Which cases of a test run: all in one test, the slow ones later, few of a product of parameters.
+"""Selects the cases of tests: many quick ones in one test, slow ones marked, few of a product of parameters.
 
 A test of a product is marked `pairwise` (each pair of values of two parameters is in some case) or `each_value` (each
 value is). `--exhaustive` runs whole products, and the tests marked `exhaustive`.
@@ -21,7 +21,7 @@ STRENGTHS = {"each_value": 1, "pairwise": 2}
 
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
-    """`cases` for `parametrize`, marked slow where they are none of `fast`; a tuple has one value per argument."""
+    """`cases` for `parametrize`, marked slow unless they are among `fast`; a tuple has one value per argument."""
     chosen = list(cases)
     assert all(case in chosen for case in fast), f"{fast} are not all in {chosen}"
     return [case if case in fast else _slow(case) for case in chosen]
@@ -32,7 +32,7 @@ def _slow(case: Any) -> Any:
 
 
 def needs_transformers(version: str, what: str) -> pytest.MarkDecorator:
-    """Skips with older versions, which lack what the test compares with."""
+    """Skips with older versions, which lack `what` the test compares with."""
     is_older = Version(transformers.__version__) < Version(version)
     return pytest.mark.skipif(is_older, reason=f"{what}: from transformers {version} on")
 
@@ -57,8 +57,8 @@ def subcases(names: str, cases: Iterable[Any], ids: Callable[[Any], str] | None 
                     test(**dict(zip(arguments, case, strict=True)), **values)
 
         keyword = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in fixtures]
-        own = Parameter("subtests", Parameter.KEYWORD_ONLY)
-        run_all.__signature__ = signature(test).replace(parameters=[*keyword, own])  # type: ignore[attr-defined]
+        subtests_parameter = Parameter("subtests", Parameter.KEYWORD_ONLY)
+        run_all.__signature__ = signature(test).replace(parameters=[*keyword, subtests_parameter])  # type: ignore[attr-defined]
         return run_all
 
     return decorate
@@ -69,37 +69,37 @@ def _shown(value: Any) -> str:
 
 
 def covering(cases: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
-    """Indices of few cases in which each combination of `strength` values occurs that occurs in any case.
+    """Indices of few cases that contain every combination of `strength` values found in any case.
 
-    Greedy; of cases that bring as much, the first is chosen.
+    Chosen greedily; of cases that add equally many, the first is taken.
     """
 
     def combos(case: tuple[Hashable, ...]) -> set[Any]:
         return set(combinations(enumerate(case), min(strength, len(case))))
 
     missing = set().union(*map(combos, cases))
-    chosen: list[int] = []
+    indices: list[int] = []
     while missing:
         best = max(range(len(cases)), key=lambda i: len(combos(cases[i]) & missing))
-        chosen.append(best)
+        indices.append(best)
         missing -= combos(cases[best])
-    return sorted(chosen)
+    return sorted(indices)
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items that only an exhaustive run has."""
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
-    alone = []
+    deselected = []
     for item in items:
         if item.get_closest_marker("exhaustive"):
-            alone.append(item)
+            deselected.append(item)
             continue
         for mark in STRENGTHS:
             if item.get_closest_marker(mark):
                 groups.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
     for (_, mark), group in groups.items():
-        group.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable: the fast ones are preferred
+        group.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable, so fast cases are preferred
         cases = [tuple(map(id, item.callspec.params.values())) for item in group]  # type: ignore[attr-defined]
-        kept = set(covering(cases, STRENGTHS[mark]))
-        alone += [item for i, item in enumerate(group) if i not in kept]
-    return alone
+        covering_cases = set(covering(cases, STRENGTHS[mark]))
+        deselected += [item for i, item in enumerate(group) if i not in covering_cases]
+    return deselected

@@ -1,4 +1,4 @@
-"""Tiny targets with random multi-token-prediction layers in the layouts of their checkpoints, and what these draft."""
+"""Tiny targets with random multi-token-prediction layers in their checkpoints' layouts, and the drafts of these."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MELLUM: dict[str, Any] = {
 
 
 def _prefixed(prefix: str, names: Mapping[str, str]) -> Callable[[int, int, str], str]:
-    """How a layout names a layer's tensors, from its number, the target's number of layers, and our names."""
+    """A function from a layer's number, the target's number of layers and our name to the layout's name of a tensor."""
 
     def name(number: int, num_layers: int, ours: str) -> str:
         return prefix.format(number, num_layers + number) + names.get(ours, ours)
@@ -100,9 +100,9 @@ def _of_qwen(number: int, num_layers: int, ours: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """A kind of target and how its checkpoints name MTP layers. like: which of its layers they are like.
+    """A kind of target and how its checkpoints name MTP layers. like: the layer of the target that they resemble.
 
-    rotation: options of the target's rotations in such a layer; window: how many tokens its attention sees.
+    rotation: options of the target's rotations in such a layer; window: the number of tokens its attention sees.
     """
 
     config: Callable[[], Any]
@@ -130,7 +130,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was written. layers: tensors of each MTP layer by our names."""
+    """A written checkpoint. layers: tensors of each MTP layer by our names."""
 
     folder: Path
     layout: Layout
@@ -162,9 +162,9 @@ def write_target(folder: Path, kind: str, *, count: int = 1, dtype: Any = torch.
 
 
 def write_copying_target(folder: Path, kind: str, *, swapped: bool = False, **options: Any) -> Written:
-    """A target whose next token depends on the newest alone, and MTP layers that know which: no layer adds anything.
+    """A target whose next token depends on the last one only, as no layer adds anything, and MTP layers that know it.
 
-    swapped: they look for the token where they are given the hidden state.
+    swapped: they take the hidden state for the token.
     """
     written = write_target(folder, kind, **options)
     stored, layers = load_file(folder / "model.safetensors"), list[dict[str, Tensor]]()
@@ -190,9 +190,9 @@ def _store(written: Written, tensors: dict[str, Tensor], num_layers: int) -> Non
 
 
 class Transcription:
-    """What the MTP layers of a checkpoint draft, with all rows computed anew for every token and without any cache.
+    """The drafts of a checkpoint's MTP layers, with all rows computed again for every token, without any cache.
 
-    The decoder layers are those of a target in whose checkpoint they replace the layer that they are like.
+    Each decoder layer is taken from a target in whose checkpoint it replaces the layer that it resembles.
     """
 
     def __init__(self, written: Written) -> None:
@@ -230,9 +230,9 @@ class Transcription:
 
     @torch.inference_mode()
     def logits(self, text: Sequence[int], draft: Sequence[int], *, shift: int = 0, swapped: bool = False) -> Tensor:
-        """[K, V] of each token of a draft after a text. shift, swapped: what is wrong, for a control.
+        """[K, V] logits for each token of a draft after a text. The options make it wrong, for negative controls.
 
-        shift: of the target's features; swapped: the hidden state and the token where the layer is given both.
+        shift: takes earlier features of the target; swapped: swaps the hidden state and the token.
         """
         states = self.model(input_ids=torch.tensor([list(text)]), output_hidden_states=True).hidden_states[-1][0]
         tokens, newest, logits = list(text), len(text) - 1, list[Tensor]()

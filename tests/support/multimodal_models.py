@@ -97,7 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @cache
 def multimodal(name: str) -> Any:
-    """A model of a class of CONFIGS in float32; always the same weights. Nobody changes it."""
+    """A model of a class of CONFIGS in float32, always with the same weights. Tests must not change it."""
     kind = getattr(transformers, name)
     with torch.random.fork_rng():
         torch.manual_seed(0)

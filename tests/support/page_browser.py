@@ -22,7 +22,7 @@ browsers = pytest.mark.skipif(
 
 
 class Opened:
-    """Pages of a server. Whatever a script throws or the browser refuses fails the test."""
+    """Pages of a server. Errors of scripts and refusals of the browser fail the test."""
 
     def __init__(self, browser: Any) -> None:
         self.browser, self.problems, self._contexts = browser, [], []
@@ -33,7 +33,7 @@ class Opened:
         page = self._contexts[-1].new_page()
         page.set_default_timeout(1000 * PATIENCE)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("console", lambda told: self.problems.append(told.text) if "Policy" in told.text else None)
+        page.on("console", lambda message: self.problems.append(message.text) if "Policy" in message.text else None)
         prepare(page)
         page.goto(url)
         return page
@@ -51,13 +51,13 @@ def ask(page: Any, text: str = "the cat sat on the mat, the cat", **settings: An
     page.keyboard.press("Enter")
 
 
-def canned(texts: list[str], split: Callable[[str], Any] = list, **told: Any) -> Callable[[Any], None]:
-    """Answers of a made-up server, one per request, each in a single round. told: what it says of every token."""
-    left = iter(texts)
+def canned(texts: list[str], split: Callable[[str], Any] = list, **details: Any) -> Callable[[Any], None]:
+    """Answers of a fake server, one per request, each in a single round. details: of every token."""
+    texts_left = iter(texts)
 
     def answer(route: Any) -> None:
-        text = next(left)
-        tokens = [{"id": 1, "text": one, "origin": "plain", "source": None} | told for one in split(text)]
+        text = next(texts_left)
+        tokens = [{"id": 1, "text": token, "origin": "plain", "source": None} | details for token in split(text)]
         seconds = {"draft": 0.001, "verify": 0.002}
         facts = {"index": 0, "drafted": 0, "accepted": 0, "rejected": [], "source": None, "seconds": seconds}
         choice = {"index": 0, "delta": {"content": text}, "finish_reason": "stop"}

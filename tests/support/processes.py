@@ -1,4 +1,4 @@
-"""Python processes that end with the block that started them: what a failed test left running would be waited for."""
+"""Python processes that end with the block that started them, since pytest would wait for any left running."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 300.0  # seconds after which a test gives up, however busy the machine is; none is expected to take them
+PATIENCE = 300.0  # seconds after which a test gives up; far more than any takes on a busy machine
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with all the folders it imports from."""
+    """The environment of this process, with all the folders it imports from."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @contextmanager
 def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """`python` with these arguments; it is killed in the end, with the processes that it forked."""
+    """`python` with these arguments; at the end it is killed with the processes it forked."""
     options = {"env": environment(), "text": True, "start_new_session": True} | options
     with subprocess.Popen([sys.executable, *arguments], **options) as process:
         try:

@@ -1,7 +1,7 @@
 """Tiny checkpoints as GPTQ, AWQ, compressed-tensors and torchao write them, and plain dequantisers, in numpy.
 
-A matrix is rounded here to codes, scales and zero points, which each `pack_*` lays out in its own way; the numbers that
-they mean are computed once, by `values`, from what was rounded and not from what was packed.
+A matrix is rounded to codes, scales and zero points, which each `pack_*` lays out in its own way. `values` computes the
+numbers they mean from the codes, not from what was packed.
 """
 
 from __future__ import annotations
@@ -34,42 +34,41 @@ class Rounded:
 
     def values(self) -> Any:
         """[out, in] float32, input by input."""
-        out = numpy.empty(self.codes.shape, numpy.float32)
+        weights = numpy.empty(self.codes.shape, numpy.float32)
         for i in range(self.codes.shape[1]):
             g = i // self.group
             exact = (self.codes[:, i].astype(numpy.float64) - self.zeros[:, g]) * self.scales[:, g].astype(
                 numpy.float64
             )
-            out[:, i] = exact if self.minima is None else exact + self.minima[:, g].astype(numpy.float64)
-        return out
+            weights[:, i] = exact if self.minima is None else exact + self.minima[:, g].astype(numpy.float64)
+        return weights
 
 
 def rounded(weight: Tensor, bits: int, group: int, *, symmetric: bool, dtype: torch.dtype = torch.float16) -> Rounded:
-    """A matrix to the nearest codes. group: 0 for whole rows."""
+    """A matrix rounded to the nearest codes. group: 0 for whole rows."""
     numbers, top = weight.double().numpy(), (1 << bits) - 1
     group = group or numbers.shape[1]
-    cut = numpy.stack([numbers[:, at : at + group] for at in range(0, numbers.shape[1], group)], 1)
+    cut = numpy.stack([numbers[:, start : start + group] for start in range(0, numbers.shape[1], group)], 1)
     low, high = numpy.minimum(cut.min(-1), 0), numpy.maximum(cut.max(-1), 0)
     if symmetric:
         high = numpy.maximum(-low, high)
         low = -high
     scales = torch.from_numpy((high - low) / top + 1e-9).to(dtype).float().numpy()
-    zeros = (
-        numpy.full(scales.shape, (top + 1) // 2) if symmetric else (-low / scales).round().clip(1, top)
-    )  # the first GPTQ has no 0
+    # the first GPTQ format cannot store a zero point of 0
+    zeros = numpy.full(scales.shape, (top + 1) // 2) if symmetric else (-low / scales).round().clip(1, top)
     codes = (cut / scales[..., None] + zeros[..., None]).round().clip(0, top)
     return Rounded(bits, group, codes.reshape(numbers.shape).astype(numpy.int64), scales, zeros.astype(numpy.int64))
 
 
 def words(numbers: Any, bits: int) -> Tensor:
-    """[rows, n] to [rows, n * bits / 32] int32, the first in the lowest bits."""
+    """Packs [rows, n] into [rows, n * bits / 32] int32, the first number in the lowest bits."""
     count = 32 // bits
-    rest = -numbers.shape[1] % count
-    padded = numpy.pad(numbers, ((0, 0), (0, rest))).astype(numpy.uint32).reshape(len(numbers), -1, count)
-    found = numpy.zeros(padded.shape[:2], numpy.uint32)
+    padding = -numbers.shape[1] % count
+    padded = numpy.pad(numbers, ((0, 0), (0, padding))).astype(numpy.uint32).reshape(len(numbers), -1, count)
+    packed = numpy.zeros(padded.shape[:2], numpy.uint32)
     for place in range(count):
-        found |= padded[..., place] << numpy.uint32(bits * place)
-    return torch.from_numpy(found.view(numpy.int32).copy())
+        packed |= padded[..., place] << numpy.uint32(bits * place)
+    return torch.from_numpy(packed.view(numpy.int32).copy())
 
 
 def tensor(numbers: Any, dtype: torch.dtype) -> Tensor:
@@ -77,7 +76,7 @@ def tensor(numbers: Any, dtype: torch.dtype) -> Tensor:
 
 
 def pack_gptq(name: str, matrix: Rounded, dtype: torch.dtype, *, less: int = 1) -> dict[str, Tensor]:
-    """less: what is taken from zero points, 0 in the second format."""
+    """less: subtracted from zero points; 0 in the second format."""
     groups = torch.arange(matrix.codes.shape[1], dtype=torch.int32) // matrix.group
     return {
         f"{name}.qweight": words(matrix.codes, matrix.bits).T.contiguous(),
@@ -112,23 +111,23 @@ def pack_compressed(name: str, matrix: Rounded, dtype: torch.dtype) -> dict[str,
 
 def pack_torchao(name: str, matrix: Rounded, dtype: torch.dtype) -> dict[str, Tensor]:
     signed = matrix.codes - 8
-    both = (signed[:, ::2] & 15) | (signed[:, 1::2] & 15) << 4
+    packed = (signed[:, ::2] & 15) | (signed[:, 1::2] & 15) << 4
     return {
-        f"{name}._weight_qdata": tensor(both, torch.uint8).view(torch.int8),
+        f"{name}._weight_qdata": tensor(packed, torch.uint8).view(torch.int8),
         f"{name}._weight_scale": tensor(matrix.scales.T, dtype),
         f"{name}._weight_zero_point": tensor(matrix.minima.T, dtype),
     }
 
 
 def with_minima(matrix: Rounded, dtype: torch.dtype) -> Rounded:
-    """The same with floating point minima around code 8, as torchao has them."""
+    """The same matrix with floating-point minima around code 8, as torchao stores them."""
     minima = torch.from_numpy((8 - matrix.zeros) * matrix.scales).to(dtype).float().numpy()
     return replace(matrix, zeros=numpy.full_like(matrix.zeros, 8), minima=minima)
 
 
 PACKERS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "gptq": pack_gptq,
-    "gptq_v2": lambda *given: pack_gptq(*given, less=0),
+    "gptq_v2": lambda *args: pack_gptq(*args, less=0),
     "awq": pack_awq,
     "compressed-tensors": pack_compressed,
     "torchao": pack_torchao,
@@ -153,8 +152,8 @@ def settings(form: str, bits: int, group: int, *, symmetric: bool) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Made:
-    """A checkpoint in a folder, and the float32 model that it means."""
+class Checkpoint:
+    """A checkpoint in a folder, and the float32 model it stands for."""
 
     folder: Path
     reference: Any
@@ -165,7 +164,7 @@ class Made:
         return load_file(self.folder / "model.safetensors")
 
     def change(self, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> str:
-        """Write other tensors; the folder's name."""
+        """Writes other tensors, and returns the folder's name."""
         save_file(tensors, self.folder / "model.safetensors", metadata)
         return str(self.folder)
 
@@ -180,8 +179,8 @@ def write_checkpoint(
     symmetric: bool = False,
     dtype: torch.dtype = torch.float16,
     **changes: Any,
-) -> Made:
-    """Write a tiny random model whose layers are quantised; embeddings and the output layer are not."""
+) -> Checkpoint:
+    """Writes a tiny random model whose layers are quantised, but not its embedding and output layer."""
     model = fresh(name, **(SHAPE | changes)).float()
     stored, metadata, named = dict[str, Tensor](), dict[str, str](), list[str]()
     with torch.no_grad():
@@ -206,6 +205,6 @@ def write_checkpoint(
     described |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(described))
     metadata["tensor_names"] = json.dumps(named)
-    made = Made(folder, model.eval())
-    made.change({key: value.clone() for key, value in stored.items()}, metadata if form == "torchao" else None)
-    return made
+    checkpoint = Checkpoint(folder, model.eval())
+    checkpoint.change({key: value.clone() for key, value in stored.items()}, metadata if form == "torchao" else None)
+    return checkpoint

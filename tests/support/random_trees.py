@@ -1,4 +1,4 @@
-"""Draft trees of any form, right in places: any parents, duplicates, nodes in any order."""
+"""Draft trees of any form, partly right: any parents, duplicates, nodes in any order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slipstream import Draft
 from slipstream.core.types import Row
 from slipstream.sampling.sampler import Sampler
 
-RIGHT, DEEPER = 0.6, 0.5  # chances that a node says what the text says, if it can, and that it follows the last one
+RIGHT, DEEPER = 0.6, 0.5  # chances that a node continues a right path rightly, and that it follows the previous node
 
 
 @dataclass
 class RandomTrees:
-    """Proposes trees in which the text that a row will have is a path as far as chance has it.
+    """Proposes trees in which a random beginning of the row's continuation is a path.
 
     texts: prompt -> its text. ordered: parents before their children.
     """
@@ -39,23 +39,23 @@ class RandomTrees:
 
     @property
     def verified(self) -> int:
-        """How many trees were verified, and accepted tokens moved to their positions after."""
-        rounds = [done for row in self.rows for done in row.rounds if done.path is not None]
-        return sum(len(done.path or ()) > done.num_accepted_on_chain for done in rounds)
+        """The number of trees whose accepted tokens had to be moved to their positions."""
+        rounds = [round for row in self.rows for round in row.rounds if round.path is not None]
+        return sum(len(round.path or ()) > round.num_accepted_on_chain for round in rounds)
 
     def _tree(self, row: Row, length: int) -> tuple[list[int], list[int]]:
-        rest = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :]
-        tokens, parents, right = list[int](), list[int](), [0]  # right: depth up to which a path is right, or -1
+        continuation = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :]
+        tokens, parents, right = list[int](), list[int](), [0]  # right: depth up to which a node's path is right, or -1
         for node in range(length):
             parent = node - 1 if self._random.random() < DEEPER else self._random.randrange(-1, node)
             depth, token = right[parent + 1], self._random.randrange(self.vocab_size)
-            if 0 <= depth < len(rest) and self._random.random() < RIGHT:
-                token = rest[depth]
+            if 0 <= depth < len(continuation) and self._random.random() < RIGHT:
+                token = continuation[depth]
             tokens.append(token)
             parents.append(parent)
-            right.append(depth + 1 if 0 <= depth < len(rest) and token == rest[depth] else -1)
+            right.append(depth + 1 if 0 <= depth < len(continuation) and token == continuation[depth] else -1)
         if self.ordered:
             return tokens, parents
         places = self._random.sample(range(length), length)
-        number = {node: at for at, node in enumerate(places)} | {-1: -1}
+        number = {node: i for i, node in enumerate(places)} | {-1: -1}
         return [tokens[node] for node in places], [number[parents[node]] for node in places]

@@ -1,4 +1,4 @@
-"""HTTP by hand, for what well-behaved clients do not do: break off in the middle of a request, read very slowly."""
+"""HTTP by hand, for what well-behaved clients do not do: breaking off within a request, reading very slowly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RawClient:
         return cls(place.netloc, one)
 
     async def send(self, path: str, body: dict[str, Any], part: float = 1.0) -> None:
-        """Post a body, or a part of it."""
+        """Posts a body, or a part of the request."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
         whole = f"{head}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
@@ -50,6 +50,6 @@ class RawClient:
         return int(head.split()[1]), [line for line in body.decode().split("\n") if line]
 
     def reset(self) -> None:
-        """End the connection at once, without farewell."""
+        """Resets the connection."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()

@@ -1,4 +1,4 @@
-"""Random recurrent layers, and a reading of theirs that is cut into forwards in any way."""
+"""Random recurrent layers, and readings of a row in forwards of any widths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("delta rule", "shared keys", "state space", "convolution")
 
 
 def make_recurrence(kind: str, dtype: torch.dtype, size: int = 16) -> Recurrence:
-    """A layer of four heads of this size, or none."""
+    """A layer of four heads of this size; a convolution has no heads."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
@@ -59,15 +59,15 @@ def feed(
     if settled is not None:
         states.mark_final(slot, settled)
     states.begin(slot, [start], count)
-    out = states.run(0, x[None, start : start + count])
+    outputs = states.run(0, x[None, start : start + count])
     states.end()
-    return out[0]
+    return outputs[0]
 
 
 def read(states: RecurrentStates, x: Tensor, counts: Sequence[int], slot: int = 0) -> Tensor:
-    """All outputs of a row, whose forwards take these numbers of tokens."""
-    parts, at = [], 0
+    """All outputs of a row that is read in forwards of these numbers of tokens."""
+    parts, position = [], 0
     for count in counts:
-        parts.append(feed(states, x, at, count, slot))
-        at += count
+        parts.append(feed(states, x, position, count, slot))
+        position += count
     return torch.cat(parts)

@@ -18,6 +18,6 @@ def pair() -> tuple[Any, Any]:
 def greedy(
     prompt: Sequence[Any], gamma: int = 4, models: tuple[Any, Any] | None = None, **options: Any
 ) -> tuple[list[int], float]:
-    """models: drafter and target, in the order of the signature."""
+    """A greedy call. models: drafter and target, in the order of the signature."""
     drafter, target = models or pair()[::-1]
     return speculative_generate(prompt, drafter, target, gamma=gamma, **{"eos_tokens_id": None, **options})

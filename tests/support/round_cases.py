@@ -1,4 +1,4 @@
-"""Pairs of target and drafter whose rounds are enumerated; each is a function from a seed."""
+"""Pairs of target and drafter whose rounds are enumerated, each a function of a seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def disjoint(p: Distribution, q: Distribution) -> tuple[Distribution, Distributi
 
 
 def unsure(q: Distribution) -> Callable[[Context], bool]:
-    """Stops before a token is drawn, by what the drafter knows then."""
+    """Stops before a token is drawn from an uncertain distribution."""
     return lambda context: q(context).max() < 0.5
 
 
@@ -68,10 +68,10 @@ def no_token_left(seed: int) -> Case:
     """The options leave the drafter no token in some contexts: its distribution is zero there, and it proposes 0."""
     p, q = probs_of(seed)
 
-    def left(context: Context) -> Array:
+    def restricted_q(context: Context) -> Array:
         return np.zeros(VOCAB) if sum(context) % 2 else q(context)
 
-    return Case(p, left, drawn(lambda context: np.eye(VOCAB)[0] if sum(context) % 2 else q(context)))
+    return Case(p, restricted_q, drawn(lambda context: np.eye(VOCAB)[0] if sum(context) % 2 else q(context)))
 
 
 def truncated_target(seed: int) -> Case:

@@ -1,4 +1,4 @@
-"""Backends whose rounding depends on the shape of the forward as a test says."""
+"""Backends whose rounding depends on the shape of the forward in a way that a test chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.shape_trials import WIDTHS
 
 BATCH = 8
-BIT = 2.0**-30  # far below what any comparison with a tolerance would see
+BIT = 2.0**-30  # far below the tolerance of any comparison
 Deviates = Callable[[int, int, Tensor, int], Tensor | bool]
 
 
@@ -20,9 +20,9 @@ def never(rows: int, width: int, columns: Tensor, length: int) -> bool:
 
 
 class RoundingBackend:
-    """Whole-number logits of the tokens in memory, off by a bit where `deviates(rows, width, columns, length)`.
+    """Whole-number logits of the cached tokens, off by a bit where `deviates(rows, width, columns, length)`.
 
-    columns: [width] where in the forward a token stands; length: how far the memory is read.
+    columns: [width] the places of tokens in the forward; length: how many cached positions are read.
     """
 
     vocab_size, device = 7, torch.device("cpu")
@@ -47,8 +47,8 @@ class RoundingBackend:
         for row, start in enumerate(starts):
             slot = self.slots[first_slot + row]
             slot[start : start + width] = tokens[row].double() + 1
-            seen = slot.cumsum(0)[start : start + width]
-            out[row] = seen[:, None] * torch.arange(3, 3 + self.vocab_size) % 11
+            sums = slot.cumsum(0)[start : start + width]
+            out[row] = sums[:, None] * torch.arange(3, 3 + self.vocab_size) % 11
             out[row] += off[:, None] if off.ndim else off
         return out
 
@@ -56,18 +56,18 @@ class RoundingBackend:
         self.slots[destination, :length] = self.slots[source, :length]
 
 
-def found(deviates: Deviates, max_length: int = 1000) -> Calibration:
+def calibration_of(deviates: Deviates, max_length: int = 1000) -> Calibration:
     return calibrate(RoundingBackend(deviates, max_length), BATCH)
 
 
-def without(*widths: int) -> tuple[int, ...]:
+def widths_without(*widths: int) -> tuple[int, ...]:
     return tuple(width for width in WIDTHS if width not in widths)
 
 
 class ReadsLess(RoundingBackend):
-    """Rounds otherwise where it reads one of `odd` instead of all slots.
+    """Rounds differently where it reads one of the lengths `odd` instead of whole slots.
 
-    prompts: whether prompts that read less agree at all.
+    prompts: whether prompts agree that read less than whole slots.
     """
 
     def __init__(self, odd: tuple[int, ...], prompts: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A server on a free port of this process, and backends that wait for a sign, so that no test depends on time."""
+"""A server on a free port in this process, and backends that wait for a signal, so that no test depends on time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.processes import PATIENCE
 
-# the server closes a connection that is idle for five seconds, just when httpx would still send on it by default
+# the server closes connections idle for five seconds, for which httpx would by default still keep them
 BRIEFLY_IDLE = httpx.Limits(keepalive_expiry=1.0)
 
 
@@ -70,35 +70,35 @@ class RunningServer:
         return [json.loads(line[6:]) for line in lines[:-1]]
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Do something on the event loop and wait for it."""
-        done, found = threading.Event(), []
+        """Runs a function on the event loop and returns its result."""
+        is_finished, results = threading.Event(), []
 
         def work() -> None:
-            found.append(function())
-            done.set()
+            results.append(function())
+            is_finished.set()
 
         assert self.server._loop is not None
         self.server._loop.call_soon_threadsafe(work)
-        assert done.wait(PATIENCE)
-        return found[0]
+        assert is_finished.wait(PATIENCE)
+        return results[0]
 
     def reach_deadline(self, live: LiveRequest) -> None:
-        """As when the time of a request is over, which on a busy machine may be before it has got anywhere."""
+        """Ends the time of a request now, since real time may end it early on a busy machine."""
         *_, deadline = self.service._timers[live]
         self.call(deadline._run)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Ask the event loop until something holds."""
+        """Waits until a condition, checked on the event loop, holds."""
         pause = threading.Event()
         for _ in range(int(PATIENCE / 0.005)):
             if self.call(holds):
                 return
             pause.wait(0.005)
-        raise AssertionError("it never came to hold")
+        raise AssertionError("the condition never held")
 
 
 class PromptServer(Server):
-    """Looks whether it is to end every five milliseconds instead of ten times a second."""
+    """Checks every 5 ms instead of every 100 ms whether it should end."""
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
@@ -108,14 +108,14 @@ class PromptServer(Server):
 
 @contextmanager
 def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[RunningServer]:
-    """A server of the toy, or of what `load` returns; it is shut down in the end."""
+    """A server of the toy, or of the decoder that `load` returns; it is shut down at the end."""
     ready = threading.Event()
     server = PromptServer(ServerSettings(**{"port": 0} | settings), load, lambda server: ready.set())
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         assert ready.wait(PATIENCE)
-        for _ in range(int(PATIENCE / 0.005)):  # small models may be loaded before the address is listened on
+        for _ in range(int(PATIENCE / 0.005)):  # a small model may be loaded before the server listens
             if server.started:
                 break
             time.sleep(0.005)
@@ -130,7 +130,7 @@ def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any
 
 
 class Gate:
-    """The toy behind a gate: forwards wait until it is open. reached: a forward has come to it."""
+    """The toy behind a gate: forwards wait until it is open. reached: set once a forward waits."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -151,17 +151,17 @@ class Gate:
 
 @contextmanager
 def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Something done beside the test; what it returned or raised is in the list once the block is left."""
-    found: list[Any] = []
+    """Runs a function beside the test; its result or error is in the list after the block."""
+    results: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(function())
+            results.append(function())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield found
+    yield results
     thread.join(PATIENCE)
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""A storm of requests on a server: good, bad, slow, given up half way; every text that comes whole must be right."""
+"""A storm of requests on a server: good, bad, slow, abandoned; every text that arrives whole must be right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MALFORMED: tuple[tuple[str, bytes], ...] = (
 )
 NESTED: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
 NESTED |= {"additionalProperties": False}
-BOMBS: tuple[dict[str, Any], ...] = (  # constraints that nothing finite satisfies, that are too much or none at all
+BOMBS: tuple[dict[str, Any], ...] = (  # constraints that are unsatisfiable, too expensive or invalid
     {"structured_outputs": {"json": {"$defs": {"A": NESTED}, "$ref": "#/$defs/A"}}},
     {"structured_outputs": {"regex": "(" * 200 + "a" + ")" * 200}},
     {"structured_outputs": {"regex": "(x{1,5000}){1,5000}"}},
@@ -56,7 +56,7 @@ FORMS: tuple[bytes, ...] = (
     b"--B\r\n" + b"x" * 20_000,
     b"--B\r\ncontent-disposition: form-data; name=file\r\n\r\n" + b"x" * 5000,
 )
-BEGINNINGS: tuple[bytes, ...] = (  # of requests that go no further
+BEGINNINGS: tuple[bytes, ...] = (  # beginnings of requests that never continue
     b"",
     b"POST /v1/comp",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
@@ -64,30 +64,30 @@ BEGINNINGS: tuple[bytes, ...] = (  # of requests that go no further
     b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n--B\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00",
 )
-FAULT = "!!!"  # a server under a storm may be made to fail at prompts that begin so, once they have some output
+FAULT = "!!!"  # with `weak`, the server fails at prompts that begin so, once they have some output
 KINDS = {"whole": 4, "stream": 4, "left": 2, "slow": 1, "gone": 1, "hasty": 1, "long": 1, "malformed": 1, "failing": 1}
-# of these `fault` needs a server that was made to fail (`weak`)
+# `fault` needs a decoder made by `weak`
 HOSTILE = {"bomb": 2, "fault": 1, "form": 1, "silent": 2, "health": 1}
-FOR_NOW = (429, 503)  # what a client is told that shall come again
-UNSEEN = ("num_draft_tokens",)  # of a body: what no text depends on
+FOR_NOW = (429, 503)  # the client should ask again
+UNSEEN = ("num_draft_tokens",)  # fields of a body that change no text
 
 
 class Refused(Exception):
-    """The server has no room now."""
+    """The server has no room at the moment."""
 
 
 class Late(Exception):
-    """The server's time for a request is over."""
+    """The server's time limit for a request has passed."""
 
 
 @dataclass
 class Storm:
-    """One run. texts: those that came whole, by their request; outcomes: how often each thing happened.
+    """One run. texts: those that arrived whole, by their request; outcomes: how often each kind happened.
 
-    longest: tokens of the requests that take long. The kinds: answers as a whole and as a stream; streams that are
-    left after some chunks, or read slowly; clients that are gone before the answer or in the middle of their request,
-    or give up after some milliseconds; long texts, which a server may break off in the end; malformed bodies; rows
-    that fail while others run beside them.
+    longest: tokens of the long requests. The kinds: answers as a whole and as a stream; streams that are
+    abandoned after some chunks, or read slowly; clients that disconnect within their request or before the answer, or
+    give up after some milliseconds; long texts, which a server may cut off at its end; malformed bodies; rows that
+    fail while others run.
     Hostile ones: constraints that are bombs, faults within the engine, broken forms, sockets that bring no request and
     stay open until the storm is over (`silent`), and questions after the server's health.
     """
@@ -116,7 +116,7 @@ class Storm:
                 async with limit:
                     while (outcome := await self._one(client, random.Random(seed))) == "refused":
                         self.outcomes[outcome] += 1
-                        await asyncio.sleep(0.05)  # asked again, as clients do, so that each request comes to its end
+                        await asyncio.sleep(0.05)  # ask again, as clients do, until the request is served
                     self.outcomes[outcome] += 1
 
             try:
@@ -170,7 +170,7 @@ class Storm:
         assert answer.status_code == 200 and answer.json() == {"status": "ready"}
 
     async def _failing(self, client: httpx.AsyncClient, choose: random.Random) -> None:
-        """A row that has no token to choose from, beside others of the same batch."""
+        """A row without an allowed token, beside others of the same batch."""
         ids = [choose.randrange(40, 60)]
         words = (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
         body = request(choose) | {"allowed_token_ids": ids, "bad_words": [words]}
@@ -194,7 +194,7 @@ class Storm:
         await self._read(client, request(choose), choose.randrange(1, 9))
 
     async def _hasty(self, client: httpx.AsyncClient, choose: random.Random) -> None:
-        """A client with a deadline of its own, which passes at any moment of the request."""
+        """A client whose own deadline passes at any moment of the request."""
         try:
             async with asyncio.timeout(choose.uniform(0.001, 0.2)):
                 await self._read(client, request(choose), None)
@@ -223,7 +223,7 @@ class Storm:
         assert lines[-1] == "data: [DONE]"
 
     async def _read(self, client: httpx.AsyncClient, body: dict[str, Any], leave: int | None) -> None:
-        """Read a stream; leave: after so many chunks go away."""
+        """Reads a stream; leave: the number of chunks after which to disconnect."""
         text, last = "", ""
         async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             _checked(answer, 200)
@@ -250,7 +250,7 @@ def _checked(answer: httpx.Response, status: int) -> httpx.Response:
 
 
 def _text_of(line: str) -> str:
-    """What an event adds to a text."""
+    """The text that an event adds."""
     if not line.startswith("data: {"):
         return ""
     chunk = json.loads(line[6:])

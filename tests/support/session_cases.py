@@ -1,4 +1,4 @@
-"""Rows that grow without a model, and what a session says that starts with nothing."""
+"""Rows that grow without a model, and the logits of a session with an empty cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(drafts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
 
 
 def from_scratch(make: Callable[[], Backend], row: Row, draft: Sequence[int]) -> torch.Tensor:
-    """[len(draft) + 1, V] logits of a session that starts with nothing."""
+    """[len(draft) + 1, V] logits of a session with an empty cache."""
     session = Session(make(), EXACT_FIT)
     session.reserve(1, CAPACITY)
     return session.score([row], torch.tensor([list(draft)], dtype=torch.int64).reshape(1, len(draft)), [len(draft)])[0]

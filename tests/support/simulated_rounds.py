@@ -1,4 +1,4 @@
-"""Rounds of predicted costs and acceptance played at random, row by row: the check of the formulas."""
+"""Simulates rounds of given costs and acceptance at random, row by row, to check the formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.bench.speed_model.round_costs import Costs
 
 @dataclass(frozen=True)
 class Load:
-    """Rows to decode in a played run: how many in all, how many at a time, and tokens per row."""
+    """The rows of a simulated run: their number, how many at a time, and tokens per row."""
 
     rows: int
     batch: int
@@ -22,37 +22,37 @@ class Load:
 
 
 def play(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, load: Load, seed: int) -> float:
-    """Milliseconds of a run whose accepted and proposed lengths are sampled, round by round, as the loop would go.
+    """Milliseconds of a run whose proposed and accepted lengths are sampled round by round, as in the loop.
 
     Rows finish at different times; a waiting row takes the place of a finished one, and at the end the batch gets
     smaller. A row drafts at most what it can still commit. The speed-up is play(..., 0, ...) over this.
     """
     fates = acceptance if isinstance(acceptance, Acceptance) else Acceptance.constant(acceptance)
-    rng, taken = Random(seed), 0.0
+    rng, milliseconds = Random(seed), 0.0
     waiting, active = deque([load.tokens] * load.rows), list[int]()
     while waiting or active:
         while waiting and len(active) < load.batch:
             active.append(waiting.popleft())
         rounds = [_draw(fates, min(num_draft_tokens, remaining - 1), rng) for remaining in active]
-        taken += _milliseconds(costs, rounds, num_draft_tokens)
-        left = [remaining - fate.accepted - 1 for remaining, fate in zip(active, rounds, strict=True)]
-        active = [remaining for remaining in left if remaining > 0]
-    return taken
+        milliseconds += _milliseconds(costs, rounds, num_draft_tokens)
+        remaining_after = [remaining - fate.accepted - 1 for remaining, fate in zip(active, rounds, strict=True)]
+        active = [remaining for remaining in remaining_after if remaining > 0]
+    return milliseconds
 
 
 @dataclass(frozen=True)
 class _Fate:
-    """Of a row's draft: its tokens, and how many are accepted."""
+    """The number of tokens in a row's draft, and how many are accepted."""
 
     proposed: int
     accepted: int
 
 
 def _draw(fates: Acceptance, limit: int, rng: Random) -> _Fate:
-    """What becomes of a draft of at most `limit` tokens.
+    """Samples the lengths of a draft of at most `limit` tokens.
 
-    One number decides how many are proposed and accepted, so that never more is accepted than proposed; each by itself
-    has its own distribution.
+    One random number decides both lengths, so that never more is accepted than proposed; each by itself follows its
+    own distribution.
     """
     u = rng.random()
     proposed = bisect_left([-p for p in fates.proposed[:limit]], -u)
@@ -60,7 +60,7 @@ def _draw(fates: Acceptance, limit: int, rng: Random) -> _Fate:
 
 
 def _milliseconds(costs: Costs, fates: Sequence[_Fate], asked: int) -> float:
-    """Of one round."""
+    """Milliseconds of one round."""
     batch, longest = len(fates), max(fate.proposed for fate in fates)
     if not asked:
         return costs.plain(batch, costs.width_for(1, batch))

@@ -18,7 +18,7 @@ from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarSt
 from slipstream.models.loaded import Loaded
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
-VOCAB, END, EMPTY = 448, "<eos>", 5  # the last ids stand for nothing, as padded heads have them
+VOCAB, END, EMPTY = 448, "<eos>", 5  # the last EMPTY ids are no tokens, as in a padded output layer
 
 
 def strict(properties: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +90,12 @@ def model(seed: int = 0, noise: float = 0.0) -> Any:
         eos_token_id=end,
         bos_token_id=None,
     )
-    made = transformers.LlamaForCausalLM(config).eval()
+    llama = transformers.LlamaForCausalLM(config).eval()
     if noise:
         with torch.no_grad():
-            for weight in made.parameters():
+            for weight in llama.parameters():
                 weight += noise * weight.std() * torch.randn_like(weight)
-    return made
+    return llama
 
 
 @cache
@@ -114,7 +114,7 @@ def grammars() -> CompiledGrammars:
 
 
 def state(constraint: Constraint, *further: int) -> GrammarState:
-    """A fresh start in a grammar; `further` tokens end the row as well."""
+    """The initial state of a grammar; `further` tokens end the row too."""
     return grammars().constraint(constraint, frozenset((tokenizer().eos_token_id, *further)))
 
 
@@ -130,21 +130,21 @@ class TableGrammar:
         self._legal = legal
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
-        rows, known = [], self.num_legal(output, draft)
+        rows, num_legal_tokens = [], self.num_legal(output, draft)
         for count in range(len(draft) + 1):
-            legal = self._legal((*output, *draft[:count])) if count <= known else frozenset(range(8))
+            legal = self._legal((*output, *draft[:count])) if count <= num_legal_tokens else frozenset(range(8))
             rows.append([sum(1 << token for token in legal)])
         return np.array(rows, dtype=np.uint8)
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        places = (at for at in range(len(draft)) if draft[at] not in self._legal((*output, *draft[:at])))
-        return next(places, len(draft))
+        illegal = (i for i in range(len(draft)) if draft[i] not in self._legal((*output, *draft[:i])))
+        return next(illegal, len(draft))
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < limit and len(legal := self._legal((*output, *found))) == 1:
-            found += legal
-        return found
+        tokens: list[int] = []
+        while len(tokens) < limit and len(legal := self._legal((*output, *tokens))) == 1:
+            tokens += legal
+        return tokens
 
     def problem(self, output: Sequence[int]) -> str | None:
         return None

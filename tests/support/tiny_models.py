@@ -1,4 +1,4 @@
-"""Tiny random models, a tokenizer of single characters, a backend that notices everything, an oracle."""
+"""Tiny random models, a tokenizer of single characters, a backend that shows wrong cached tokens, an oracle drafter."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def perturbed(name: str, scale: float = 0.1) -> Any:
 
 
 def reference(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """What Hugging Face `generate` says, greedily."""
+    """The greedy text of Hugging Face `generate`."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
@@ -110,14 +110,14 @@ def reference(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def prompts(lengths: Sequence[int], vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
-    """Ragged prompts that repeat themselves, so that n-grams are found."""
+    """Prompts that repeat a motif, so that retrieval finds n-grams."""
     generator = torch.Generator().manual_seed(seed)
     motif = torch.randint(3, vocab, (6,), generator=generator).tolist()
-    made = []
+    texts = []
     for length in lengths:
         noise = torch.randint(3, vocab, (length,), generator=generator).tolist()
-        made.append([motif[i % 6] if i % 12 < 6 else noise[i] for i in range(length)])
-    return made
+        texts.append([motif[i % 6] if i % 12 < 6 else noise[i] for i in range(length)])
+    return texts
 
 
 def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -> Any:
@@ -126,15 +126,15 @@ def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Fuse()
-    made = transformers.PreTrainedTokenizerFast(
+    hf_tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    made.chat_template = template
-    return made
+    hf_tokenizer.chat_template = template
+    return hf_tokenizer
 
 
 class HashBackend:
-    """Logits that depend on every token of the prefix, read from the memory alone: any wrong cached token shows."""
+    """Its logits hash all cached tokens of the prefix, so any wrong cached token shows."""
 
     def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
         self.vocab_size, self.max_length, self.device = vocab_size, max_length, torch.device("cpu")
@@ -150,27 +150,27 @@ class HashBackend:
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         rows, width = tokens.shape
         self.forwards.append((rows, width, logits))
-        out = torch.zeros(rows, width, self.vocab_size)
+        all_logits = torch.zeros(rows, width, self.vocab_size)
         for i, start in enumerate(starts):
             self.slots[first_slot + i, start : start + width] = tokens[i]
             if logits:
-                held = self.slots[first_slot + i].tolist()
+                cached = self.slots[first_slot + i].tolist()
                 for j in range(width):
-                    out[i, j] = self._race.noise(key(*held[: start + j + 1]))
-        return out if logits else torch.empty(0)
+                    all_logits[i, j] = self._race.noise(key(*cached[: start + j + 1]))
+        return all_logits if logits else torch.empty(0)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         self.slots[destination, :length] = self.slots[source, :length]
 
 
 class RaggedHash(HashBackend):
-    """The same with ragged forwards; what padding leaves behind is none of any row's tokens."""
+    """The same with ragged forwards; padding is written after the last row's tokens."""
 
     ragged = True
 
     def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
         super().__init__(vocab_size, max_length)
-        self.together: list[tuple[list[int], int]] = []  # tokens of each row, and of the forward
+        self.together: list[tuple[list[int], int]] = []  # (tokens of each row, tokens of the forward)
 
     def forward_ragged(
         self,
@@ -181,20 +181,22 @@ class RaggedHash(HashBackend):
         columns: Tensor | None = None,
     ) -> Tensor:
         self.together.append(([segment.count for segment in segments], len(tokens)))
-        out, at = torch.zeros(len(tokens), self.vocab_size), 0
+        all_logits, first = torch.zeros(len(tokens), self.vocab_size), 0
         assert widths is None or [segment.slot for segment in segments] == list(range(len(segments)))
         for segment in segments:
-            rest = tokens[at:] if segment is segments[-1] else tokens[at : at + segment.count]
-            own = HashBackend.forward(self, rest[None], [segment.start], first_slot=segment.slot, logits=True)[0]
+            row_tokens = tokens[first:] if segment is segments[-1] else tokens[first : first + segment.count]
+            row_logits = HashBackend.forward(
+                self, row_tokens[None], [segment.start], first_slot=segment.slot, logits=True
+            )[0]
             self.forwards.pop()
-            out[at : at + len(own)] = own
-            at += segment.count
-        return out if columns is None else out[columns]
+            all_logits[first : first + len(row_logits)] = row_logits
+            first += segment.count
+        return all_logits if columns is None else all_logits[columns]
 
 
 @dataclass
 class Oracle:
-    """Proposes known continuations: texts[row.index] holds the whole row, `lies` the output positions to get wrong."""
+    """Proposes known continuations: texts[row.index] is the whole row, `lies` the output positions to get wrong."""
 
     texts: Sequence[Sequence[int]]
     lies: frozenset[int] = frozenset()
@@ -205,13 +207,13 @@ class Oracle:
         proposals = []
         for row, length in zip(rows, lengths, strict=True):
             self.asked.append((row.index, row.remaining, length))
-            at = len(row.tokens)
-            told = list(self.texts[row.index][at : at + length])
-            lies = [position + row.prompt_length - at for position in self.lies]
+            start = len(row.tokens)
+            draft = list(self.texts[row.index][start : start + length])
+            lies = [position + row.prompt_length - start for position in self.lies]
             for j in lies:
-                if 0 <= j < len(told):
-                    told[j] = (told[j] + 1) % self.vocab_size
-            proposals.append(told)
+                if 0 <= j < len(draft):
+                    draft[j] = (draft[j] + 1) % self.vocab_size
+            proposals.append(draft)
         return Draft.from_lists(proposals, sampler.device)
 
 
@@ -228,7 +230,7 @@ def fast(name: str, dtype: torch.dtype = torch.float32, *, fused: bool = True, *
 
 
 def ragged_logits(backend: HFBackend) -> Tensor:
-    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that go on from it."""
+    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that continue it."""
     backend.reserve(2, 128)
     tokens = torch.arange(1, 21)[None]
     first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]

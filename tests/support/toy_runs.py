@@ -17,7 +17,7 @@ from slipstream.bench.tuning.search import Budget
 from slipstream.config import DecoderConfig
 from slipstream.text.prompt_sets import NamedPrompt
 
-NASTY = '<script>alert("x")</script> & $x^2$'  # a family's name that must be escaped wherever it is shown
+NASTY = '<script>alert("x")</script> & $x^2$'  # a family name that must be escaped wherever it is shown
 PROMPTS = (
     NamedPrompt("The heron looked at", "chat"),
     NamedPrompt("A sparrow called out", "chat"),
@@ -28,20 +28,20 @@ ARMS = "none,ngram@2,model@1,model@3,model@3/topk:2"
 
 
 def make(folder: Path, arms: str = ARMS, batches: Sequence[int] = (1, 2), repeats: int = 2) -> Path:
-    """Run a benchmark of the toy into a folder."""
+    """Runs a benchmark of the toy pair into a folder."""
     decoder, params = SpeculativeDecoder("toy", "toy:2"), SamplingParams(max_tokens=24, seed=0)
-    chosen, prompts = parse_arms(arms), name_prompts(PROMPTS)
-    reference = chosen[0].name
+    parsed_arms, prompts = parse_arms(arms), name_prompts(PROMPTS)
+    reference = parsed_arms[0].name
     settings: dict[str, Any] = {"reference": reference, "batch_sizes": list(batches), "repeats": repeats, "chat": True}
     models = {"target": "toy", "draft": "toy:2"}
-    start(folder, make_header(models, chosen, prompts, DecoderConfig(), params, **settings))
-    runner = Runner(Lineup(decoder, chosen, params), plan(chosen, prompts, batches, repeats), folder)
+    start(folder, make_header(models, parsed_arms, prompts, DecoderConfig(), params, **settings))
+    runner = Runner(Lineup(decoder, parsed_arms, params), plan(parsed_arms, prompts, batches, repeats), folder)
     assert all(run.error is None for run in runner.run([]))
     return folder
 
 
 def fail(folder: Path, arm: str, error: str) -> None:
-    """Add a failed run of an arm to a folder."""
+    """Adds a failed run of an arm to a folder."""
     append(folder, Run(arm, ["chat/1"], "chat", 1, 99, error=error))
 
 
@@ -73,6 +73,6 @@ def timed(arm: str, seconds: Sequence[float], *, drafted: int = 10, accepted: in
 
 
 def ticking(seconds: float, tick: float = 0.004) -> Budget:
-    """A budget whose clock goes on by `tick` seconds whenever somebody looks."""
+    """A budget whose clock advances by `tick` seconds whenever it is read."""
     ticks = count()
     return Budget(seconds, lambda: tick * next(ticks))

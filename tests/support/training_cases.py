@@ -1,4 +1,4 @@
-"""A tiny target whose texts a head can learn in seconds, and trainings of it."""
+"""A tiny target whose texts a head can learn in seconds, and training jobs for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, STEPS = 3000, 40
 
 @cache
 def target() -> Any:
-    """Its next token depends on the last ones above all."""
+    """A model whose next token depends mostly on the last few."""
     return fresh("llama", num_hidden_layers=4, initializer_range=0.1)
 
 
@@ -37,7 +37,7 @@ def decoder(**settings: Any) -> SpeculativeDecoder:
 
 @contextmanager
 def small() -> Iterator[None]:
-    """Short texts, few of them at a time, a state after every step."""
+    """Trains on short texts in small batches, and saves the state after every step."""
     with (
         patch.multiple(texts, QUESTION=12, ANSWER=60, BATCH=8),
         patch.multiple(training_job, COST_SECONDS=0.1, tokens_of_step=lambda device: (256, 128)),
@@ -47,8 +47,8 @@ def small() -> Iterator[None]:
 
 
 def job(folder: Path, **settings: Any) -> TrainingJob:
-    chosen = {"num_tokens": TOKENS, "num_steps": STEPS} | settings
-    return TrainingJob(TrainingSettings("tiny", folder, **chosen))
+    options = {"num_tokens": TOKENS, "num_steps": STEPS} | settings
+    return TrainingJob(TrainingSettings("tiny", folder, **options))
 
 
 def train(folder: Path, **settings: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds trained on a small text, tiny models that speak them, and bridges between two."""
+"""Tokenizers of several kinds trained on a small text, tiny models with their vocabularies, and bridges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("bytes", "digits", "normalised", "sentencepiece", "prefixed", "metaspac
 
 
 def _byte_level(size: int, *, digits: bool = False, normaliser: Any = None) -> Tokenizer:
-    """GPT-2's kind; digits: one by one. Without them they are grouped as the training text groups them."""
+    """A tokenizer like GPT-2's. digits: each digit is a token; otherwise digits are merged as in the training text."""
     inner = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.pre_tokenizer = pre_tokenizers.Sequence([DIGITS, level]) if digits else level
@@ -53,7 +53,7 @@ def _byte_level(size: int, *, digits: bool = False, normaliser: Any = None) -> T
 
 
 def _sentencepiece(size: int, *, prefixed: bool = False, metaspace: bool = False) -> Tokenizer:
-    """A sign for the space and a token per byte; prefixed, metaspace: with a space in front of every text."""
+    """A tokenizer with a sign for the space and a token per byte. prefixed, metaspace: a space precedes every text."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     texts = [word.replace(" ", SPACE) for text in TEXT for word in _words(text)]
     trained.train_from_iterator(
@@ -61,21 +61,21 @@ def _sentencepiece(size: int, *, prefixed: bool = False, metaspace: bool = False
     )
     model = json.loads(trained.to_str())["model"]
     vocabulary = model["vocab"] | {f"<0x{byte:02X}>": len(model["vocab"]) + byte for byte in range(256)}
-    merges = [(one, other) for one, other in model["merges"]]
+    merges = [(left, right) for left, right in model["merges"]]
     inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     inner.add_special_tokens(["<unk>", *SPECIALS])
     replace = normalizers.Replace(" ", SPACE)
-    back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoding: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metaspace:
         inner.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=True)
-        back = [decoders.ByteFallback(), decoders.Metaspace(SPACE, prepend_scheme="first"), decoders.Fuse()]
+        decoding = [decoders.ByteFallback(), decoders.Metaspace(SPACE, prepend_scheme="first"), decoders.Fuse()]
     elif prefixed:
         inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
-        back.append(decoders.Strip(" ", 1, 0))
+        decoding.append(decoders.Strip(" ", 1, 0))
     else:
         inner.normalizer = replace
-        inner.add_tokens(["\n", "\n\n", SPACE * 4])  # as Gemma's: added, but not special
-    inner.decoder = decoders.Sequence(back)
+        inner.add_tokens(["\n", "\n\n", SPACE * 4])  # as in Gemma: added, but not special
+    inner.decoder = decoders.Sequence(decoding)
     inner.post_processor = processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", inner.token_to_id("<|user|>"))]
     )
@@ -83,7 +83,7 @@ def _sentencepiece(size: int, *, prefixed: bool = False, metaspace: bool = False
 
 
 def _words(text: str) -> list[str]:
-    """The text cut before each space, as pre-tokenizers do, since tokens do not reach over one."""
+    """The text cut before each space, as pre-tokenizers do, since no token spans one."""
     words = text.split(" ")
     return [words[0], *(f" {word}" for word in words[1:])]
 
@@ -99,22 +99,22 @@ def tokenizer(kind: str, size: int = 420) -> Any:
         inner = _byte_level(size, normaliser=normalizers.NFC())
     else:
         inner = _sentencepiece(size, prefixed=kind == "prefixed", metaspace=kind == "metaspace")
-    made = transformers.PreTrainedTokenizerFast(
+    hf_tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner,
         eos_token="<|end|>",
         additional_special_tokens=list(SPECIALS[1:]),
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = CHAT
-    return made
+    hf_tokenizer.chat_template = CHAT
+    return hf_tokenizer
 
 
 def vocabulary(kind: str, size: int = 420) -> VocabularyInfo:
     """The vocabulary of a model with such a tokenizer and a head padded by 7 logits."""
     if kind == "toy":
         return VocabularyInfo.of(load_toy("toy"))
-    made = HFTokenizer(tokenizer(kind, size))
-    return VocabularyInfo(kind, len(made.inner) + 7, (made.inner.eos_token_id,), made)
+    hf_tokenizer = HFTokenizer(tokenizer(kind, size))
+    return VocabularyInfo(kind, len(hf_tokenizer.inner) + 7, (hf_tokenizer.inner.eos_token_id,), hf_tokenizer)
 
 
 @cache
@@ -135,16 +135,16 @@ def speaking(kind: str, seed: int = 0, size: int = 420, architecture: str = "lla
 def _counted(
     text: tuple[int, ...], order: int, vocab_size: int
 ) -> tuple[dict[tuple[int, ...], dict[int, int]], dict[tuple[int, ...], Tensor]]:
-    """What follows each context of a text how often, and a place for the distributions over so many tokens."""
+    """How often each token follows each context of a text, and a cache for distributions over `vocab_size` tokens."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for at, token in enumerate(text):
-        for length in range(min(order, at) + 1):
-            counts[text[at - length : at]][token] += 1
+    for position, token in enumerate(text):
+        for length in range(min(order, position) + 1):
+            counts[text[position - length : position]][token] += 1
     return counts, {}
 
 
 class FableBackend(ToyBackend):
-    """The toy model over another vocabulary: it knows the fable by heart, in these tokens, up to its order."""
+    """The toy model with another vocabulary: it knows the fable in these tokens, up to its order."""
 
     def __init__(self, info: VocabularyInfo, order: int, max_length: int = 1 << 16) -> None:
         super().__init__(1)
@@ -161,9 +161,9 @@ class FableBackend(ToyBackend):
         if not logits:
             return torch.empty(0)
         contexts = [
-            self._cache.slots[first_slot + row, max(0, start + at + 1 - self._order) : start + at + 1].tolist()
+            self._cache.slots[first_slot + row, max(0, start + i + 1 - self._order) : start + i + 1].tolist()
             for row, start in enumerate(starts)
-            for at in range(width)
+            for i in range(width)
         ]
         return torch.stack([self._of(tuple(context)) for context in contexts]).reshape(rows, width, -1)
 
@@ -191,12 +191,12 @@ def fable_model(kind: str, order: int = 3, size: int = 420, max_length: int = 1 
 
 
 def decoder_of(target: Loaded, draft: Loaded | None, **settings: Any) -> SpeculativeDecoder:
-    """A decoder over models that were made here."""
-    known = {id(one): one for one in (target, draft) if one is not None}
+    """A decoder over models made in this file."""
+    loaded_models = {id(model): model for model in (target, draft) if model is not None}
 
-    def given(source: Any, options: Any, tokenizer: Any = None) -> Loaded:
-        return known[id(source)]
+    def find_loaded(source: Any, options: Any, tokenizer: Any = None) -> Loaded:
+        return loaded_models[id(source)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_pair, "load", given)
+        patch.setattr(model_pair, "load", find_loaded)
         return SpeculativeDecoder(target, draft, **settings)

@@ -37,7 +37,7 @@ SEEDS = range(20)
 
 
 def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Subtracts q only at the rejected token, and not everywhere."""
+    """Subtracts q only at the rejected token instead of everywhere."""
     if draft.probs is None or draft.width == 0:  # one-hot drafts: the same as the right rule
         return rejection(p, scores, draft)
     probs = draft.probs
@@ -54,19 +54,19 @@ def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Distributi
 
 
 def recovered_from_p(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Samples the token after a rejection from p and not from the residual."""
+    """Samples the token after a rejection from p instead of the residual."""
     return Distributions(rejection(p, scores, draft).keep, partial(_at, p))
 
 
 def greedy_by_softmax(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Means to be greedy: takes the argmax after a rejection, but accepts with softmax p / q."""
+    """Pretends to be greedy: takes the argmax after a rejection, but accepts with softmax p / q."""
     right = rejection(scores.softmax(-1), scores, draft)
     best = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p.dtype)
     return Distributions(right.keep, partial(_at, best))
 
 
 def options_twice(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Divides by the temperature (here 1/2) what has been divided by it before."""
+    """Divides by the temperature (here 1/2) twice."""
     return rejection((2 * p.log()).softmax(-1), scores, draft)
 
 
@@ -91,12 +91,12 @@ WRONG_RULES: dict[str, Callable[[Tensor, Tensor, Draft], Distributions]] = {
 
 
 def load_wrong_rule(name: str) -> Rule:
-    """A wrong rule that claims to be lossless, as they do."""
+    """A wrong rule that claims to be lossless, as in the projects it comes from."""
     return Rule(name, True, WRONG_RULES[name])
 
 
 def dropped_if_unlikely(q: Distribution) -> list[tuple[Context, float]]:
-    """Drafts drawn from q of which the first unlikely token and all behind it were thrown away."""
+    """Drafts drawn from q, without the first unlikely token and all after it."""
     shortened = []
     for tokens, weight in drawn(q):
         likely = [q(tokens[:i])[tokens[i]] >= UNLIKELY for i in range(len(tokens))]
@@ -105,7 +105,7 @@ def dropped_if_unlikely(q: Distribution) -> list[tuple[Context, float]]:
 
 
 def tree_without_renormalising(p: Distribution, q: Distribution) -> float:
-    """Two candidates drawn without replacement, the second tested with the distribution of the first: its error."""
+    """The error of two candidates drawn without replacement, the second tested with the distribution of the first."""
     distribution, first_q = np.zeros(VOCAB), q(())
     for first in range(VOCAB):
         second_q = np.where(np.arange(VOCAB) == first, 0.0, first_q)
@@ -117,14 +117,14 @@ def tree_without_renormalising(p: Distribution, q: Distribution) -> float:
 
 def _two_candidates(p: Array, q: Array, candidates: tuple[int, int]) -> Array:
     """Recursive rejection of candidates that are all tested with the same q (right only for independent draws)."""
-    distribution, rest, weight = np.zeros(VOCAB), p, 1.0
+    distribution, target, weight = np.zeros(VOCAB), p, 1.0
     for token in candidates:
-        accepted = min(1.0, rest[token] / q[token])
+        accepted = min(1.0, target[token] / q[token])
         distribution[token] += weight * accepted
         weight *= 1 - accepted
-        left = np.maximum(rest - q, 0)
-        rest = left / left.sum() if left.sum() > 0 else rest
-    return distribution + weight * rest
+        residual = np.maximum(target - q, 0)
+        target = residual / residual.sum() if residual.sum() > 0 else target
+    return distribution + weight * target
 
 
 def _distributions(seed: int) -> tuple[Distribution, Distribution]:

@@ -1,7 +1,7 @@
-/* Teams of the pool: every thread takes part and waits at a barrier, items are shared out once, several callers at a time
- * and a child of a fork get right results, also within `keep_team`. Who waits long takes little of the processors' time.
- * Items that threads take are each one's, whichever thread is slow, and begin with a thread's own. With an argument the
- * same of teams of OpenMP, but no fork. Ends with 0 if all were right. */
+/* Checks teams of the pool: every thread takes part and waits at the barrier; every item is computed once; concurrent
+ * callers and the child of a fork get right results, also within `keep_team`; threads that wait long use little processor
+ * time; items are taken once each, however slow a thread is, and a thread begins with its own share. With an argument it
+ * checks teams of OpenMP instead, without the fork. Exits with 0 if all results are right. */
 #include "team.h"
 
 #include <pthread.h>
@@ -63,7 +63,7 @@ static void come_late(const struct member *me, void *of) {
     if (me->number == 1) usleep(LATE);
 }
 
-/* All but one thread wait at the barrier, then the caller and the barrier's last for the end. */
+/* First all but one thread wait at the barrier, then all but one wait for the end. */
 static void call_late(void *of) {
     clock_t before = clock();
     in_team(come_late, of);
@@ -73,7 +73,7 @@ static void call_late(void *of) {
     printf("threads that waited computed for %.3f s\n", seconds);
 }
 
-/* Of `threads`, of which every `slow`th takes nothing until all the others have found nothing left. */
+/* Every `slow`th of the threads takes nothing until the others have found nothing left. */
 static void take_all(int64_t threads, int64_t items, int64_t slow) {
     int taken[ITEMS] = {0};
     int64_t tried[2 * SHARES] = {0};

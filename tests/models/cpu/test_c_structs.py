@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """layout.c alone, which any processor runs."""
-    made = tmp_path_factory.mktemp("layout") / "layout.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "layout.c"), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    """layout.c alone, which runs on any processor."""
+    library_file = tmp_path_factory.mktemp("layout") / "layout.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "layout.c"), "-o", str(library_file)], check=True)
+    return ctypes.CDLL(str(library_file))
 
 
 def test_sizes_offsets_and_constants_are_those_of_the_compiler(library: ctypes.CDLL) -> None:
@@ -33,13 +33,13 @@ def test_sizes_offsets_and_constants_are_those_of_the_compiler(library: ctypes.C
 
 
 class Longer(ctypes.Structure):
-    """A field too many, at the end."""
+    """Has one field too many, at the end."""
 
     _fields_ = [*LinearStruct._fields_, ("more", ctypes.c_int64)]
 
 
 class Swapped(ctypes.Structure):
-    """The same size, two fields in each other's place."""
+    """Has the same size, but two fields are swapped."""
 
     _fields_ = [
         *LinearStruct._fields_[:3],
@@ -50,7 +50,7 @@ class Swapped(ctypes.Structure):
 
 
 class Shorter(ctypes.Structure):
-    """A field too few."""
+    """Has one field too few."""
 
     _fields_ = [*LinearStruct._fields_[:-1]]
 
@@ -69,7 +69,7 @@ def test_a_constant_that_differs_is_an_error(library: ctypes.CDLL, monkeypatch: 
         check_layout(library)
 
 
-def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> None:
+def test_a_struct_without_a_mirror_is_an_error(library: ctypes.CDLL) -> None:
     mirrors = {name: mirror for name, mirror in MIRRORS.items() if name != "norm"}
     with pytest.raises(SlipstreamError, match="sizeof norm is 16 in C and unknown in Python"):
         check_layout(library, mirrors)
@@ -81,10 +81,10 @@ def test_every_struct_of_the_header_is_mirrored() -> None:
 
 
 def test_every_signature_is_that_of_the_c_function() -> None:
-    letters = {"int64_t": "n", "uint64_t": "n", "int32_t": "i", "int": "i", "float": "f"}
+    codes = {"int64_t": "n", "uint64_t": "n", "int32_t": "i", "int": "i", "float": "f"}
     text = "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.[ch]")))
     defined = re.findall(rf"^(void|int64_t) ({'|'.join(SIGNATURES)})\(([^)]*)\) {{", text, re.MULTILINE)
     for returned, name, arguments in defined:
-        kinds = ["p" if "*" in argument else letters[argument.split()[0]] for argument in arguments.split(",")]
+        kinds = ["p" if "*" in argument else codes[argument.split()[0]] for argument in arguments.split(",")]
         assert SIGNATURES[name] == "".join(kinds) + (">n" if returned == "int64_t" else ""), name
     assert {name for _, name, _ in defined} == set(SIGNATURES)

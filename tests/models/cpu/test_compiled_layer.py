@@ -1,4 +1,4 @@
-"""Compiled layers against the operators they stand for, and when there are none."""
+"""Compiled layers compute what plain operators compute, to rounding; other layers keep the plain operators."""
 
 import ctypes
 import shutil
@@ -50,12 +50,12 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler an
 
 
 def layers(backend: HFBackend) -> list[FusedLayer]:
-    found = (module.__dict__.get("forward") for module in backend.model.modules())
-    return [forward for forward in found if isinstance(forward, FusedLayer)]
+    forwards = (module.__dict__.get("forward") for module in backend.model.modules())
+    return [forward for forward in forwards if isinstance(forward, FusedLayer)]
 
 
 def compiled(name: str) -> HFBackend:
-    """Heads of 32, which the kernels take."""
+    """A backend whose heads have 32 numbers, which the kernels take."""
     return fast(name, torch.bfloat16, head_dim=32)
 
 
@@ -65,60 +65,60 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def rope(tokens: int, size: int) -> tuple[Tensor, Tensor]:
     angles = torch.linspace(0, 9, tokens)[:, None] / torch.arange(1, size // 2 + 1)
-    both = torch.cat([angles, angles], -1)[None]
-    return both.cos().bfloat16(), both.sin().bfloat16()
+    angles_twice = torch.cat([angles, angles], -1)[None]
+    return angles_twice.cos().bfloat16(), angles_twice.sin().bfloat16()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_models_own_layers(name: str) -> None:
-    own, made = fast(name, torch.bfloat16, fused=False, head_dim=32), compiled(name)
-    assert layers(made) and all(type(layer.ops) is CompiledOps for layer in layers(made))
-    expected, got = logits(own), logits(made)
+    plain, backend = fast(name, torch.bfloat16, fused=False, head_dim=32), compiled(name)
+    assert layers(backend) and all(type(layer.ops) is CompiledOps for layer in layers(backend))
+    expected, got = logits(plain), logits(backend)
     assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [0.1, 10.0, 3000.0])
-def test_compiled_operators_give_the_numbers_of_the_plain_ones(name: str, scale: float) -> None:
-    """To a few roundings of bfloat16, small activations and such as overflow an exponential."""
+def test_compiled_operators_compute_what_the_plain_ones_compute(name: str, scale: float) -> None:
+    """Up to a few roundings of bfloat16, for small activations and for some that overflow an exponential."""
     layer = layers(compiled(name))[0]
-    own, made = layer.plain, layer.ops
-    hidden, attended = numbers(1, 11, 32, scale=scale), numbers(1, 11, own.heads * own.size, seed=1, scale=scale)
+    plain, ops = layer.plain, layer.ops
+    hidden, attended = numbers(1, 11, 32, scale=scale), numbers(1, 11, plain.heads * plain.size, seed=1, scale=scale)
     with torch.inference_mode():
         pairs = [
-            *zip(own.project_qkv_rope(hidden, rope(11, 32)), made.project_qkv_rope(hidden, rope(11, 32)), strict=True)
+            *zip(plain.project_qkv_rope(hidden, rope(11, 32)), ops.project_qkv_rope(hidden, rope(11, 32)), strict=True)
         ]
-        pairs.append((own.residual_mlp(hidden, attended), made.residual_mlp(hidden, attended)))
+        pairs.append((plain.residual_mlp(hidden, attended), ops.residual_mlp(hidden, attended)))
     for expected, got in pairs:
         assert expected.shape == got.shape
         assert (expected.float() - got.float()).abs().max() <= 0.02 * expected.float().abs().max()
-    assert not torch.equal(pairs[2][0], hidden)  # a layer does something
+    assert not torch.equal(pairs[2][0], hidden)  # or the layer would do nothing
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(name: str) -> None:
-    made = layers(compiled(name))[0].ops
-    hidden, attended = numbers(1, 40, 32), numbers(1, 40, made.heads * 32, seed=1)
+    ops = layers(compiled(name))[0].ops
+    hidden, attended = numbers(1, 40, 32), numbers(1, 40, ops.heads * 32, seed=1)
     cos, sin = rope(40, 32)
     with torch.inference_mode():
-        heads, left = made.project_qkv_rope(hidden, (cos, sin))[0], made.residual_mlp(hidden, attended)
+        heads, mlp_outputs = ops.project_qkv_rope(hidden, (cos, sin))[0], ops.residual_mlp(hidden, attended)
         for first, last in ((0, 1), (7, 8), (3, 11), (5, 25)):
-            some = slice(first, last)
+            part = slice(first, last)
             assert torch.equal(
-                made.project_qkv_rope(hidden[:, some], (cos[:, some], sin[:, some]))[0], heads[:, :, some]
+                ops.project_qkv_rope(hidden[:, part], (cos[:, part], sin[:, part]))[0], heads[:, :, part]
             )
-            assert torch.equal(made.residual_mlp(hidden[:, some], attended[:, some]), left[:, some])
-            as_rows = made.residual_mlp(hidden[0, some, None], attended[0, some, None])
-            assert torch.equal(as_rows[:, 0], left[0, some])
+            assert torch.equal(ops.residual_mlp(hidden[:, part], attended[:, part]), mlp_outputs[:, part])
+            as_rows = ops.residual_mlp(hidden[0, part, None], attended[0, part, None])
+            assert torch.equal(as_rows[:, 0], mlp_outputs[0, part])
 
 
-def test_the_activation_is_recognised_by_what_it_computes() -> None:
+def test_an_activation_is_recognised_by_what_it_computes() -> None:
     assert kernel_activation(layers(compiled("llama"))[0].plain) == SILU
     assert kernel_activation(layers(compiled("gemma3"))[0].plain) == GELU
 
 
-def test_other_layers_keep_their_operators() -> None:
+def test_layers_the_kernels_cannot_compute_keep_the_plain_operators() -> None:
     assert all(type(layer.ops) is LayerOps for layer in layers(fast("llama", torch.bfloat16)))  # heads of 8
     assert all(type(layer.ops) is LayerOps for layer in layers(fast("llama", torch.float32, head_dim=32)))
     ops = layers(compiled("llama"))[0].plain
@@ -126,7 +126,7 @@ def test_other_layers_keep_their_operators() -> None:
     assert isinstance(kernel_activation(ops), str)
 
 
-def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
     backend = compiled("llama")
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
@@ -143,21 +143,21 @@ def test_quantised_layers_are_compiled() -> None:
     group_queries(backend)
     fuse_layers(backend)
     assert all(type(layer.ops) is CompiledOps for layer in layers(backend))
-    plain, made = layers(backend)[0].plain, layers(backend)[0].ops
+    plain, compiled_ops = layers(backend)[0].plain, layers(backend)[0].ops
     for tokens in (1, 20, 100):
-        hidden, attended = numbers(1, tokens, 32), numbers(1, tokens, made.heads * 32, seed=1)
+        hidden, attended = numbers(1, tokens, 32), numbers(1, tokens, compiled_ops.heads * 32, seed=1)
         with torch.inference_mode():
-            expected, got = (ops.residual_mlp(hidden, attended).float() for ops in (plain, made))
+            expected, got = (ops.residual_mlp(hidden, attended).float() for ops in (plain, compiled_ops))
         assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
 
 
 def reference(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
-    """Attention by its definition, float32. heads: [tokens, 4 + 2 * 2, D]; memory: with the new tokens in it."""
+    """Attention by its definition, float32. heads: [tokens, 4 + 2 * 2, D]; memory: keys and values, with the new."""
     out = torch.empty(len(places), 4, heads.shape[2])
     for i, (slot, position) in enumerate(places):
-        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        attended = slice(max(0, position - window + 1) if window else 0, position + 1)
         for head in range(4):
-            keys, values = (part[slot, head // 2, seen].float() for part in memory)
+            keys, values = (part[slot, head // 2, attended].float() for part in memory)
             out[i, head] = torch.softmax(keys @ heads[i, head].float() / 8, 0) @ values
     return out
 
@@ -170,7 +170,7 @@ def attention(
     tree: TreeRows | None = None,
     library: Any = None,
 ) -> Tensor:
-    """The same by the kernel, which also writes the memory. tree: where the tokens of branches are written."""
+    """Attention by the kernel, which also writes keys and values. tree: where tokens of branches are written."""
     tokens, size = len(places), heads.shape[2]
     layer: ctypes.Structure
     if heads.dtype == torch.float32:
@@ -182,16 +182,18 @@ def attention(
         none, no_norm = LinearStruct(), NormStruct()
         layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
-    own = (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
-    where = CacheStruct(
-        *map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own))
+    tree_tensors = (
+        (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
+    )
+    cache = CacheStruct(
+        *map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *tree_tensors))
     )
     out, space = (
         heads.new_empty(tokens, 4, size),
-        heads.new_empty(library.layer_scratch(ctypes.addressof(layer), tokens, where.length)),
+        heads.new_empty(library.layer_scratch(ctypes.addressof(layer), tokens, cache.length)),
     )
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, space)]
-    library.attend(ctypes.byref(layer), ctypes.byref(where), pointers[0], ctypes.c_int64(tokens), *pointers[1:])
+    library.attend(ctypes.byref(layer), ctypes.byref(cache), pointers[0], ctypes.c_int64(tokens), *pointers[1:])
     return out
 
 
@@ -201,29 +203,29 @@ PLACES = {
     "ragged": [(0, 63), (0, 64), (0, 65), (1, 0), (2, 200), (2, 201), (4, 31), (4, 32)],
     "long": [*((0, position) for position in range(1017, 1030)), (1, 511), (1, 512), (2, 1599), (3, 5)],
 }
-LENGTHS = {"long": 1600}  # of memory, 256 otherwise
+LENGTHS = {"long": 1600}  # cached positions; 256 otherwise
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("window", [0, 7, 50, 700])
 @pytest.mark.parametrize("name", PLACES)
-def test_attention_is_what_it_is_defined_as(name: str, window: int, size: int) -> None:
+def test_attention_equals_its_definition(name: str, window: int, size: int) -> None:
     places = PLACES[name]
     heads, length = numbers(len(places), 8, size), LENGTHS.get(name, 256)
     memory = numbers(6, 2, length, size, seed=1), numbers(6, 2, length, size, seed=2)
-    found = attention(heads, memory, places, window)
+    outputs = attention(heads, memory, places, window)
     for i, (slot, position) in enumerate(places):
         assert torch.equal(memory[0][slot, :, position], heads[i, 4:6])
         assert torch.equal(memory[1][slot, :, position], heads[i, 6:])
     expected = reference(heads, memory, places, window)
-    assert (found.float() - expected).abs().max() <= 0.01 * expected.abs().max()
+    assert (outputs.float() - expected).abs().max() <= 0.01 * expected.abs().max()
     if window == 7 and name == "a prompt":
-        assert (found.float() - reference(heads, memory, places, 8)).abs().max() > 0.05 * expected.abs().max()
+        assert (outputs.float() - reference(heads, memory, places, 8)).abs().max() > 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("window", [0, 50])
-def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -> None:
+def test_attention_gives_a_token_the_same_bits_whatever_is_beside_it(window: int) -> None:
     places = PLACES["a prompt"]
     heads, memory = numbers(100, 8, 64), (numbers(3, 2, 256, 64, seed=1), numbers(3, 2, 256, 64, seed=2))
     whole = attention(heads, memory, places, window)
@@ -237,26 +239,26 @@ both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
 def long_texts(dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], list[tuple[int, int]]]:
-    """Heads, memory and places of a few tokens of one text, across a multiple of 512, and one of each of three more."""
+    """Heads, cache and places: tokens of one text around a multiple of 512, and a token of each of three others."""
     places = [*((0, position) for position in range(1017, 1030)), (1, 511), (2, 1599), (3, 5)]
     memory = numbers(4, 2, 1600, 64, seed=1).to(dtype), numbers(4, 2, 1600, 64, seed=2).to(dtype)
     return numbers(len(places), 8, 64).to(dtype), memory, places
 
 
 def depends_on_threads(dtype: torch.dtype, window: int, library: Any = None) -> list[tuple[int, int]]:
-    """The numbers of threads, and tokens at a time, that give other bits than one token at a time by one thread."""
+    """The (threads, tokens at a time) that give other bits than one token at a time on one thread."""
     heads, memory, places = long_texts(dtype)
 
-    def found(width: int) -> Tensor:
+    def outputs(width: int) -> Tensor:
         parts = [slice(first, first + width) for first in range(0, len(places), width)]
         return torch.cat([attention(heads[part], memory, places[part], window, library=library) for part in parts])
 
     torch.set_num_threads(1)
-    found(len(places))  # all are in the memory from now on
-    expected, differs = found(1), []
+    outputs(len(places))  # caches all tokens
+    expected, differs = outputs(1), []
     for threads in (1, 2, 3, 5, 8, 16, 33):
         torch.set_num_threads(threads)
-        differs += [(threads, width) for width in (1, 2, 5, len(places)) if not torch.equal(found(width), expected)]
+        differs += [(threads, width) for width in (1, 2, 5, len(places)) if not torch.equal(outputs(width), expected)]
     return differs
 
 
@@ -270,7 +272,7 @@ def test_attention_over_long_texts_gives_the_same_bits_however_many_threads_shar
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and its OpenMP")
-def test_stretches_that_depend_on_the_threads_would_be_noticed(tmp_path: Path) -> None:
+def test_attention_whose_stretches_depend_on_threads_is_noticed(tmp_path: Path) -> None:
     recipe = block_recipe("plain")
     sources = shutil.copytree(SOURCES, tmp_path / "csrc")
     attention_file = sources / "attention.h"
@@ -287,41 +289,52 @@ def test_stretches_that_depend_on_the_threads_would_be_noticed(tmp_path: Path) -
 @pytest.mark.parametrize("window", [0, 7, 50])
 @pytest.mark.parametrize("base", [30, 63, 97, 1021])
 def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> None:
-    """Of a tree every path, written one after the other into a slot of its own, is computed again."""
-    parents = (-1, 0, 1, 2, 1, 4, 5, 4, -1, 8)  # a chain of four, a branch of its second with one of its own, another
+    """Compares every path of the tree with the same tokens in a slot of their own."""
+    parents = (
+        -1,
+        0,
+        1,
+        2,
+        1,
+        4,
+        5,
+        4,
+        -1,
+        8,
+    )  # a chain of four; a branch of its second node, which branches again; a second root
     segments = segments_of(0, base - 2, base, parents)
     memory = (numbers(2, 2, base + 64, 64, seed=1), numbers(2, 2, base + 64, 64, seed=2))
     for part in memory:
         part[1, :, :base] = part[0, :, :base]
     tree, heads = tree_rows(segments, 2 + len(parents), torch.device("cpu")), numbers(2 + len(parents), 8, 64)
     positions = [base - 2, base - 1, *(base + depth for depth in depths(parents))]
-    found = attention(heads, memory, [(0, position) for position in positions], window, tree)
+    outputs = attention(heads, memory, [(0, position) for position in positions], window, tree)
     for node in range(len(parents)):
         path = [0, 1, *(2 + n for n in path_to(parents, node))]
         places = [(1, base - 2 + i) for i in range(len(path))]
-        assert torch.equal(attention(heads[path], memory, places, window)[-1], found[2 + node])
-    without = replace(tree, paths=tree.paths + 1)
-    wrong = attention(heads, memory, [(0, position) for position in positions], window, without)
-    assert not torch.equal(wrong[6:], found[6:]) and torch.equal(wrong[:6], found[:6])
+        assert torch.equal(attention(heads[path], memory, places, window)[-1], outputs[2 + node])
+    wrong_tree = replace(tree, paths=tree.paths + 1)
+    wrong_outputs = attention(heads, memory, [(0, position) for position in positions], window, wrong_tree)
+    assert not torch.equal(wrong_outputs[6:], outputs[6:]) and torch.equal(wrong_outputs[:6], outputs[:6])
 
 
-def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
+def test_attention_does_not_read_stale_keys_and_values_after_a_token() -> None:
     places = PLACES["ragged"]
     heads, clean = numbers(len(places), 8, 64), (numbers(6, 2, 256, 64, seed=1), numbers(6, 2, 256, 64, seed=2))
-    left = tuple(part.clone() for part in clean)
+    stale = tuple(part.clone() for part in clean)
     for slot, end in ((0, 66), (1, 1), (2, 202), (4, 33)):
-        for part in left:
+        for part in stale:
             part[slot, :, end:] = float("nan")
-    assert torch.equal(attention(heads, (left[0], left[1]), places, 0), attention(heads, clean, places, 0))
+    assert torch.equal(attention(heads, (stale[0], stale[1]), places, 0), attention(heads, clean, places, 0))
 
 
 @pytest.mark.pairwise
 @both_types
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("window", "at"), [(0, 65), (0, 90), (7, 40), (7, 65), (50, 3)])
+@pytest.mark.parametrize(("window", "index"), [(0, 65), (0, 90), (7, 40), (7, 65), (50, 3)])
 @pytest.mark.parametrize("before", [0, 470])
-def test_a_token_that_is_no_number_reaches_those_that_see_it_and_no_others(
-    before: int, window: int, at: int, broken: float, dtype: torch.dtype
+def test_nan_and_infinity_reach_exactly_the_tokens_that_attend_to_them(
+    before: int, window: int, index: int, broken: float, dtype: torch.dtype
 ) -> None:
     places = [(1, before + position) for position in range(100)]
     heads = numbers(100, 8, 64).to(dtype)
@@ -330,38 +343,38 @@ def test_a_token_that_is_no_number_reaches_those_that_see_it_and_no_others(
         return numbers(3, 2, 640, 64, seed=1).to(dtype), numbers(3, 2, 640, 64).to(dtype)
 
     clean = attention(heads, memory(), places, window)
-    heads[at, 4:] = broken
-    found = attention(heads, memory(), places, window)
-    sees = [at <= i < at + (window or 100) for i in range(100)]
-    assert all(torch.equal(found[i], clean[i]) for i in range(100) if not sees[i])
-    assert all(not found[i].isfinite().any() for i in range(100) if sees[i])
-    alone = attention(heads[:at], memory(), places[:at], window)
-    assert torch.equal(alone, clean[:at])
+    heads[index, 4:] = broken
+    outputs = attention(heads, memory(), places, window)
+    sees = [index <= i < index + (window or 100) for i in range(100)]
+    assert all(torch.equal(outputs[i], clean[i]) for i in range(100) if not sees[i])
+    assert all(not outputs[i].isfinite().any() for i in range(100) if sees[i])
+    alone = attention(heads[:index], memory(), places[:index], window)
+    assert torch.equal(alone, clean[:index])
 
 
 @both_types
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("first", [0, 40])
-def test_scores_that_are_no_numbers_give_no_numbers(first: int, broken: float, dtype: torch.dtype) -> None:
-    """Not weights that look like any others: a broken model is to be noticed."""
+def test_queries_with_nan_or_infinity_give_nan(first: int, broken: float, dtype: torch.dtype) -> None:
+    """A broken model must be noticed, not hidden behind plausible weights."""
     places = PLACES["a prompt"][first:80]
     heads, memory = numbers(len(places), 8, 64).to(dtype), [numbers(3, 2, 256, 64, seed=s).to(dtype) for s in (1, 2)]
-    heads[5, :4, 3] = broken  # of one token's queries; keys and values are numbers
+    heads[5, :4, 3] = broken  # in one token's queries; keys and values are finite
     if broken == float("inf"):
-        heads[5, :4, 4] = -broken  # two products of which the sum is none, whatever the keys' signs
+        heads[5, :4, 4] = -broken  # infinity minus infinity, whatever the keys' signs
         memory[0][..., 3:5] = heads[:, 4:6, 3:5] = 1
-    found = attention(heads, (memory[0], memory[1]), places, 0)
-    assert found[5].isnan().all() and found[:5].isfinite().all() and found[6:].isfinite().all()
+    outputs = attention(heads, (memory[0], memory[1]), places, 0)
+    assert outputs[5].isnan().all() and outputs[:5].isfinite().all() and outputs[6:].isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
-def test_layers_that_give_something_else_fail_their_trial(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_layers_that_compute_something_else_are_not_used(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledOps, "whole_layer", lambda self, hidden, *rest: torch.full_like(hidden, broken))
     backend = fast("llama", torch.bfloat16, head_dim=64)
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
 
 
-def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
+def test_exact_gelu_is_not_mistaken_for_its_approximation() -> None:
     ops = layers(compiled("gemma3"))[0].plain
     ops.act = torch.nn.GELU()
     assert isinstance(kernel_activation(ops), str)
@@ -369,10 +382,10 @@ def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_layers_give_the_models_own_logits(name: str) -> None:
-    own, made = fast(name, torch.bfloat16, fused=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
-    expected = logits(own)
-    assert all(layer.ops.attends for layer in layers(made))
-    assert (expected - logits(made)).abs().max() <= 0.05 * expected.abs().max()
+    plain, backend = fast(name, torch.bfloat16, fused=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
+    expected = logits(plain)
+    assert all(layer.ops.attends for layer in layers(backend))
+    assert (expected - logits(backend)).abs().max() <= 0.05 * expected.abs().max()
 
 
 def test_a_forward_past_the_reserved_memory_is_refused() -> None:

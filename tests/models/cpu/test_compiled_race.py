@@ -26,7 +26,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import NONE, Sampler
 from slipstream.sampling.warpers import Warp
 
-CPU, VOCAB, ROWS = torch.device("cpu"), 5003, 40  # no multiple of what the kernel looks at together
+CPU, VOCAB, ROWS = torch.device("cpu"), 5003, 40  # no multiple of the kernel's block size
 
 
 def compiled() -> CompiledRace:
@@ -36,7 +36,7 @@ def compiled() -> CompiledRace:
 
 
 def distributions(scale: float, kept: float = 0.0) -> Tensor:
-    """[ROWS, VOCAB], the wider `scale` the sharper; probabilities below `kept` of the greatest are zero."""
+    """[ROWS, VOCAB]; a larger `scale` makes them sharper; probabilities below `kept` times the largest are zero."""
     probs = (scale * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
     return torch.where(probs < kept * probs.amax(-1, keepdim=True), 0.0, probs)
 
@@ -54,17 +54,17 @@ def test_the_winners_are_those_of_the_race(scale: float, kept: float) -> None:
         assert torch.equal(race_in_c.draw(1e-4 * probs, keys(seed)), race_in_c.draw(probs, keys(seed)))
 
 
-def test_another_key_has_other_winners() -> None:
+def test_another_key_draws_other_winners() -> None:
     probs = distributions(1.0)
     assert not torch.equal(compiled().draw(probs, keys(1)), Race(VOCAB, CPU).draw(probs, keys(0)))
 
 
 def test_equal_speeds_go_to_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contenders that rounding alone could order are raced as `Race` does."""
+    """Tokens whose order depends on rounding are raced by `Race`."""
     race_in_c = compiled()
     exact = list[int]()
-    own = Race.noise
-    monkeypatch.setattr(Race, "noise", lambda self, *given: exact.append(1) or own(self, *given))
+    noise_of = Race.noise
+    monkeypatch.setattr(Race, "noise", lambda self, *args: exact.append(1) or noise_of(self, *args))
     noise = Race(VOCAB, CPU).noise(key(3))
     exact.clear()
     assert race_in_c.draw(noise[None] / noise.sum(), [key(3)]).tolist() == [
@@ -87,7 +87,7 @@ def test_distributions_over_another_vocabulary_are_refused() -> None:
 
 def test_without_kernels_pytorch_races(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(race(VOCAB, CPU), CompiledRace) or kernels() is None
-    assert type(race(257, CPU)) is Race  # for which nothing is compiled
+    assert type(race(257, CPU)) is Race  # too few tokens for the compiled race
     monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     assert type(race(VOCAB, CPU)) is Race
 
@@ -110,22 +110,24 @@ def test_leaders_and_their_shares_are_nearly_those_of_the_race(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_that_are_given_alone_race_as_they_do_among_impossible_ones(temperature: float) -> None:
+def test_a_restricted_race_equals_one_where_all_other_tokens_are_impossible(temperature: float) -> None:
     token_ids = torch.arange(3, VOCAB, 3)
-    some = distributions(3.0).log()[:, token_ids]
-    every = torch.full((ROWS, VOCAB), float("-inf")).index_copy(1, token_ids, some)
-    for either in (compiled(), Race(VOCAB, CPU)):
-        bits, temperatures = either.bits(words(keys(1))), torch.full((ROWS,), temperature)
-        tokens, shares = either.leaders(some, temperatures, bits, 2, token_ids)
-        expected_tokens, expected_shares = either.leaders(every, temperatures, bits, 2)
+    restricted = distributions(3.0).log()[:, token_ids]
+    full = torch.full((ROWS, VOCAB), float("-inf")).index_copy(1, token_ids, restricted)
+    for any_race in (compiled(), Race(VOCAB, CPU)):
+        bits, temperatures = any_race.bits(words(keys(1))), torch.full((ROWS,), temperature)
+        tokens, shares = any_race.leaders(restricted, temperatures, bits, 2, token_ids)
+        expected_tokens, expected_shares = any_race.leaders(full, temperatures, bits, 2)
         assert torch.equal(tokens, expected_tokens)
         torch.testing.assert_close(shares, expected_shares)
-        before, _ = either.leaders(some, temperatures, bits, 2, token_ids - 1)
-        assert (temperature == 0) == torch.equal(before + 1, tokens)  # noise is the token's, not the place's
+        shifted, _ = any_race.leaders(restricted, temperatures, bits, 2, token_ids - 1)
+        assert (temperature == 0) == torch.equal(
+            shifted + 1, tokens
+        )  # noise belongs to the token id, not to the column
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_shares_are_the_same_whatever_type_new_tensors_have_by_default(default: torch.dtype) -> None:
+def test_shares_do_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
     scores, temperatures = distributions(3.0).log(), torch.full((ROWS,), 0.7)
     expected = compiled().leaders(scores, temperatures, None, 2)
     torch.set_default_dtype(default)
@@ -136,19 +138,19 @@ def test_shares_are_the_same_whatever_type_new_tensors_have_by_default(default: 
     assert torch.equal(leaders[0], expected[0]) and torch.equal(leaders[1], expected[1])
 
 
-def test_leaders_of_a_race_that_nobody_can_win_have_no_share() -> None:
-    for race_of_nobody in (compiled(), Race(VOCAB, CPU)):
-        for nothing in (float("-inf"), float("nan")):
-            scores, bits = torch.full((2, VOCAB), nothing), race_of_nobody.bits(words([5, 6]))
-            _, shares = race_of_nobody.leaders(scores, torch.tensor([0.0, 0.5]), bits, 2)
+def test_leaders_have_no_share_where_no_token_is_possible() -> None:
+    for any_race in (compiled(), Race(VOCAB, CPU)):
+        for score in (float("-inf"), float("nan")):
+            scores, bits = torch.full((2, VOCAB), score), any_race.bits(words([5, 6]))
+            _, shares = any_race.leaders(scores, torch.tensor([0.0, 0.5]), bits, 2)
             assert shares.tolist() == [[0.0, 0.0]] * 2
 
 
 def test_impossible_tokens_neither_lead_nor_count() -> None:
     scores = torch.full((1, VOCAB), float("-inf"))
     scores[0, [7, 4000]] = torch.tensor([1.0, 0.5])
-    for either in (compiled(), Race(VOCAB, CPU)):
-        tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
+    for any_race in (compiled(), Race(VOCAB, CPU)):
+        tokens, shares = any_race.leaders(scores, torch.zeros(1), None, 2)
         assert tokens.tolist() == [[7, 4000]]
         torch.testing.assert_close(shares, scores[:, [7, 4000]].softmax(-1))
 
@@ -156,19 +158,19 @@ def test_impossible_tokens_neither_lead_nor_count() -> None:
 def test_the_only_possible_token_is_not_its_own_runner_up() -> None:
     scores = torch.full((1, VOCAB), float("-inf"))
     scores[0, 0] = 1.0
-    for either in (compiled(), Race(VOCAB, CPU)):
-        tokens, shares = either.leaders(scores, torch.zeros(1), None, 2)
+    for any_race in (compiled(), Race(VOCAB, CPU)):
+        tokens, shares = any_race.leaders(scores, torch.zeros(1), None, 2)
         assert tokens[0, 0] == 0 != tokens[0, 1] and shares.tolist() == [[1.0, 0.0]]
 
 
-# winners that are known without their distributions
+# winners known from the scores, without a distribution
 
 Case = tuple[Tensor, int, WarpOptions]  # scores [VOCAB], key, options
 CUTS = ({}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01})
 
 
 def drawn(scores: Tensor, bits: int, options: WarpOptions) -> int:
-    """By the specification."""
+    """The token that the specification draws."""
     probs = Warp(options, CPU)(scores[None].float())
     winner = int(Race(VOCAB, CPU).draw(probs, [bits]))
     return winner if probs[0, winner] > 0 else NONE
@@ -188,7 +190,7 @@ def random_cases(seeds: range = range(5)) -> Iterator[Case]:
 
 
 def near_ties() -> Iterator[Case]:
-    """Races in which all tokens, or two, are as fast but for the last bits of their scores or of the temperature."""
+    """Races of all or of two tokens whose speeds differ only by the last bits of scores or temperature."""
     generator = torch.Generator().manual_seed(1)
     for seed in range(150):
         noise, bits = Race(VOCAB, CPU).noise(key(seed)).double().log(), key(seed)
@@ -208,14 +210,14 @@ def near_ties() -> Iterator[Case]:
 
 
 def edges() -> Iterator[Case]:
-    """Options that keep the winner of the whole distribution, or just do not."""
+    """Options that just keep or just drop the winner of the whole distribution."""
     for scores, bits, options in random_cases():
         probs = Warp(WarpOptions(options.temperature), CPU)(scores[None].float())[0].double()
         winner = probs[int(Race(VOCAB, CPU).draw(probs[None].float(), [bits]))]
-        above, least = float(probs[probs > winner].sum()), float(winner / probs.max())
+        mass_above, ratio = float(probs[probs > winner].sum()), float(winner / probs.max())
         for nudge in (-1e-7, 0.0, 1e-7):
-            yield scores, bits, WarpOptions(options.temperature, top_p=min(1.0, max(1e-9, above + nudge)))
-            yield scores, bits, WarpOptions(options.temperature, min_p=min(1.0, least * (1 + nudge)))
+            yield scores, bits, WarpOptions(options.temperature, top_p=min(1.0, max(1e-9, mass_above + nudge)))
+            yield scores, bits, WarpOptions(options.temperature, min_p=min(1.0, ratio * (1 + nudge)))
             yield (
                 scores,
                 bits,
@@ -241,7 +243,7 @@ def test_winners_that_are_known_from_the_scores_are_those_of_the_race() -> None:
     assert not counts["wrong"] and counts["unknown"] < 0.01 * counts["right"]
 
 
-def test_winners_that_rounding_may_decide_are_left_to_the_race() -> None:
+def test_winners_that_depend_on_rounding_are_left_to_the_race() -> None:
     assert outcomes(compiled(), near_ties()) == {"unknown": 600}
     counts = outcomes(compiled(), edges())
     assert not counts["wrong"] and counts["right"] and counts["unknown"]
@@ -273,18 +275,18 @@ def test_scores_without_a_distribution_have_no_known_winner(value: str, dtype: t
         assert winner == (expected if is_possible else None)
 
 
-def test_a_batch_has_the_tokens_of_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way each place is decided: rows with and without options, greedy ones, impossible scores."""
+def test_a_sampler_chooses_the_tokens_of_the_plain_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with and without options, greedy rows and impossible scores take every way to a winner."""
     params = [SamplingParams(temperature=0.8, **cut) for cut in CUTS] + [
         SamplingParams(),
         SamplingParams(temperature=1.5, repetition_penalty=1.3),
         SamplingParams(temperature=0.3, top_p=0.5),
     ]
-    rows = [Row(i, [1, 2, 3], one, seed=i) for i, one in enumerate(params * 3)]
+    rows = [Row(i, [1, 2, 3], options, seed=i) for i, options in enumerate(params * 3)]
     logits = 2 * torch.randn(len(rows), 4, VOCAB, generator=torch.Generator().manual_seed(2))
     logits[0, 1, 5], logits[1, 2] = float("nan"), float("-inf")
-    asked, own = [], CompiledRace.sure_winner
-    monkeypatch.setattr(CompiledRace, "sure_winner", lambda *given: asked.append(own(*given)) or asked[-1])
+    winners, sure_winner = [], CompiledRace.sure_winner
+    monkeypatch.setattr(CompiledRace, "sure_winner", lambda *args: winners.append(sure_winner(*args)) or winners[-1])
     for batch in (rows, [row for row in rows if row.params.repetition_penalty == 1]):
         for dtype in (torch.float32, torch.bfloat16):
             scores = logits[: len(batch)].to(dtype)
@@ -297,4 +299,4 @@ def test_a_batch_has_the_tokens_of_the_race(monkeypatch: pytest.MonkeyPatch) -> 
                 assert torch.equal(chosen, expected)
                 right = chosen[:, : position + 1].clamp(min=0).tolist()
                 tokens = [[*path, 0, 0, 0][:3] for path in right]
-    assert 0 < asked.count(None) < 0.5 * len(asked)
+    assert 0 < winners.count(None) < 0.5 * len(winners)

@@ -34,11 +34,11 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler
 
 def layer(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    linear = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.03)
-    return made
+    return linear
 
 
 def compressed(linear: nn.Linear) -> CompressedLinear:
@@ -49,9 +49,9 @@ def tokens(count: int, inputs: int, seed: int = 1) -> Tensor:
     return torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def weights_of(made: CompressedLinear) -> Tensor:
-    """What a layer multiplies with, read off its products with the unit vectors."""
-    return made(torch.eye(made.in_features, dtype=torch.bfloat16)).T
+def weights_of(linear: CompressedLinear) -> Tensor:
+    """The weights of a layer, read from its products with the unit vectors."""
+    return linear(torch.eye(linear.in_features, dtype=torch.bfloat16)).T
 
 
 @needs_kernels
@@ -62,16 +62,16 @@ def test_every_weight_is_stored_exactly(outputs: int, inputs: int) -> None:
 
 
 @needs_kernels
-def test_weights_far_from_the_others_are_exceptions_and_stored_exactly_too() -> None:
+def test_outlying_weights_are_stored_exactly_as_exceptions() -> None:
     linear, odd = layer(70, 264), [1e30, -1e-30, 300.0, 0.0, -(2.0**-126)]
     with torch.no_grad():
         for place, value in enumerate(odd):
             linear.weight[place * 14, place * 65] = value
-    made = compressed(linear)
-    assert made.exceptions >= 4 and made.is_worth_it
-    assert torch.equal(weights_of(made), linear.weight)
-    linear.weight.data[28, 130] = 7.0  # a control: the layer has its own copy, and the comparison sees one weight
-    assert not torch.equal(weights_of(made), linear.weight)
+    compressed_layer = compressed(linear)
+    assert compressed_layer.exceptions >= 4 and compressed_layer.is_worth_it
+    assert torch.equal(weights_of(compressed_layer), linear.weight)
+    linear.weight.data[28, 130] = 7.0  # negative control: one changed weight is seen
+    assert not torch.equal(weights_of(compressed_layer), linear.weight)
 
 
 @needs_kernels
@@ -87,30 +87,30 @@ def test_products_are_those_of_the_layer(outputs: int, quads: int, count: int, b
 
 @needs_kernels
 def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it() -> None:
-    made, x = compressed(layer(96, 1028, bias=True)), tokens(300, 1028)
-    alone = torch.cat([made(x[i : i + 1]) for i in range(300)])
+    compressed_layer, x = compressed(layer(96, 1028, bias=True)), tokens(300, 1028)
+    alone = torch.cat([compressed_layer(x[i : i + 1]) for i in range(300)])
     for width in (2, 3, 8, 9, 10, 11, 12, 13, 20, 247, 248, 249, 300):
-        assert torch.equal(torch.cat([made(part) for part in x.split(width)]), alone), width
+        assert torch.equal(torch.cat([compressed_layer(part) for part in x.split(width)]), alone), width
 
 
 @needs_kernels
-def test_others_that_multiply_by_the_same_registers_are_not_disturbed() -> None:
-    """oneDNN uses the tiles of AMX, where there are any, in the same threads."""
-    made, theirs, x = compressed(layer(96, 1024)), layer(1024, 1024, seed=1), tokens(64, 1024)
+def test_onednns_products_in_the_same_threads_are_not_disturbed() -> None:
+    """oneDNN uses the tiles of AMX, if there are any, in the same threads."""
+    compressed_layer, pytorch_layer, x = compressed(layer(96, 1024)), layer(1024, 1024, seed=1), tokens(64, 1024)
     with torch.inference_mode():
-        expected = [(theirs(part), made(part)) for part in (x, x[:5])]
+        expected = [(pytorch_layer(part), compressed_layer(part)) for part in (x, x[:5])]
         for _ in range(3):
-            for part, (one, other) in zip((x, x[:5]), expected, strict=True):
-                assert torch.equal(made(part), other) and torch.equal(theirs(part), one)
+            for part, (by_pytorch, by_kernels) in zip((x, x[:5]), expected, strict=True):
+                assert torch.equal(compressed_layer(part), by_kernels) and torch.equal(pytorch_layer(part), by_pytorch)
 
 
 @needs_kernels
-def test_inputs_of_any_layout_and_shape() -> None:
-    made, x = compressed(layer(40, 64)), tokens(12, 128)
+def test_inputs_of_any_layout_and_shape_are_multiplied() -> None:
+    compressed_layer, x = compressed(layer(40, 64)), tokens(12, 128)
     strided = x[:, ::2]
-    assert torch.equal(made(strided), made(strided.contiguous()))
-    assert torch.equal(made(strided.view(3, 4, 64)), made(strided).view(3, 4, 40))
-    assert made(x[:0, :64]).shape == (0, 40)
+    assert torch.equal(compressed_layer(strided), compressed_layer(strided.contiguous()))
+    assert torch.equal(compressed_layer(strided.view(3, 4, 64)), compressed_layer(strided).view(3, 4, 40))
+    assert compressed_layer(x[:0, :64]).shape == (0, 40)
 
 
 @needs_kernels
@@ -121,13 +121,13 @@ def test_inputs_of_another_size_or_kind_are_refused(x: Tensor) -> None:
 
 
 @needs_kernels
-def test_a_layer_is_compressed_where_that_gains() -> None:
+def test_a_layer_is_compressed_only_where_that_saves_memory() -> None:
     spread = layer(64, 64)
-    with torch.no_grad():  # exponents all over the place
+    with torch.no_grad():  # very different exponents
         spread.weight.copy_(torch.randn(64, 64).sign() * 2.0 ** torch.randint(-100, 100, (64, 64)))
     assert type(compressed_or_packed(layer(64, 64))) is CompressedLinear
     assert type(compressed_or_packed(spread)) is PackedLinear
-    assert type(compressed_or_packed(layer(64, 66))) is PackedLinear  # not in fours
+    assert type(compressed_or_packed(layer(64, 66))) is PackedLinear  # inputs are not a multiple of four
     assert type(compressed_or_packed(layer(64, 64).float())) is PackedLinear
 
 
@@ -137,34 +137,34 @@ def test_without_kernels_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_kernels
-def test_a_model_gives_its_own_logits() -> None:
+def test_a_compressed_model_gives_its_own_logits() -> None:
     model = fresh("llama", dtype=torch.bfloat16)
     ids = torch.arange(1, 40)[None]
     with torch.inference_mode():
         expected = model(ids).logits
         pack(model, compressed)
-        found = model(ids).logits
-    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+        logits = model(ids).logits
+    assert float((logits - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
-FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
+CPUINFO = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
 PLAIN = bfloat16_recipe("plain")
 
 
 @subcases(
     "description, wanted, variant",
     [
-        (FOUND, None, "avx512bf16"),
-        (FOUND, "avx2", "avx2"),
-        (FOUND.replace("avx512_bf16", ""), None, "avx512"),
-        (FOUND, "avx512", "avx512bf16"),
-        (FOUND.replace("avx512_vnni", ""), None, "avx2"),
-        (FOUND + " avx_vnni", "avxvnni", "avx2"),
+        (CPUINFO, None, "avx512bf16"),
+        (CPUINFO, "avx2", "avx2"),
+        (CPUINFO.replace("avx512_bf16", ""), None, "avx512"),
+        (CPUINFO, "avx512", "avx512bf16"),
+        (CPUINFO.replace("avx512_vnni", ""), None, "avx2"),
+        (CPUINFO + " avx_vnni", "avxvnni", "avx2"),
         ("Features : fp asimd asimddp", None, "neon"),
-        (FOUND + " amx_tile amx_int8 amx_bf16", None, "amx"),
-        (FOUND + " amx_tile amx_int8 amx_bf16", "avx512", "avx512bf16"),
-        (FOUND + " amx_tile amx_int8", None, "avx512bf16"),
-        (FOUND, "plain", "plain"),
+        (CPUINFO + " amx_tile amx_int8 amx_bf16", None, "amx"),
+        (CPUINFO + " amx_tile amx_int8 amx_bf16", "avx512", "avx512bf16"),
+        (CPUINFO + " amx_tile amx_int8", None, "avx512bf16"),
+        (CPUINFO, "plain", "plain"),
     ],
 )
 def test_the_best_variant_is_chosen(description: str, wanted: str | None, variant: str) -> None:
@@ -175,7 +175,7 @@ def test_the_best_variant_is_chosen(description: str, wanted: str | None, varian
     ("description", "reason"),
     [("", "AVX2, FMA and F16C"), ("flags: fpu avx512f avx512bw", "AVX2")],
 )
-def test_other_processors_are_told_apart(description: str, reason: str) -> None:
+def test_unsupported_processors_are_refused_with_what_they_lack(description: str, reason: str) -> None:
     with pytest.raises(NoKernelsError, match=reason):
         variants_of(parse(description), None)
 
@@ -203,7 +203,7 @@ def test_without_a_compiler_one_warning_says_what_to_install(
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """Two short files of C in the place of the kernels, which take seconds to compile."""
+    """Two short C files instead of the kernels, which take seconds to compile."""
     sources = tuple(tmp_path / f"{name}.c" for name in ("one", "two"))
     for number, source in enumerate(sources, 1):
         source.write_text(f"int {source.stem}(void) {{ return {number}; }}\n")
@@ -212,17 +212,17 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where libraries are kept."""
-    made = tmp_path / "kernels"
-    made.mkdir(mode=0o700)
-    return made
+    """The folder of compiled libraries."""
+    path = tmp_path / "kernels"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @needs_kernels
 def test_a_compiler_may_have_options(folder: Path, recipe: Recipe) -> None:
-    made = [built(folder, {"CC": compiler}, recipe) for compiler in ("gcc -g0", "gcc")]
-    assert made[0] != made[1]
-    assert all((library.one(), library.two()) == (1, 2) for library in map(ctypes.CDLL, map(str, made)))
+    libraries = [built(folder, {"CC": compiler}, recipe) for compiler in ("gcc -g0", "gcc")]
+    assert libraries[0] != libraries[1]
+    assert all((library.one(), library.two()) == (1, 2) for library in map(ctypes.CDLL, map(str, libraries)))
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(folder: Path, tmp_pa
 
 @needs_kernels
 def test_the_library_is_compiled_once(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = built(folder, {}, recipe)
+    library = built(folder, {}, recipe)
     monkeypatch.setattr(kernel_libraries, "_run", lambda command: pytest.fail("compiled again"))
-    assert built(folder, {}, recipe) == made and list(folder.iterdir()) == [made]
+    assert built(folder, {}, recipe) == library and list(folder.iterdir()) == [library]
     with pytest.raises(pytest.fail.Exception):
         built(folder, {}, replace(recipe, flags=(*recipe.flags, "-g")))
     recipe.sources[1].write_text("int two(void) { return 3; }\n")
@@ -258,13 +258,13 @@ def test_without_kernels_a_warning_says_why_once(
     assert reason.levelname == "WARNING" and "a processor with AVX2" in reason.getMessage()
 
 
-def test_models_that_need_no_kernels_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_need_no_kernels_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     warn_slower.cache_clear()
     fast("llama", torch.float32)
     assert "kernels" not in caplog.text
 
 
-def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
     assert kernels() is None and type(compressed_or_packed(layer(64, 64))) is PackedLinear
     monkeypatch.setenv(SWITCH, "maybe")

@@ -1,4 +1,4 @@
-"""Compiled kernels are loaded only where nobody else can have put them, and made anew where they are damaged."""
+"""Compiled kernels are loaded only from where nobody else can write, and compiled again if damaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE = "void set_pool_threads(long count) {{ (void)count; }}\nint answer(void)
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """A short file of C in the place of the kernels."""
+    """A short C file instead of the kernels."""
     source = tmp_path / "short.c"
     source.write_text(SOURCE.format(42))
     return Recipe("short", (source,), COMMON_FLAGS)
@@ -34,7 +34,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Where the environment lets models and kernels be kept, and the user's own folder of kernels."""
+    """The folder of kernels that the environment names, and the one in the user's home."""
     shared, home = tmp_path / "models", tmp_path / "home"
     shared.mkdir()
     home.mkdir()
@@ -46,28 +46,28 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 
 
 def answer(recipe: Recipe) -> int:
-    """Of the library, as a new process would load it: the system knows one that is open by its name."""
+    """The answer of the library as a new process loads it: the system does not load an open library again."""
     loaded.cache_clear()
     library = loaded(recipe)
-    found = int(library.answer())
+    number = int(library.answer())
     _ctypes.dlclose(library._handle)
-    return found
+    return number
 
 
 def plant(recipe: Recipe, library: Path, *, sealed: bool = True) -> None:
-    """What another user would have this one run, under the name that everybody can tell."""
+    """Replaces the library by one that another user wants this user to run."""
     other = library.parent.parent / "other.c"
     other.write_text(SOURCE.format(666))
-    made = other.with_suffix(".so")
-    kernel_libraries.compile_library(["cc"], Recipe("other", (other,), COMMON_FLAGS), made)
-    kernel_libraries.save(made.read_bytes(), library) if sealed else shutil.copy(made, library)
+    library_file = other.with_suffix(".so")
+    kernel_libraries.compile_library(["cc"], Recipe("other", (other,), COMMON_FLAGS), library_file)
+    kernel_libraries.save(library_file.read_bytes(), library) if sealed else shutil.copy(library_file, library)
 
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_libraries_are_built_where_nobody_else_may_write(recipe: Recipe, folders: tuple[Path, Path]) -> None:
+def test_libraries_are_built_where_only_the_user_can_write(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     before = os.umask(0o002)
     try:
         assert answer(recipe) == 42
@@ -95,20 +95,28 @@ def is_a_link_to_anothers(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 if hasattr(os, "geteuid") else True, reason="only root gives folders away")
-@pytest.mark.parametrize("taken", [belongs_to_another, is_anothers_and_open, is_a_link_to_anothers])
-def test_what_is_in_anothers_folder_is_not_loaded(
-    taken: Callable[[Path], None], recipe: Recipe, folders: tuple[Path, Path]
+@pytest.mark.parametrize("take_over", [belongs_to_another, is_anothers_and_open, is_a_link_to_anothers])
+def test_a_library_in_another_users_folder_is_not_loaded(
+    take_over: Callable[[Path], None], recipe: Recipe, folders: tuple[Path, Path]
 ) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
     plant(recipe, library)
-    taken(folders[0])
+    take_over(folders[0])
     assert answer(recipe) == 42
     assert [file.name for file in folders[1].iterdir()] == [library.name] and mode(folders[1]) == 0o700
 
 
-def belongs(library: Path) -> None:
+def is_anothers(library: Path) -> None:
     os.chown(library, OTHER_USER, OTHER_USER)
+
+
+def is_writable_to_all(library: Path) -> None:
+    library.chmod(0o666)
+
+
+def is_writable_to_the_group(library: Path) -> None:
+    library.chmod(0o620)
 
 
 def is_a_link(library: Path) -> None:
@@ -118,25 +126,25 @@ def is_a_link(library: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 if hasattr(os, "geteuid") else True, reason="only root gives files away")
-@pytest.mark.parametrize("odd", [belongs, is_a_link, lambda file: file.chmod(0o666), lambda file: file.chmod(0o620)])
-def test_a_file_that_others_may_have_written_is_made_anew(
-    odd: Callable[[Path], None], recipe: Recipe, folders: tuple[Path, Path]
+@pytest.mark.parametrize("tamper", [is_anothers, is_a_link, is_writable_to_all, is_writable_to_the_group])
+def test_a_library_that_others_may_have_written_is_compiled_again(
+    tamper: Callable[[Path], None], recipe: Recipe, folders: tuple[Path, Path]
 ) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
     plant(recipe, library)
-    odd(library)
+    tamper(library)
     assert answer(recipe) == 42 and not library.is_symlink() and library.stat().st_uid == os.geteuid()
 
 
-def test_a_folder_of_the_users_own_is_closed_to_others(recipe: Recipe, folders: tuple[Path, Path]) -> None:
+def test_the_users_folder_is_made_private(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     folders[0].mkdir()
     folders[0].chmod(0o777)
     assert answer(recipe) == 42 and mode(folders[0]) == 0o700 and not folders[1].exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 if hasattr(os, "geteuid") else True, reason="only root gives folders away")
-def test_where_no_folder_can_be_trusted_the_reason_says_which(recipe: Recipe, folders: tuple[Path, Path]) -> None:
+def test_a_refusal_names_the_folder_that_cannot_be_trusted(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     for folder in folders:
         folder.mkdir(parents=True)
         os.chown(folder, OTHER_USER, OTHER_USER)
@@ -144,26 +152,26 @@ def test_where_no_folder_can_be_trusted_the_reason_says_which(recipe: Recipe, fo
         answer(recipe)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 100, 4096, -1, -33])
-def test_a_library_that_was_cut_short_is_made_anew(kept: int, recipe: Recipe, folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("length", [0, 1, 100, 4096, -1, -33])
+def test_a_truncated_library_is_compiled_again(length: int, recipe: Recipe, folders: tuple[Path, Path]) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
-    whole = library.read_bytes()
-    library.write_bytes(whole[:kept])
-    assert answer(recipe) == 42 and len(library.read_bytes()) == len(whole)
+    content = library.read_bytes()
+    library.write_bytes(content[:length])
+    assert answer(recipe) == 42 and len(library.read_bytes()) == len(content)
 
 
-@pytest.mark.parametrize("at", [5, 3000, -100, -1])
-def test_a_library_with_a_wrong_byte_is_made_anew(at: int, recipe: Recipe, folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("index", [5, 3000, -100, -1])
+def test_a_library_with_a_wrong_byte_is_compiled_again(index: int, recipe: Recipe, folders: tuple[Path, Path]) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
-    whole = bytearray(library.read_bytes())
-    whole[at] ^= 0xFF
-    library.write_bytes(bytes(whole))
+    content = bytearray(library.read_bytes())
+    content[index] ^= 0xFF
+    library.write_bytes(bytes(content))
     assert answer(recipe) == 42 and kernel_libraries.is_whole(library)
 
 
-def test_a_library_of_another_system_is_made_anew(recipe: Recipe, folders: tuple[Path, Path]) -> None:
+def test_a_library_of_another_system_is_compiled_again(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
     kernel_libraries.save(b"\x7fELF of a system with another C library", library)
@@ -171,7 +179,7 @@ def test_a_library_of_another_system_is_made_anew(recipe: Recipe, folders: tuple
     assert ctypes.CDLL(str(library)).answer() == 42
 
 
-def test_a_library_without_a_checksum_is_made_anew(recipe: Recipe, folders: tuple[Path, Path]) -> None:
+def test_a_library_without_a_checksum_is_compiled_again(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
     plant(recipe, library, sealed=False)

@@ -1,4 +1,4 @@
-"""All layers in one call: the model's own logits, whatever the forward; and when a model keeps its own."""
+"""All layers in one call give the model's own logits in every forward; some models keep their own forward."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler an
 
 
 def stacked(name: str, **config: Any) -> HFBackend:
-    """Heads of 64, whose attention is compiled too."""
+    """A backend whose heads have 64 numbers, for which attention is compiled too."""
     return fast(name, torch.bfloat16, head_dim=64, **config)
 
 
@@ -35,9 +35,9 @@ def one_by_one(backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> HFBackend
 def test_logits_are_those_of_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = stacked(name)
     assert backend.stack is not None
-    found = logits(backend)
+    stack_logits = logits(backend)
     expected = logits(one_by_one(backend, monkeypatch))
-    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert (stack_logits - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +56,7 @@ def test_a_token_has_the_same_bits_in_every_forward(name: str) -> None:
     assert torch.equal(kept, whole[[2, 7]])
 
 
-def test_the_cache_may_grow_and_be_given_back() -> None:
+def test_the_cache_can_grow_and_be_released() -> None:
     backend = stacked("llama")
     tokens = torch.randint(0, backend.vocab_size, (1, 6), generator=torch.Generator().manual_seed(4))
     backend.reserve(1, 16)
@@ -73,12 +73,12 @@ def test_the_cache_may_grow_and_be_given_back() -> None:
 def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() -> None:
     backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
     model: Any = backend.model
-    own = model.forward
+    forward = model.forward
 
     def doubled(*inputs: Any, **options: Any) -> Any:
-        out = own(*inputs, **options)
-        out.logits = 2 * out.logits
-        return out
+        output = forward(*inputs, **options)
+        output.logits = 2 * output.logits
+        return output
 
     model.forward = doubled
     fuse_layers(backend)
@@ -86,8 +86,8 @@ def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() ->
 
 
 @pytest.mark.parametrize("cap", [30.0, 1000.0])
-def test_logits_that_are_capped_stay_capped(cap: float) -> None:
-    """Even where it changes them by less than rounding."""
+def test_capped_logits_stay_capped(cap: float) -> None:
+    """Also where the cap changes logits by less than rounding."""
     backend = stacked("gemma3", final_logit_softcapping=cap)
     assert backend.stack is None and backend.ragged
     without = stacked("gemma3")
@@ -97,23 +97,23 @@ def test_logits_that_are_capped_stay_capped(cap: float) -> None:
 
 
 @pytest.mark.parametrize("place", ["embedding", "layer", "head"])
-def test_a_model_that_changes_anything_between_its_parts_keeps_its_own_forward(
+def test_a_model_that_changes_values_between_its_parts_keeps_its_own_forward(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
     model: Any = backend.model
     part = {"embedding": model.model.layers[0], "layer": model.model.layers[1], "head": model.lm_head}[place]
-    own = type(part).__call__
+    call = type(part).__call__
 
     def louder(self: Any, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
-        return own(self, hidden * 1.02 if self is part else hidden, *inputs, **options)
+        return call(self, hidden * 1.02 if self is part else hidden, *inputs, **options)
 
     monkeypatch.setattr(type(part), "__call__", louder)
     fuse_layers(backend)
     assert backend.stack is None and backend.ragged
 
 
-def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_that_computes_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
         return torch.ones(*tokens.shape, self._model.config.vocab_size, dtype=torch.bfloat16)
 
@@ -122,17 +122,17 @@ def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stack_is_compared_with_the_layers_it_is_made_of() -> None:
-    """What may differ in each layer adds up: with weights of 4 bits to more than one change may make of the logits."""
+    """Differences of layers add up, so the reference is the layers, not the model's logits, which are wrong here."""
     backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
-    own = OwnLogits(backend)
-    own.passed.add("fused layers")
-    own.logits = 2 * own.logits
-    fuse_layers(backend, own)
+    own_logits = OwnLogits(backend)
+    own_logits.passed.add("fused layers")
+    own_logits.logits = 2 * own_logits.logits
+    fuse_layers(backend, own_logits)
     assert backend.stack is not None
 
 
 class Angles(torch.nn.Module):
-    """Angles of which some depend on how many positions there are."""
+    """Rotation angles, some of which depend on the number of positions."""
 
     def __init__(self, rope_type: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A token's bits do not depend on how the tokens beside it are shared out among threads, however many there are."""
+"""A token's bits do not depend on how many threads share the tokens of a forward, nor on how."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def one_thread_afterwards() -> Iterator[None]:
 
 
 def gates(rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    """As a joint product leaves them: beside as many numbers that are multiplied by them."""
-    both = torch.randn(1, rows, 2 * size, generator=torch.Generator().manual_seed(0)) * 4
-    return both.to(dtype).split(size, -1)[0]
+    """Gates as a joint product leaves them: a view of half the columns."""
+    columns = torch.randn(1, rows, 2 * size, generator=torch.Generator().manual_seed(0)) * 4
+    return columns.to(dtype).split(size, -1)[0]
 
 
 @pytest.mark.pairwise
@@ -59,7 +59,7 @@ def test_an_activation_of_many_rows_has_the_bits_of_each_alone(
             assert torch.equal(activated(act, x[:, :rows]), alone[:, :rows]), (size, rows)
 
 
-def test_pytorchs_own_sharing_is_seen_in_the_bits() -> None:
+def test_activations_have_the_same_bits_where_pytorchs_own_sharing_changes_them() -> None:
     x = gates(32, 4096, torch.float32)
     torch.set_num_threads(1)
     alone = nn.functional.silu(x)
@@ -96,7 +96,7 @@ def test_packed_forwards_of_several_widths_give_the_same_bits(threads: int) -> N
 
 
 def products(library: Any) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
-    """Layers of each kind of weights, whose panels few numbers of threads divide."""
+    """Layers of each kind of weights, with numbers of panels that few numbers of threads divide."""
     generator = torch.Generator().manual_seed(5)
     for outputs, inputs in ((300, 96), (1090, 256), (2080, 64)):
         linear = nn.Linear(inputs, outputs).bfloat16()
@@ -110,7 +110,7 @@ def products(library: Any) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
 
 
 @needs_kernels
-def test_products_are_those_of_one_thread_however_their_panels_are_taken() -> None:
+def test_products_on_many_threads_are_those_of_one_thread() -> None:
     for kind, layer, dtype in products(kernels()):
         x = torch.randn(300, layer.in_features, generator=torch.Generator().manual_seed(6)).to(dtype)
         for tokens in (1, 3, 8, 17, 300):
@@ -118,14 +118,17 @@ def test_products_are_those_of_one_thread_however_their_panels_are_taken() -> No
             expected = layer(x[:tokens])
             for threads in THREADS:
                 torch.set_num_threads(threads)
-                for _ in range(3):  # who takes which panel differs from time to time
+                for _ in range(3):  # threads take different panels each time
                     assert torch.equal(layer(x[:tokens]), expected), (kind, tokens, threads)
 
 
 @needs_kernels
-def test_callers_at_once_with_changing_numbers_of_threads_get_the_same_products() -> None:
+def test_concurrent_callers_with_changing_numbers_of_threads_get_the_same_products() -> None:
     kinds = list(products(kernels()))
-    x = [torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(6)).to(of) for _, layer, of in kinds]
+    x = [
+        torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(6)).to(dtype)
+        for _, layer, dtype in kinds
+    ]
     torch.set_num_threads(1)
     expected = [layer(inputs) for (_, layer, _), inputs in zip(kinds, x, strict=True)]
 
@@ -145,7 +148,7 @@ def test_callers_at_once_with_changing_numbers_of_threads_get_the_same_products(
 @needs_kernels
 @pytest.mark.parametrize("threads", [pytest.param(3, marks=pytest.mark.exhaustive), 33, *MANY])
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
-    """Calibrated with as many threads; one prompt is longer than two stretches of attention."""
+    """Calibrated with that many threads; one prompt is longer than two stretches of attention."""
     expected = generated("none", together=False, threads=1)
     assert generated("ngram", True, threads) == generated("none", True, threads) == expected
 
@@ -156,5 +159,5 @@ def generated(drafter: str, together: bool, threads: int) -> list[list[int]]:
     texts, params = prompts([30, 9, 1100]), SamplingParams(max_tokens=24, ignore_eos=True)
     model = fast("llama", torch.bfloat16, head_dim=64, max_position_embeddings=2048).model
     with SpeculativeDecoder(model, drafter=drafter, num_draft_tokens=5, reproducible=True) as decoder:
-        made = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
-    return [result.token_ids for result in made]
+        results = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
+    return [result.token_ids for result in results]

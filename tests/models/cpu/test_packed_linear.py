@@ -1,4 +1,4 @@
-"""Packed weights, and float32 copies of bfloat16 ones where the processor multiplies no bfloat16."""
+"""Packed weights, which are float32 copies of bfloat16 ones where the processor cannot multiply bfloat16."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.support.tiny_models import fresh
 
 def layer(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
     generator = torch.Generator().manual_seed(0)
-    made = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    linear = nn.Linear(96, 40, bias=bias, dtype=dtype)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
-    return made
+    return linear
 
 
 @pytest.fixture(params=[True, False], ids=["bfloat16 instructions", "none"])
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether oneDNN is told to have bfloat16 kernels."""
+    """Whether oneDNN pretends to have bfloat16 kernels."""
     monkeypatch.setattr(packed_linear, "_has_bf16", lambda: request.param)
     return bool(request.param)
 
@@ -41,16 +41,14 @@ def test_float32_copies_give_the_exact_product_rounded_once(
     linear = layer(torch.bfloat16, bias)
     x = torch.randn(width, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():
-        got = PackedLinear(linear)(x)
+        product = PackedLinear(linear)(x)
         exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
-    assert got.dtype == torch.bfloat16
-    assert bool(((got.double() - exact).abs() <= exact.abs() / 256 + 1e-6).all())
-    assert not torch.equal(got, torch.zeros_like(got))
+    assert product.dtype == torch.bfloat16
+    assert bool(((product.double() - exact).abs() <= exact.abs() / 256 + 1e-6).all())
+    assert not torch.equal(product, torch.zeros_like(product))
 
 
-def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
-    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_copies_that_would_fill_the_memory_are_refused(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("llama", dtype=torch.bfloat16)
     monkeypatch.setattr(packed_linear, "kernels", lambda: None)
     assert unsupported(model) is None
@@ -61,7 +59,7 @@ def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
     assert unsupported(fresh("llama")) is None  # float32 weights are packed, not copied to another type
 
 
-def test_own_kernels_need_neither_copies_nor_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slipstreams_kernels_need_neither_copies_nor_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = fresh("llama", dtype=torch.bfloat16), torch.ones(2, 96).bfloat16()
     monkeypatch.setattr(packed_linear, "_has_bf16", lambda: False)
     monkeypatch.setattr(packed_linear, "memory_bytes", lambda: 1000)
@@ -81,5 +79,5 @@ def test_a_packed_bfloat16_model_gives_its_own_logits(has_bf16: bool) -> None:
     with torch.inference_mode():
         expected = model(ids).logits.float()
         pack(model)
-        got = model(ids).logits.float()
-    assert (got - expected).abs().max() <= 0.05 * expected.abs().max()
+        logits = model(ids).logits.float()
+    assert (logits - expected).abs().max() <= 0.05 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""Where the kernels come from: a wheel's libraries if they are of these sources, else a compiler, else PyTorch."""
+"""Where kernels come from: a wheel's libraries if built from these sources, else a compiler, else PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slipstream.models.cpu.processor import AMX, NEEDED, NoKernelsError, Process
 ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / ".wheels" / "bin" / "python"
 RECIPE = bfloat16_recipe("plain")
-# prints the libraries that a GGUF product and a product of 12-bit weights were computed by, and whether they are right
+# prints which libraries computed a GGUF product and a product of 12-bit weights, and whether it is right
 USE = """
 import json, torch
 from slipstream.models.cpu import kernel_libraries
@@ -46,7 +46,7 @@ print(json.dumps([type(made).__name__, bool(close), files, bool(blocks.uses_open
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Of prebuilt libraries and of the cache."""
+    """The folders of prebuilt libraries and of the cache."""
     monkeypatch.setattr(kernel_libraries, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(kernel_libraries, "cache_folder", lambda: tmp_path / "cache")
     (tmp_path / "prebuilt").mkdir()
@@ -62,12 +62,12 @@ def test_a_prebuilt_library_of_these_sources_needs_no_compiler(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_compiler(monkeypatch)
-    made = folders[0] / prebuilt_name(RECIPE, sys.platform)
-    made.touch()
-    assert prebuilt_file(RECIPE) == made
+    library = folders[0] / prebuilt_name(RECIPE, sys.platform)
+    library.touch()
+    assert prebuilt_file(RECIPE) == library
 
 
-def test_one_of_other_sources_is_not_used(
+def test_a_prebuilt_library_of_other_sources_is_not_used(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_compiler(monkeypatch)
@@ -79,8 +79,10 @@ def test_one_of_other_sources_is_not_used(
     assert "was built from other sources: the kernels are compiled" in caplog.text
 
 
-def test_the_next_best_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As where a compiler does not know the newest instructions."""
+def test_the_next_best_kernels_are_used_where_the_best_fail_to_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example where a compiler does not know the newest instructions."""
 
     def loaded(recipe: Recipe) -> None:
         if recipe.name in refused:
@@ -110,23 +112,28 @@ def test_a_folder_that_cannot_be_written_is_named_once(
     assert caplog.text.count("are not used") == 1
 
 
-def test_the_name_tells_sources_flags_and_system() -> None:
+def test_the_name_of_a_library_depends_on_sources_flags_and_system() -> None:
     flags = Recipe(RECIPE.name, RECIPE.sources, (*RECIPE.flags, "-g"))
     names = {prebuilt_name(recipe, system) for recipe in (RECIPE, flags) for system in ("linux", "darwin", "win32")}
     assert len(names) == 6 and {Path(name).suffix for name in names} == {".so", ".dylib", ".dll"}
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_processor_says_of_itself_what_linux_says(tmp_path: Path) -> None:
+def test_detection_finds_what_linux_reports(tmp_path: Path) -> None:
     if "avx" not in processor().flags:
         pytest.skip("needs an x86 processor, and Linux")
-    made, known = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags} - {*AMX}
-    subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "detection" / "detection.c"), "-o", str(made)], check=True)
-    found = detected(ctypes.CDLL(str(made)))
-    assert found.flags == processor().flags & known and found.model_name == processor().model_name
+    library_file, used_flags = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags} - {*AMX}
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", str(SOURCES / "detection" / "detection.c"), "-o", str(library_file)], check=True
+    )
+    detected_processor = detected(ctypes.CDLL(str(library_file)))
+    assert (
+        detected_processor.flags == processor().flags & used_flags
+        and detected_processor.model_name == processor().model_name
+    )
 
 
-def test_arm_is_told_from_x86() -> None:
+def test_arm_processors_are_recognised() -> None:
     assert isas_of(Processor("", frozenset(("asimd", "asimddp"))), None)[0] == "neon"
     with pytest.raises(NoKernelsError, match="ARM processor with dot products"):
         isas_of(Processor("", frozenset(("asimd", "fp"))), None)
@@ -147,13 +154,13 @@ def test_an_installed_wheel_computes_where_there_is_no_compiler(tmp_path: Path) 
         listed = {line.split(",")[0] for line in files.read(record).decode().splitlines()}
     assert listed == set(files.namelist())
     bare = {"PATH": "", "PYTHONPATH": str(installed), "HOME": str(tmp_path), "SLIPSTREAM_ISA": "avx2"}
-    ran = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", USE], capture_output=True, text=True, env=bare, cwd=tmp_path, check=True
     )
-    kind, close, used, shares_threads = json.loads(ran.stdout)
+    kind, close, files_used, shares_threads = json.loads(finished.stdout)
     assert kind == "CompressedLinear" and close and shares_threads
-    assert all(Path(file).is_relative_to(installed) for file in used)
-    for library in Path(used[0]).parent.glob("*avx2*"):
+    assert all(Path(file).is_relative_to(installed) for file in files_used)
+    for library in Path(files_used[0]).parent.glob("*avx2*"):
         library.unlink()
-    ran = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=bare, cwd=tmp_path)
-    assert ran.returncode and "no C compiler" in ran.stderr
+    finished = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=bare, cwd=tmp_path)
+    assert finished.returncode and "no C compiler" in finished.stderr

@@ -1,4 +1,4 @@
-"""What is read from /proc/cpuinfo, and what is known where there is none."""
+"""What is read from /proc/cpuinfo, and what is assumed without it."""
 
 from pathlib import Path
 
@@ -17,22 +17,22 @@ flags\t\t: fpu
 
 
 def test_the_first_processor_is_read() -> None:
-    found = parse(TEXT)
-    assert found == Processor("Some CPU @ 2 GHz: fast", frozenset({"fpu", "avx2", "avx512f"}))
-    assert "avx512" not in found.flags
+    first = parse(TEXT)
+    assert first == Processor("Some CPU @ 2 GHz: fast", frozenset({"fpu", "avx2", "avx512f"}))
+    assert "avx512" not in first.flags
 
 
-def test_nothing_is_known_without_the_file(tmp_path: Path) -> None:
+def test_without_a_readable_file_the_processor_is_unknown(tmp_path: Path) -> None:
     assert processor(tmp_path / "missing") == parse("") == Processor()
     (tmp_path / "odd").write_bytes(b"model name : \xff\n:::\n")
     assert processor(tmp_path / "odd").flags == frozenset()
 
 
 @pytest.mark.parametrize("permits", [False, True])
-def test_tiles_are_used_only_where_the_system_gives_them(
+def test_tiles_are_used_only_where_the_system_permits_them(
     permits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.models.cpu.processor.request_tiles", lambda: permits)
     (tmp_path / "info").write_text(f"{TEXT.splitlines()[1]}\nflags : avx2 {' '.join(AMX)}\n")
-    found = processor(tmp_path / "info")
-    assert found == Processor("Some CPU @ 2 GHz: fast", frozenset({"avx2", *(AMX if permits else ())}))
+    reported = processor(tmp_path / "info")
+    assert reported == Processor("Some CPU @ 2 GHz: fast", frozenset({"avx2", *(AMX if permits else ())}))

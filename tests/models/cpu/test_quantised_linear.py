@@ -1,4 +1,4 @@
-"""Draft models in few bits: the products that they should be, never the target, and never a change of the text."""
+"""Quantised draft models: their products are right, the target is never quantised, and no text changes."""
 
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def linear(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16, bias:
 
 
 def specification(layer: nn.Linear, bits: str) -> BlockLinear:
-    """The layer of these weights that computes in float32."""
+    """The same quantised weights in a layer that computes in float32."""
     rows = rows_of_blocks(layer.weight, BITS[bits])
     block, shape = FORMATS[BITS[bits]], (layer.out_features, layer.in_features)
     part = BlockPart(block, shape, lambda first, last: rows[first:last].copy(), block_kernels())
@@ -48,17 +48,17 @@ def specification(layer: nn.Linear, bits: str) -> BlockLinear:
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_in_float32_rounded_once(bits: str, outputs: int, bias: bool) -> None:
     layer = linear(outputs, 288, bias=bias)
-    made = QuantisedLinear(layer, bits, kernels())
+    quantised_layer = QuantisedLinear(layer, bits, kernels())
     for tokens in (1, 2, 5, 8, 9, 30, 70):
         x = torch.randn(2, tokens, 288).bfloat16()
         expected = specification(layer, bits)(x.float())
-        assert made(x).dtype == torch.bfloat16 and torch.equal(made(x), expected.bfloat16())
-        assert torch.equal(made(x)[1, -1], made(x[1, -1]))
-    assert not torch.equal(made(x).float(), expected)  # they are rounded
+        assert quantised_layer(x).dtype == torch.bfloat16 and torch.equal(quantised_layer(x), expected.bfloat16())
+        assert torch.equal(quantised_layer(x)[1, -1], quantised_layer(x[1, -1]))
+    assert not torch.equal(quantised_layer(x).float(), expected)  # the layer rounds to bfloat16
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_weights_are_read_back_as_they_are_multiplied(bits: str) -> None:
+def test_rows_returns_the_quantised_weights(bits: str) -> None:
     layer = linear(80, 96)
     outputs = torch.tensor([0, 5, 17, 31, 32, 79, 63, 5])
     values = rounded(layer.weight.float(), BITS[bits]).values()
@@ -70,19 +70,19 @@ def test_weights_are_read_back_as_they_are_multiplied(bits: str) -> None:
 def test_activations_of_any_size_are_multiplied(size: float) -> None:
     layer = linear(48, 64, bias=False)
     x = torch.full((3, 64), size, dtype=torch.float32).bfloat16()
-    found, expected = QuantisedLinear(layer, "int4", kernels())(x).float(), x.float() @ layer.weight.float().T
-    assert torch.isfinite(found).all()
-    assert ((found - expected).abs() <= 0.1 * (x.float() @ layer.weight.float().abs().T) + 1e-26).all()
+    product, expected = QuantisedLinear(layer, "int4", kernels())(x).float(), x.float() @ layer.weight.float().T
+    assert torch.isfinite(product).all()
+    assert ((product - expected).abs() <= 0.1 * (x.float() @ layer.weight.float().abs().T) + 1e-26).all()
 
 
 def test_layers_of_float32_keep_their_type() -> None:
     layer, x = linear(64, 96, torch.float32), torch.randn(3, 96)
-    found, expected = QuantisedLinear(layer, "int8", kernels())(x), layer(x)
-    assert found.dtype == torch.float32 and (found - expected).abs().max() <= 0.02 * expected.abs().max()
+    product, expected = QuantisedLinear(layer, "int8", kernels())(x), layer(x)
+    assert product.dtype == torch.float32 and (product - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_layers_of_other_shapes_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh("llama", dtype=torch.bfloat16)  # 48 inputs are no multiple of 32
+    model = fresh("llama", dtype=torch.bfloat16)  # 48 inputs are not a multiple of 32
     pack(model, partial(quantised, bits="int4"))
     kinds = {name.rpartition(".")[2]: type(module) for name, module in model.named_modules()}
     assert kinds["q_proj"] is kinds["lm_head"] is QuantisedLinear and kinds["down_proj"] is CompressedLinear
@@ -121,7 +121,7 @@ def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypat
     assert decoder.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids == reference(shared("llama"), PROMPT, 12)
 
 
-def test_without_kernels_auto_packs_and_what_was_asked_for_is_refused(
+def test_without_kernels_auto_packs_and_an_explicit_type_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
@@ -135,14 +135,14 @@ def test_without_kernels_auto_packs_and_what_was_asked_for_is_refused(
 
 
 @pytest.mark.parametrize("fast", [False, "auto"])
-def test_auto_leaves_models_that_fit_the_caches_and_plain_weights_alone(tmp_path: Path, fast: bool | str) -> None:
+def test_auto_quantises_neither_small_models_nor_unpacked_ones(tmp_path: Path, fast: bool | str) -> None:
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path), fast=fast, reproducible=False)
     assert decoder.draft is not None and decoder.draft.packed == (fast == "auto")
     assert not any(type(m) is QuantisedLinear for m in decoder.draft.backend.model.modules())
 
 
-def test_a_draft_dtype_of_its_own(tmp_path: Path) -> None:
+def test_the_draft_model_can_have_another_dtype_than_the_target(tmp_path: Path) -> None:
     shared("llama").save_pretrained(tmp_path)
     options = {"dtype": "float32", "draft_dtype": "bfloat16", "reproducible": False}
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path), **options)
@@ -150,7 +150,7 @@ def test_a_draft_dtype_of_its_own(tmp_path: Path) -> None:
     assert (decoder.target.model.dtype, decoder.draft.model.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_impossible_draft_dtypes_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"draft_dtype='int4', but there is no draft model; allowed: auto$"):
         SpeculativeDecoder("toy", draft_dtype="int4")
     with pytest.raises(UsageError, match=r"draft_dtype='int4', but the toy model has no weights; allowed: auto$"):

@@ -1,4 +1,4 @@
-"""Computing threads on cores of their own: bound by the command line, moved apart elsewhere, unless arranged."""
+"""Threads get cores of their own: bound by the command line, moved apart elsewhere, unless the user arranged them."""
 
 import json
 import os
@@ -36,11 +36,11 @@ def without_choice() -> dict[str, str]:
 
 
 def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code], env=without_choice() | environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
 
 
 needs_cores = pytest.mark.skipif(
@@ -50,11 +50,11 @@ needs_cores = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_cores
-def test_threads_on_one_core_are_found_moved_and_left_free() -> None:
-    count, workers, trapped, found, after, cores = json.loads(run(TRAP))
+def test_threads_trapped_on_one_core_are_separated_and_unbound() -> None:
+    count, workers, trapped, separated, affinities, cores = json.loads(run(TRAP))
     assert count >= 2 and workers == count - 1
-    assert trapped and found
-    assert after == [cores] * workers
+    assert trapped and separated
+    assert affinities == [cores] * workers
 
 
 @pytest.mark.slow
@@ -64,23 +64,25 @@ def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
 
 
 @needs_cores
-def test_a_thread_that_does_not_compute_is_freed_of_its_core() -> None:
-    found: list[set[int]] = []
+def test_free_thread_unbinds_only_threads_that_slipstream_bound() -> None:
+    affinities: list[set[int]] = []
 
-    def bound_and_freed(freed: frozenset[int]) -> None:  # in a thread of its own, since the mask is a thread's
+    def bound_and_freed(
+        freed: frozenset[int],
+    ) -> None:  # runs in a new thread, since the affinity mask belongs to a thread
         os.sched_setaffinity(0, {min(cores)})
         threads.free_thread(freed)
-        found.append(os.sched_getaffinity(0))
+        affinities.append(os.sched_getaffinity(0))
 
     cores = os.sched_getaffinity(0)
-    for freed in (cores, (), {9999}):  # bound by us; not by us; cores that are gone
+    for freed in (cores, (), {9999}):  # bound by us; not bound by us; to cores that are gone
         thread = threading.Thread(target=bound_and_freed, args=[frozenset(freed)])
         thread.start()
         thread.join()
-    assert found == [cores, {min(cores)}, {min(cores)}]
+    assert affinities == [cores, {min(cores)}, {min(cores)}]
 
 
-def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_not_looked_at_while_operators_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in threads.CHOSEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -91,23 +93,23 @@ def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", threads.CHOSEN)
 def test_the_command_line_binds_unless_the_user_chose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    free: dict[str, str] = {}
+    environment: dict[str, str] = {}
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else ()
     monkeypatch.setattr(threads, "share_of_time", lambda: None)
-    assert threads.bind_threads(free) == frozenset(cores)
-    assert free == {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
-    chosen = {name: "2"}
-    assert not threads.bind_threads(chosen) and chosen == {name: "2"}
+    assert threads.bind_threads(environment) == frozenset(cores)
+    assert environment == {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+    user_choice = {name: "2"}
+    assert not threads.bind_threads(user_choice) and user_choice == {name: "2"}
 
 
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str], **limits: str) -> frozenset[int]:
-    """A Linux machine with these processors, in a control group of a group that have these limits."""
-    for number, others in enumerate(siblings):
+    """A Linux machine with these processors, in nested control groups with these limits."""
+    for number, core_cpus in enumerate(siblings):
         topology = tmp_path / f"cpu/cpu{number}/topology"
         topology.mkdir(parents=True)
-        (topology / "core_cpus_list").write_text(others)
-    own = tmp_path / "groups/outer/inner"
-    own.mkdir(parents=True)
+        (topology / "core_cpus_list").write_text(core_cpus)
+    group_folder = tmp_path / "groups/outer/inner"
+    group_folder.mkdir(parents=True)
     for group, limit in limits.items():
         (tmp_path / {"outer": "groups/outer", "inner": "groups/outer/inner"}[group] / "cpu.max").write_text(limit)
     (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
@@ -128,16 +130,16 @@ BOUND = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     [
         ({}, BOUND),
         ({"inner": "max 100000"}, BOUND),
-        ({"inner": "400000 100000"}, BOUND),  # as much as four cores
+        ({"inner": "400000 100000"}, BOUND),  # as much time as four cores
         ({"inner": "350000 100000"}, {"OMP_NUM_THREADS": "3"}),
         ({"outer": "200000 100000", "inner": "max 100000"}, {"OMP_NUM_THREADS": "2"}),
         ({"outer": "200000 100000", "inner": "50000 100000"}, {"OMP_NUM_THREADS": "1"}),
     ],
 )
-def test_a_containers_share_of_time_is_its_number_of_threads(
+def test_a_containers_share_of_time_limits_the_number_of_threads(
     limits: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four cores of two hyperthreads each. Unbound threads have nothing to be freed of."""
+    """On four cores of two hyperthreads each."""
     processors = machine(tmp_path, monkeypatch, ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"], **limits)
     assert threads.physical_cores(processors) == 4
     environment: dict[str, str] = {}
@@ -145,7 +147,7 @@ def test_a_containers_share_of_time_is_its_number_of_threads(
     assert environment == expected
 
 
-def test_the_command_line_binds_before_pytorch_is_there() -> None:
+def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
     code = (
         "import sys; import slipstream; assert 'torch' not in sys.modules\n"
         "import slipstream.models.cpu.thread_placement as t; real = t.bind_threads\n"

@@ -1,6 +1,6 @@
-"""What Triton's compiler makes of the kernels for two generations of GPUs, none of which need be there.
+"""What Triton compiles the kernels to, for two generations of GPUs; no GPU is needed.
 
-In an environment that also has triton 3.6.0, without its interpreter.
+Run in an environment that also has triton 3.6.0, without its interpreter.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ARCHITECTURES = (80, 90)
 PRODUCT = re.compile(
     r"mma\.sync\.aligned\.(m\d+n\d+k\d+)\S*\s*\{\s*(%\w+)[^}]*\},\s*\{[^}]*\},\s*\{[^}]*\},\s*\{\s*(%\w+)"
 )
-INPUTS = 128  # of a step, in bfloat16
-SIZES = ("inner", "outputs", "size", "slot_stride", "head_stride")  # which a launch finds to be multiples of 16
-SHARED = 99 << 10  # bytes that programs have on all GPUs since Ampere
+INPUTS = 128  # per step, in bfloat16
+SIZES = ("inner", "outputs", "size", "slot_stride", "head_stride")  # a launch knows these to be multiples of 16
+SHARED = 99 << 10  # bytes of shared memory that all GPUs have since Ampere
 
 
 def compiled(name: str, types: dict[str, str], constants: dict[str, Any], architecture: int, **options: int) -> Any:
@@ -47,13 +47,15 @@ def compiled(name: str, types: dict[str, str], constants: dict[str, Any], archit
 
     kernel = getattr(triton_kernels, name)
     names = kernel.arg_names
-    signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in names}
+    signature = {argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, each in enumerate(names)
-        if signature[each].startswith("*") or (each in SIZES and signature[each] == "i32")
+        for i, argument in enumerate(names)
+        if signature[argument].startswith("*") or (argument in SIZES and signature[argument] == "i32")
     }
-    source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()}, aligned)
+    source = ASTSource(
+        kernel, signature, {(names.index(constant),): value for constant, value in constants.items()}, aligned
+    )
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
@@ -66,7 +68,7 @@ def product(tile: Tile, architecture: int) -> Any:
 
 
 def lengths_of_sums(ptx: str) -> list[int]:
-    """Of each sum of a program's loop, how many instructions add to it, one after the other."""
+    """For each sum of a program's loop, how many instructions add to it in sequence."""
     lengths: dict[str, int] = {}
     for _, result, added_to in PRODUCT.findall(ptx):
         lengths[result] = lengths.pop(added_to, 0) + 1
@@ -76,7 +78,7 @@ def lengths_of_sums(ptx: str) -> list[int]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tile", [*TILES.values(), LARGEST_TILE])
 def test_every_tile_adds_in_the_same_order(tile: Tile, architecture: int) -> None:
-    """Sixteen inputs at a time into one sum, by one instruction: neither others nor several sums, nor atomics."""
+    """One instruction adds sixteen inputs at a time to one sum: no other instructions, no partial sums, no atomics."""
     kernel = product(tile, architecture)
     ptx = kernel.asm["ptx"]
     assert {shape for shape, _, _ in PRODUCT.findall(ptx)} == {"m16n8k16"}
@@ -87,7 +89,7 @@ def test_every_tile_adds_in_the_same_order(tile: Tile, architecture: int) -> Non
     assert tile.num_stages * tile.columns * INPUTS <= kernel.metadata.shared <= SHARED  # weights are read ahead
 
 
-def test_a_tile_of_more_rows_would_be_noticed() -> None:
+def test_a_tile_of_more_rows_uses_other_instructions() -> None:
     assert "wgmma" in product(Tile(1, 64, 64, 4, 3), 90).asm["ptx"]
 
 

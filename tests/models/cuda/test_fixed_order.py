@@ -1,7 +1,6 @@
-"""No bit of a token depends on the shape of a forward by Triton kernels: on a GPU, or by Triton's interpreter.
+"""With Triton kernels no bit of a token depends on the shape of a forward; on a GPU or in Triton's interpreter.
 
-Run as `test_triton_layer.py` says. What the kernels are compiled to is looked at without a GPU, and without the
-interpreter: `python -m pytest tests/models/cuda/test_compiled_kernels.py`, in the same environment.
+`test_triton_layer.py` says how to run it; `test_compiled_kernels.py` checks what the kernels are compiled to.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from slipstream.models.cuda.triton_layer import Product, splits_for
 from slipstream.models.hf.backend import HFBackend
 from tests.models.cuda.test_triton_layer import DEVICE, ON_GPU, models, pytestmark, tokens  # noqa: F401
 
-COUNTS = (1, 2, 5, 16, 17, 33, 64, 65, 130)  # tokens, of each tile and at its ends
-INNER, OUTPUTS = 1100 if ON_GPU else 560, 70  # neither a multiple of what a program takes
+COUNTS = (1, 2, 5, 16, 17, 33, 64, 65, 130)  # numbers of tokens for each tile, and at its limits
+INNER, OUTPUTS = 1100 if ON_GPU else 560, 70  # neither is a multiple of a tile's size
 LENGTH = 26
 TREE = (-1, 0, 1, 2, 1, 4, -1, 6)
-START = 121  # of a tree that reaches into the next chunk
+START = 121  # a tree from here reaches into the next chunk
 
 
 @pytest.fixture(autouse=True, scope="module")
 def sums_in_order() -> Iterator[None]:
-    """The interpreter multiplies by NumPy, which adds in an order that depends on the tile; tensor cores do not."""
+    """Makes the interpreter add in order: NumPy's order depends on the tile, that of tensor cores does not."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             from triton.runtime import interpreter
@@ -48,11 +47,11 @@ def sums_in_order() -> Iterator[None]:
 
 
 def products_agree(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Whether every token has the bits that it has alone, wherever it stands."""
+    """Whether every token has the bits it has alone, whatever its place."""
 
     def whole(x: Tensor) -> Tensor:
-        out = product(x)
-        return out if out.dim() == 2 else torch.stack(list(out)).sum(0)
+        product_of_rows = product(x)
+        return product_of_rows if product_of_rows.dim() == 2 else torch.stack(list(product_of_rows)).sum(0)
 
     alone = torch.cat([whole(row[None]) for row in x])
     return all(torch.equal(whole(x[-count:]), alone[-count:]) for count in COUNTS)
@@ -72,7 +71,7 @@ def test_products_have_the_same_bits_for_any_number_of_tokens(dtype: torch.dtype
     assert products_agree(lambda x: product(x, is_whole=True), x)
 
 
-def test_a_split_that_depends_on_the_number_of_tokens_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_that_depends_on_the_number_of_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     product, x = Product(nn.Linear(INNER, OUTPUTS).to(DEVICE).requires_grad_(False)), torch.randn(130, INNER).to(DEVICE)
 
@@ -128,13 +127,13 @@ def test_a_text_has_the_same_logits_however_it_is_read(
     assert not torch.equal(read(backend, LENGTH), whole)
 
 
-def test_rows_of_a_batch_have_the_logits_that_they_have_alone(backend: GraphedBackend) -> None:
+def test_rows_of_a_batch_have_the_logits_they_have_alone(backend: GraphedBackend) -> None:
     whole = read(backend, LENGTH)
     for slot in (1, 2):
         read(backend, LENGTH, slot)
     starts = [LENGTH - 4, 3, LENGTH - 9]
-    fed = torch.cat([text()[:, start : start + 4] for start in starts])
-    logits = backend.forward(fed, starts, first_slot=0, logits=True)
+    inputs = torch.cat([text()[:, start : start + 4] for start in starts])
+    logits = backend.forward(inputs, starts, first_slot=0, logits=True)
     for row, start in zip(logits, starts, strict=True):
         assert torch.equal(row, whole[start : start + 4])
 
@@ -153,11 +152,11 @@ def test_branches_of_a_tree_have_the_logits_of_chains(
         chain = torch.cat([prompt[0, -1:], nodes[path]])[None]
         expected.append(backend.forward(chain, [START - 1], first_slot=slot, logits=True)[0, -1].clone())
     segments: list[TreeSegment] = segments_of(slot, START - 1, START, TREE)
-    fed = torch.cat([prompt[0, -1:], nodes, nodes[:2]])  # two more, as padding
-    logits = backend.forward_tree(fed, segments, widths=None)
-    assert len(logits) == len(fed)
-    for got, want in zip(logits[1:], expected, strict=False):
-        assert torch.equal(got, want)
+    inputs = torch.cat([prompt[0, -1:], nodes, nodes[:2]])  # two more tokens as padding
+    logits = backend.forward_tree(inputs, segments, widths=None)
+    assert len(logits) == len(inputs)
+    for of_node, of_chain in zip(logits[1:], expected, strict=False):
+        assert torch.equal(of_node, of_chain)
     assert not torch.equal(logits[2], logits[4])
     padded = TreeTable.padded
 
@@ -166,13 +165,13 @@ def test_branches_of_a_tree_have_the_logits_of_chains(
         return depths, visible, torch.arange(width).expand_as(ancestors).contiguous()
 
     monkeypatch.setattr(TreeTable, "padded", in_order_of_places)  # negative control
-    others = backend.forward_tree(fed, segments, widths=None)
-    assert [torch.equal(*pair) for pair in zip(others[1:], expected, strict=False)] == [True] * 4 + [False] * 4
+    wrong_logits = backend.forward_tree(inputs, segments, widths=None)
+    assert [torch.equal(*pair) for pair in zip(wrong_logits[1:], expected, strict=False)] == [True] * 4 + [False] * 4
     assert Session(backend).branches
 
 
 def test_one_capture_serves_all_lengths(backend: GraphedBackend) -> None:
-    backend.cache.hold(4, 300)  # what was captured before goes when it grows
+    backend.cache.hold(4, 300)  # growing drops earlier captures
     counts = []
     for start in (0, 130, 270):
         backend.forward(tokens(1, 15), [start], first_slot=0, logits=True)

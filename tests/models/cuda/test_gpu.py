@@ -1,4 +1,4 @@
-"""Whole decoders on a GPU: the text with drafts is the text without, forward by forward and in captured graphs."""
+"""Whole decoders on a GPU: drafts change no text, with eager forwards and with captured graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # heads th
 
 @cache
 def on_gpu(name: str, dtype: torch.dtype, fast: bool, close: bool = False) -> Any:
-    """A tiny model on the GPU, or one close to it. fast: for decoders that replace its layers."""
+    """A tiny model on the GPU, or a similar one with noise added. fast: a copy whose layers decoders may replace."""
     model = fresh(name, **({} if name == "gpt2" else SIZES))
     if close:
         generator = torch.Generator().manual_seed(1)
@@ -66,16 +66,16 @@ def plain_decoder(name: str, dtype: torch.dtype, fast: bool, **options: Any) -> 
     return SpeculativeDecoder(target, draft, drafter="none", tokenizer=tokenizer(), fast=fast, **options)
 
 
-def texts(decoder: SpeculativeDecoder, asked: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
-    return [result.token_ids for result in decoder.generate(list(asked), list(params))]
+def texts(decoder: SpeculativeDecoder, batch: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [result.token_ids for result in decoder.generate(list(batch), list(params))]
 
 
-def one_by_one(decoder: SpeculativeDecoder, asked: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
-    return [decoder.generate(prompt, one).token_ids for prompt, one in zip(asked, params, strict=True)]
+def one_by_one(decoder: SpeculativeDecoder, batch: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [decoder.generate(prompt, options).token_ids for prompt, options in zip(batch, params, strict=True)]
 
 
 def drafters(decoder: SpeculativeDecoder) -> list[tuple[str, int | str]]:
-    """All of them; where shapes are kept to, PyTorch's products take no trees."""
+    """The drafters, without trees where a reproducible decoder multiplies by PyTorch."""
     trees = not decoder.reproducible or is_shape_independent(decoder.target.backend)
     return [(name, length) for name, length in DRAFTERS if trees or "x" not in str(length)]
 
@@ -114,21 +114,21 @@ def test_greedy_text_is_that_of_hugging_face(name: str) -> None:
 @pytest.mark.parametrize("reproducible", ["auto", False])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])
-def test_in_half_precision_texts_are_the_same_or_part_at_a_tie(name: str, fast: bool, reproducible: bool | str) -> None:
+def test_in_half_precision_texts_differ_only_at_ties(name: str, fast: bool, reproducible: bool | str) -> None:
     plain = plain_decoder(name, torch.bfloat16, fast, max_batch_size=4, reproducible=reproducible)
     judge = TieJudge(plain)
     expected = one_by_one(plain, PROMPTS, GREEDY)
     for drafter, length in drafters(plain):
         drafting = plain.using(drafter, num_draft_tokens=length)
-        for prompt, want, got in zip(PROMPTS, expected, texts(drafting, PROMPTS, GREEDY), strict=True):
-            found = judge.judge(prompt, want, got, GREEDY[0], same_bits=plain.reproducible)
-            assert found is None or found.tie, (drafter, length)
+        for prompt, expected_text, text in zip(PROMPTS, expected, texts(drafting, PROMPTS, GREEDY), strict=True):
+            difference = judge.judge(prompt, expected_text, text, GREEDY[0], same_bits=plain.reproducible)
+            assert difference is None or difference.tie, (drafter, length)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", BY_KERNELS)
-def test_kernels_of_one_order_change_no_text_whatever_is_drafted(name: str, dtype: torch.dtype) -> None:
-    """To the bit, in half precision too, greedy and seeded, by trees and in batches, without a search for shapes."""
+def test_with_slipstreams_kernels_no_drafter_changes_a_text_in_any_dtype(name: str, dtype: torch.dtype) -> None:
+    """To the bit, also in half precision, greedy and seeded, with trees and in batches, and without calibration."""
     plain = plain_decoder(name, dtype, True, max_batch_size=4, reproducible=True)
     assert plain.reproducible and is_shape_independent(plain.target.backend)
     for params in (GREEDY, SEEDED):
@@ -138,7 +138,7 @@ def test_kernels_of_one_order_change_no_text_whatever_is_drafted(name: str, dtyp
             assert texts(plain.using(drafter, num_draft_tokens=length), PROMPTS, params) == expected, (drafter, length)
 
 
-def test_a_loaded_model_is_captured_as_it_is() -> None:
+def test_a_model_given_by_the_caller_is_captured_unchanged() -> None:
     model = on_gpu("llama", torch.bfloat16, fast=False)
     weights = [weight.clone() for weight in model.parameters()]
     decoder = SpeculativeDecoder(model, drafter="none", tokenizer=tokenizer(), reproducible=False)
@@ -150,7 +150,7 @@ def test_a_loaded_model_is_captured_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_long_prompts_and_a_growing_cache(fast: bool) -> None:
+def test_long_prompts_and_a_growing_cache_change_no_text(fast: bool) -> None:
     plain = plain_decoder("gemma3", torch.float32, fast, max_batch_size=2, reproducible=False)
     expected = one_by_one(plain, LONG, GREEDY[:3])
     for drafter, length in (("model", 4), ("auto", "auto"), ("suffix", "3x2")):
@@ -160,7 +160,7 @@ def test_long_prompts_and_a_growing_cache(fast: bool) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_streams_end_early_and_leave_the_other_rows_alone(fast: bool) -> None:
+def test_closing_a_stream_early_changes_no_later_text(fast: bool) -> None:
     plain = plain_decoder("qwen2", torch.float32, fast)
     expected = one_by_one(plain, PROMPTS, GREEDY)
     drafting = plain.using("model", num_draft_tokens=3)
@@ -170,24 +170,24 @@ def test_streams_end_early_and_leave_the_other_rows_alone(fast: bool) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_logprobs_are_the_targets(fast: bool) -> None:
+def test_logprobs_do_not_depend_on_the_drafter(fast: bool) -> None:
     params = SamplingParams(max_tokens=8, logprobs=3)
     plain = plain_decoder("llama", torch.float32, fast)
-    want, got = (d.generate(PROMPTS[2], params) for d in (plain, plain.using("model", num_draft_tokens=4)))
-    assert want.token_ids == got.token_ids
-    for one, other in zip(want.logprobs, got.logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+    plain_result, result = (d.generate(PROMPTS[2], params) for d in (plain, plain.using("model", num_draft_tokens=4)))
+    assert plain_result.token_ids == result.token_ids
+    for expected, got in zip(plain_result.logprobs, result.logprobs, strict=True):
+        assert expected.logprob == pytest.approx(got.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_rules_that_sample_drafts_run_there(rule: str) -> None:
+def test_rules_that_sample_drafts_give_varied_texts(rule: str) -> None:
     plain = plain_decoder("llama", torch.float32, fast=True)
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=6) for seed in range(40)]
-    found = texts(plain.using("model", num_draft_tokens=3, acceptance=rule), [PROMPTS[1]] * 40, params)
-    assert len({tuple(text) for text in found}) > 20
+    sampled_texts = texts(plain.using("model", num_draft_tokens=3, acceptance=rule), [PROMPTS[1]] * 40, params)
+    assert len({tuple(text) for text in sampled_texts}) > 20
 
 
-def test_a_draft_model_of_another_vocabulary() -> None:
+def test_a_draft_model_of_another_vocabulary_changes_no_text() -> None:
     target = on_gpu("llama", torch.float32, fast=False)
     plain = SpeculativeDecoder(target, "toy", drafter="none", tokenizer=tokenizer(), device="auto")
     expected = texts(plain, PROMPTS, GREEDY)
@@ -197,13 +197,14 @@ def test_a_draft_model_of_another_vocabulary() -> None:
 
 @pytest.mark.parametrize("fast", [False, True, "auto"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_folder_is_loaded_to_the_gpu(fast: bool | str, dtype: str, tmp_path: Path) -> None:
+def test_a_folder_is_loaded_onto_the_gpu(fast: bool | str, dtype: str, tmp_path: Path) -> None:
     shared("qwen2").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     with SpeculativeDecoder(str(tmp_path), str(tmp_path), device="cuda", dtype=dtype, fast=fast) as decoder:
         assert decoder.target.backend.device.type == "cuda"
-        found = decoder.generate("abc abc abc", SamplingParams(max_tokens=COUNT))
+        result = decoder.generate("abc abc abc", SamplingParams(max_tokens=COUNT))
         assert (
-            found.token_ids == decoder.using("none").generate("abc abc abc", SamplingParams(max_tokens=COUNT)).token_ids
+            result.token_ids
+            == decoder.using("none").generate("abc abc abc", SamplingParams(max_tokens=COUNT)).token_ids
         )
-        assert found.stats.num_accepted_tokens > 0
+        assert result.stats.num_accepted_tokens > 0

@@ -21,17 +21,17 @@ PARENTS = [
 ]
 
 
-def both_trees(case: Case, parents: Sequence[tuple[int, ...]], behind: int) -> tuple[Tensor, Tensor]:
-    """Logits of trees over `behind` committed tokens that are not cached, eager and captured."""
-    bases = [start + behind for start in STARTS[: len(parents)]]
+def both_trees(case: Case, parents: Sequence[tuple[int, ...]], num_uncached: int) -> tuple[Tensor, Tensor]:
+    """Logits of trees after `num_uncached` committed tokens that are not cached, eager and captured."""
+    bases = [start + num_uncached for start in STARTS[: len(parents)]]
     segments = [
-        one
-        for slot, (base, own) in enumerate(zip(bases, parents, strict=True))
-        for one in segments_of(slot, base - behind, base, own)
+        segment
+        for slot, (base, row_parents) in enumerate(zip(bases, parents, strict=True))
+        for segment in segments_of(slot, base - num_uncached, base, row_parents)
     ]
     tokens = case.tokens(1, sum(segment.count for segment in segments))[0]
-    one, other = (backend.forward_tree(tokens, segments, widths=None) for backend in (case.eager, case.graphed))
-    return one, other
+    eager, captured = (backend.forward_tree(tokens, segments, widths=None) for backend in (case.eager, case.graphed))
+    return eager, captured
 
 
 @pytest.mark.each_value
@@ -39,20 +39,20 @@ def both_trees(case: Case, parents: Sequence[tuple[int, ...]], behind: int) -> t
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[tuple[int, ...]]) -> None:
     case = Case(name, length=300)
-    for behind in (1, 3):
+    for num_uncached in (1, 3):
         for _ in range(2):  # captured, then replayed on other tokens
-            expected, got = both_trees(case, parents, behind)
+            expected, got = both_trees(case, parents, num_uncached)
             assert got.shape == expected.shape
             assert (expected - got).abs().max() < 1e-4
         for backend in (case.eager, case.graphed):
-            backend.move(0, [STARTS[0] + behind + 3], STARTS[0] + behind + 1)
-        expected, got = case.both(case.tokens(1, 2), [STARTS[0] + behind + 2])
+            backend.move(0, [STARTS[0] + num_uncached + 3], STARTS[0] + num_uncached + 1)
+        expected, got = case.both(case.tokens(1, 2), [STARTS[0] + num_uncached + 2])
         assert (expected - got).abs().max() < 1e-4
     assert 0 < case.tape.captured < case.tape.replayed
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_tree_whose_branches_see_each_other_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_that_attend_to_each_other_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     padded = TreeTable.padded
 
     def seeing_all(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def contents(backend: HFBackend) -> Tensor:
-    """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
+    """[layers, 2, slots, heads, positions, size]: all that the cache holds."""
     return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend.cache.layers]).clone()
 
 
@@ -57,20 +57,20 @@ def test_padded_rows_and_widths_differ_by_rounding_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(3, 1), (3, 7), (1, 12), (2, 3)])
-def test_a_forward_writes_the_positions_it_was_told_and_spare_ones(rows: int, width: int) -> None:
+def test_a_captured_forward_writes_only_its_positions_and_spare_ones(rows: int, width: int) -> None:
     case = Case("llama")
     starts = case.starts(rows)
-    case.graphed.forward(case.tokens(rows, width), starts, first_slot=0, logits=True)  # captured and replayed
+    case.graphed.forward(case.tokens(rows, width), starts, first_slot=0, logits=True)  # captured, then replayed
     before = contents(case.graphed)
     case.graphed.forward(case.tokens(rows, width), starts, first_slot=0, logits=True)
     changed = (contents(case.graphed) != before).any(-1).any(3).any(0).any(0)  # [slots, positions]
-    told = torch.zeros_like(changed)
+    expected = torch.zeros_like(changed)
     for slot, start in enumerate(starts):
-        told[slot, start : start + width] = True
-    assert torch.equal(changed[:, :-SPARE], told[:, :-SPARE])
+        expected[slot, start : start + width] = True
+    assert torch.equal(changed[:, :-SPARE], expected[:, :-SPARE])
 
 
-def test_every_bucket_is_captured_once() -> None:
+def test_each_bucket_of_shapes_is_captured_once() -> None:
     case = Case("llama", length=1500)
     for rows, width, start in [(3, 5, 9), (4, 5, 11), (3, 5, 40), (1, 9, 3), (1, 16, 5), (3, 5, 251), (4, 5, 252)]:
         case.graphed.forward(case.tokens(rows, width), [start] * rows, first_slot=0, logits=True)
@@ -83,7 +83,7 @@ def test_every_bucket_is_captured_once() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "first_slot", "logits"), [(1, 33, 0, True), (1, 4, 1, True), (4, 4, 0, False)]
 )
-def test_what_is_no_decoding_step_runs_eagerly(rows: int, width: int, first_slot: int, logits: bool) -> None:
+def test_forwards_that_are_no_decoding_step_run_eagerly(rows: int, width: int, first_slot: int, logits: bool) -> None:
     case = Case("llama", length=200)
     tokens, starts = case.tokens(rows, width), case.starts(rows)
     case.graphed.forward(tokens, starts, first_slot=first_slot, logits=logits)
@@ -100,7 +100,7 @@ def test_a_width_that_leaves_no_room_for_padding_runs_eagerly() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_growth_drops_the_graphs_and_keeps_the_memory(name: str) -> None:
+def test_growth_drops_the_graphs_and_keeps_the_cached_tokens(name: str) -> None:
     case = Case(name)
     tokens, starts = case.tokens(2, 4), case.starts(2)
     case.both(tokens, starts)
@@ -117,9 +117,9 @@ def test_growth_drops_the_graphs_and_keeps_the_memory(name: str) -> None:
     assert case.tape.captured == 2
 
 
-def test_the_least_recently_used_graph_goes_first() -> None:
+def test_the_least_recently_used_graph_is_evicted_first() -> None:
     case = Case("llama", max_graphs=2)
-    for width in (1, 2, 1, 4, 1):  # 4 puts 2 out
+    for width in (1, 2, 1, 4, 1):  # 4 evicts 2
         case.both(case.tokens(1, width), [PROMPT])
     assert (case.tape.captured, case.graphed.graph_memory().count) == (3, 2)
     expected, got = case.both(case.tokens(1, 2), [PROMPT])
@@ -129,31 +129,31 @@ def test_the_least_recently_used_graph_goes_first() -> None:
 
 def test_graphs_that_hold_too_much_memory_are_all_dropped() -> None:
     case = Case("llama", tape=Tape(size=400), max_bytes=1000)
-    for width, held in ((1, 400), (2, 800), (4, 1200), (8, 1200)):
+    for width, num_bytes in ((1, 400), (2, 800), (4, 1200), (8, 1200)):
         case.both(case.tokens(1, width), [PROMPT])
-        assert case.graphed.graph_memory().bytes == held
+        assert case.graphed.graph_memory().bytes == num_bytes
     assert case.tape.resets == 0 and case.tape.captured == 3
     for _ in range(3 * REPLAYS):
         case.graphed.forward(case.tokens(1, 1), [PROMPT], first_slot=0, logits=True)
-    for width, held in ((8, 400), (1, 800)):
+    for width, num_bytes in ((8, 400), (1, 800)):
         expected, got = case.both(case.tokens(1, width), [PROMPT])
-        assert torch.equal(expected, got) and case.graphed.graph_memory().bytes == held
+        assert torch.equal(expected, got) and case.graphed.graph_memory().bytes == num_bytes
     assert case.tape.resets == 1
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_shapes", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [900, 1100, 5000])
-def test_captures_that_do_not_fit_together_do_not_drive_each_other_out(num_shapes: int, size: int) -> None:
-    """With memory for less than a shape takes, or for some of the shapes in use."""
-    tape, ran = Tape(size=size), []
+def test_graphs_that_do_not_fit_together_do_not_evict_each_other_endlessly(num_shapes: int, size: int) -> None:
+    """The memory holds less than one graph, or only some of the shapes in use."""
+    tape, outputs = Tape(size=size), []
     store = GraphStore("it", tape, max_bytes=1000)
     for call in range(40 * REPLAYS):
         shape = call % num_shapes
-        out = store.run(shape, lambda shape=shape: torch.full((2,), shape).add_(1))
-        ran.append(out.tolist())
-    assert ran == [[call % num_shapes + 1] * 2 for call in range(40 * REPLAYS)]
-    assert tape.captured <= num_shapes + 40 and tape.replayed >= 0.4 * len(ran)
+        output = store.run(shape, lambda shape=shape: torch.full((2,), shape).add_(1))
+        outputs.append(output.tolist())
+    assert outputs == [[call % num_shapes + 1] * 2 for call in range(40 * REPLAYS)]
+    assert tape.captured <= num_shapes + 40 and tape.replayed >= 0.4 * len(outputs)
     early = Tape(size=size)
     store = GraphStore("it", early, max_bytes=1000)
     for call in range(20):
@@ -161,7 +161,7 @@ def test_captures_that_do_not_fit_together_do_not_drive_each_other_out(num_shape
     assert early.captured <= min(num_shapes, 3)
 
 
-def test_more_shapes_than_graphs_do_not_drive_each_other_out() -> None:
+def test_more_shapes_than_graphs_do_not_evict_each_other_endlessly() -> None:
     tape = Tape()
     store = GraphStore("it", tape, max_graphs=4)
     for call in range(1000):
@@ -171,7 +171,7 @@ def test_more_shapes_than_graphs_do_not_drive_each_other_out() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failed_capture_is_reported_once_and_the_text_goes_on(failing: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_is_reported_once_and_runs_eagerly(failing: int, caplog: pytest.LogCaptureFixture) -> None:
     attempts = []
 
     def fail(captured: int) -> str | None:
@@ -189,37 +189,39 @@ def test_a_failed_capture_is_reported_once_and_the_text_goes_on(failing: int, ca
     assert case.graphed.graph_memory().count == 0
 
 
-def test_memory_that_lacks_for_a_moment_turns_nothing_off(caplog: pytest.LogCaptureFixture) -> None:
-    lacking = True
-    case = Case("llama", tape=Tape(fail=lambda _: "CUDA out of memory" if lacking else None))
+def test_a_passing_lack_of_memory_does_not_turn_captures_off(caplog: pytest.LogCaptureFixture) -> None:
+    is_lacking = True
+    case = Case("llama", tape=Tape(fail=lambda _: "CUDA out of memory" if is_lacking else None))
     inputs = case.tokens(3, 3), case.starts(3)
     expected = case.eager.forward(*inputs, first_slot=0, logits=True)
-    found = [case.graphed.forward(*inputs, first_slot=0, logits=True) for _ in range(100)]
-    lacking = False
-    found += [case.graphed.forward(*inputs, first_slot=0, logits=True) for _ in range(200)]
+    logits = [case.graphed.forward(*inputs, first_slot=0, logits=True) for _ in range(100)]
+    is_lacking = False
+    logits += [case.graphed.forward(*inputs, first_slot=0, logits=True) for _ in range(200)]
     assert case.tape.captured == 1 and case.tape.replayed > 50
-    assert all(torch.equal(found[0], one) for one in found)
-    assert (found[0] - expected).abs().max() < 1e-4
+    assert all(torch.equal(logits[0], later) for later in logits)
+    assert (logits[0] - expected).abs().max() < 1e-4
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
-def test_failures_are_tried_again_less_and_less_often() -> None:
-    tried: list[int] = []
-    store = GraphStore("it", Tape(fail=lambda _: tried.append(1) or "no"))  # type: ignore[func-returns-value]
+def test_failed_captures_are_retried_at_growing_intervals() -> None:
+    attempts: list[int] = []
+    store = GraphStore("it", Tape(fail=lambda _: attempts.append(1) or "no"))  # type: ignore[func-returns-value]
     for _ in range(5000):
         assert store.run("key", lambda: torch.ones(1)) is not None
-    assert 5 <= len(tried) <= 10
+    assert 5 <= len(attempts) <= 10
 
 
-def test_what_is_not_captured_is_the_very_forward_that_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is what was calibrated: in other shapes near-ties might flip."""
+def test_an_uncaptured_forward_has_the_bits_of_a_captured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward that was calibrated runs: other shapes might flip near-ties."""
     captured, failing = Case("qwen2"), Case("qwen2", tape=Tape(fail=lambda _: "no"))
     for case in (captured, failing):
         monkeypatch.setattr(case.graphed.eager, "forward", lambda *_, **__: pytest.fail("another forward"))
     for rows, width in ((3, 3), (1, 5), (4, 7)):
         starts, tokens = captured.starts(rows), captured.tokens(rows, width)
-        one, other = (case.graphed.forward(tokens, starts, first_slot=0, logits=True) for case in (captured, failing))
-        assert torch.equal(one, other)
+        of_captured, of_failing = (
+            case.graphed.forward(tokens, starts, first_slot=0, logits=True) for case in (captured, failing)
+        )
+        assert torch.equal(of_captured, of_failing)
         drafts = [
             case.graphed.draft_greedy(tokens, starts, [width] * rows, steps=3, vocab_size=VOCAB)
             for case in (captured, failing)
@@ -232,7 +234,7 @@ def test_what_is_not_captured_is_the_very_forward_that_would_be(monkeypatch: pyt
     assert captured.tape.captured and not failing.tape.captured
 
 
-def test_a_body_that_fails_is_left_to_the_eager_forward() -> None:
+def test_a_forward_that_fails_during_capture_is_left_to_the_eager_forward() -> None:
     store = GraphStore("it", Tape())
 
     def fails() -> Tensor:
@@ -240,7 +242,7 @@ def test_a_body_that_fails_is_left_to_the_eager_forward() -> None:
 
     assert store.run("key", fails) is None
     assert store.reason is None and store.run("other", lambda: torch.ones(1)) is not None
-    assert store.memory.count == 0  # it waits before it captures again
+    assert store.memory.count == 0  # it waits before it tries to capture again
 
 
 WAITING: dict[str, Callable[[Tensor], object]] = {
@@ -255,7 +257,7 @@ WAITING: dict[str, Callable[[Tensor], object]] = {
     "repeats": lambda x: x.repeat_interleave(x.long()),
     "copy": lambda x: x.to("meta"),
 }
-GOING_ON: dict[str, Callable[[Tensor], object]] = {
+NOT_WAITING: dict[str, Callable[[Tensor], object]] = {
     "index": lambda x: x[torch.arange(2)],
     "assigned": lambda x: x.__setitem__(torch.arange(2), torch.zeros(2)),
     "gather": lambda x: x.gather(0, torch.arange(3)),
@@ -269,16 +271,16 @@ GOING_ON: dict[str, Callable[[Tensor], object]] = {
 
 
 @subcases("name", WAITING)
-def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(name: str) -> None:
-    """While a shape is captured other threads of a server may do with the device what they like."""
-    x, others, go_on, waited = torch.ones(4), list[object](), threading.Event(), threading.Event()
+def test_operators_that_wait_for_the_device_are_refused_in_the_capturing_thread_only(name: str) -> None:
+    """Other threads of a server may wait for the device during a capture."""
+    x, results, go_on, waited = torch.ones(4), list[object](), threading.Event(), threading.Event()
 
-    def elsewhere() -> None:
+    def wait_in_another_thread() -> None:
         go_on.wait(PATIENCE)
-        others.append(WAITING[name](torch.ones(4)))
+        results.append(WAITING[name](torch.ones(4)))
         waited.set()
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=wait_in_another_thread)
     thread.start()
     with NoWaiting():
         with pytest.raises(RuntimeError, match="operation not permitted during a capture"):
@@ -286,14 +288,14 @@ def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(nam
         go_on.set()
         assert waited.wait(PATIENCE)
     thread.join()
-    assert len(others) == 1
-    WAITING[name](x)  # and allowed again
+    assert len(results) == 1
+    WAITING[name](x)  # it is allowed again
 
 
-@subcases("name", GOING_ON)
-def test_operators_that_do_not_wait_are_let_through(name: str) -> None:
+@subcases("name", NOT_WAITING)
+def test_operators_that_do_not_wait_are_allowed_during_capture(name: str) -> None:
     with NoWaiting():
-        GOING_ON[name](torch.ones(4))
+        NOT_WAITING[name](torch.ones(4))
 
 
 def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +309,7 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert "not permitted during a capture" in caplog.text
 
 
-def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_be_captured_are_recognised_beforehand(caplog: pytest.LogCaptureFixture) -> None:
     model = fresh("llama")
     assert why_not_captured(model) is None
     model.quantization_method = "bitsandbytes"
@@ -324,50 +326,52 @@ def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFi
     assert "LlamaForCausalLM runs without CUDA graphs: its weights are on several devices" in caplog.text
 
 
-def test_grouped_attention_is_captured_anew() -> None:
+def test_changing_the_attention_captures_a_new_graph() -> None:
     model = fresh("llama")
     backend = GraphedBackend(model, Tape())
     backend.reserve(3, 1024)
-    later_logits(backend.eager)  # holds what the trials will: graphs are dropped when the cache moves
+    later_logits(backend.eager)  # grows the cache as the trials will, since growing drops graphs
     tokens = torch.arange(1, 7)[None]
     before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
     group_queries(backend.eager)
     after = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
     assert backend.eager.masks.repeats == 2
     assert (before - after).abs().max() < 1e-4
-    assert backend.graph_memory().count == 2  # with either attention
+    assert backend.graph_memory().count == 2  # one for each attention
 
 
 def step_by_step(case: Case, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int) -> Tensor:
-    """The specification of a proposal, each row alone."""
+    """The specification of `draft_greedy`: each row alone, token by token."""
     drafted = []
     for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        fed, mine = tokens[slot : slot + 1, :count], []
+        inputs, row_draft = tokens[slot : slot + 1, :count], []
         for _ in range(steps):
-            logits = case.eager.forward(fed, [start], first_slot=slot, logits=True)
-            mine.append(int(logits[0, -1, :limit].argmax()))
-            start, fed = start + fed.shape[1], torch.tensor([mine[-1:]])
-        drafted.append(mine)
+            logits = case.eager.forward(inputs, [start], first_slot=slot, logits=True)
+            row_draft.append(int(logits[0, -1, :limit].argmax()))
+            start, inputs = start + inputs.shape[1], torch.tensor([row_draft[-1:]])
+        drafted.append(row_draft)
     return torch.tensor(drafted)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_proposal_in_one_call_is_the_one_made_step_by_step(name: str, captured: bool) -> None:
+def test_draft_greedy_equals_drafting_step_by_step(name: str, captured: bool) -> None:
     case = Case(name, tape=Tape(fail=lambda _: None if captured else "no"))
     for rows, width, steps, limit in [(1, 1, 4, VOCAB), (3, 2, 5, VOCAB), (4, 8, 1, 30), (2, 1, 2, 20), (3, 2, 5, 999)]:
         tokens, starts = case.tokens(rows, width), STARTS[:rows]
         counts = [case.number(1, width + 1) for _ in range(rows)]
-        got = case.graphed.draft_greedy(tokens, starts, counts, steps=steps, vocab_size=limit)
-        assert torch.equal(got, step_by_step(case, tokens, starts, counts, steps, limit))
-        kept, mine = contents(case.eager), contents(case.graphed)
+        draft = case.graphed.draft_greedy(tokens, starts, counts, steps=steps, vocab_size=limit)
+        assert torch.equal(draft, step_by_step(case, tokens, starts, counts, steps, limit))
+        eager_contents, graphed_contents = contents(case.eager), contents(case.graphed)
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            upto = start + count + steps - 1
-            assert (kept[:, :, slot, :, :upto] - mine[:, :, slot, :, :upto]).abs().max() < 1e-4
-    assert case.tape.captured == (4 if captured else 0)  # the last has the buckets of the second but another limit
+            end = start + count + steps - 1
+            assert (eager_contents[:, :, slot, :, :end] - graphed_contents[:, :, slot, :, :end]).abs().max() < 1e-4
+    assert case.tape.captured == (
+        4 if captured else 0
+    )  # the last has the shapes of the second but another vocabulary size
 
 
-def test_long_proposals_are_made_step_by_step() -> None:
+def test_long_greedy_drafts_are_made_step_by_step() -> None:
     case = Case("llama")
     tokens = case.tokens(1, 1)
     steps = MAX_STEPS + 1
@@ -377,33 +381,33 @@ def test_long_proposals_are_made_step_by_step() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_verification_in_one_call_is_the_longest_matching_prefix(captured: bool) -> None:
+def test_verify_greedy_accepts_the_longest_matching_prefix(captured: bool) -> None:
     case = Case("qwen2", tape=Tape(fail=lambda _: None if captured else "no"))
-    seen = set()
+    accepted_counts = set()
     for _ in range(40):
         rows, width = (1, 2, 3, 4)[case.number(0, 4)], case.number(0, 5)
         tails = [case.number(1, 4) for _ in range(rows)]
         counts = [tail + width for tail in tails]
         tokens, starts = case.tokens(rows, max(counts)), STARTS[:rows]
         lengths = [case.number(0, width + 1) for _ in range(rows)]
-        chosen = torch.zeros(rows, width + 1, dtype=torch.int64)
+        choices = torch.zeros(rows, width + 1, dtype=torch.int64)
         for slot, (start, tail) in enumerate(zip(starts, tails, strict=True)):
-            right = case.number(0, width + 1)  # that many draft tokens are the model's own
+            num_right = case.number(0, width + 1)  # the number of draft tokens that the model would choose
             for j in range(width + 1):
                 head = tokens[slot : slot + 1, : tail + j]
-                chosen[slot, j] = case.eager.forward(head, [start], first_slot=slot, logits=True)[0, -1].argmax()
-                if j < right:
-                    tokens[slot, tail + j] = chosen[slot, j]
+                choices[slot, j] = case.eager.forward(head, [start], first_slot=slot, logits=True)[0, -1].argmax()
+                if j < num_right:
+                    tokens[slot, tail + j] = choices[slot, j]
         draft = torch.stack([tokens[slot, tail : tail + width] for slot, tail in enumerate(tails)])
-        expected = match(chosen, Draft(draft, tuple(lengths)))
-        got = case.graphed.verify_greedy(tokens, starts, counts, lengths, width=width)
-        assert got.tolist() == torch.stack([expected.accepted, expected.next_token], 1).tolist()
-        seen |= {int(n) for n in expected.accepted}
-    assert seen >= {0, 1, 2, 3}
+        expected = match(choices, Draft(draft, tuple(lengths)))
+        verdict = case.graphed.verify_greedy(tokens, starts, counts, lengths, width=width)
+        assert verdict.tolist() == torch.stack([expected.accepted, expected.next_token], 1).tolist()
+        accepted_counts |= {int(n) for n in expected.accepted}
+    assert accepted_counts >= {0, 1, 2, 3}
     assert bool(case.tape.captured) == captured
 
 
-def test_a_rerun_is_a_capture_that_repeats_the_body() -> None:
+def test_rerun_replays_by_running_the_body_again() -> None:
     store, calls = GraphStore("it", Rerun()), []
     for _ in range(3):
         out = store.run("key", lambda: torch.tensor([calls.append(1) or len(calls)]))
@@ -411,7 +415,7 @@ def test_a_rerun_is_a_capture_that_repeats_the_body() -> None:
     assert str(store.memory) == "1 CUDA graphs, 0 MB"
 
 
-def test_the_tape_bakes_in_what_a_graph_bakes_in() -> None:
+def test_the_tape_keeps_python_values_and_rereads_tensors_as_graphs_do() -> None:
     buffer, scale = torch.ones(3), [2.0]
     replay = Tape().capture(lambda: buffer * scale[0] + buffer[:1])
     buffer.fill_(5.0)
@@ -436,7 +440,11 @@ def test_on_a_gpu_graphs_give_the_eager_logits(name: str, dtype: torch.dtype) ->
         rows, width = (1, 2, 4)[turn % 3], WIDTHS[turn // 3]
         tokens = torch.randint(3, VOCAB, (rows, width), generator=generator).cuda()
         starts = torch.randint(4, PROMPT, (rows,), generator=generator).tolist()
-        one, other = (b.forward(tokens, starts, first_slot=0, logits=True).float() for b in (eager, graphed))
-        assert (one - other).abs().max() <= {torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype] * one.abs().max()
+        eager_logits, graphed_logits = (
+            b.forward(tokens, starts, first_slot=0, logits=True).float() for b in (eager, graphed)
+        )
+        assert (eager_logits - graphed_logits).abs().max() <= {torch.float32: 1e-3, torch.bfloat16: 0.1}[
+            dtype
+        ] * eager_logits.abs().max()
     assert graphed._graphs.reason is None
     assert graphed.graph_memory().count == 3 * len(WIDTHS)

@@ -1,6 +1,6 @@
-"""Layers by Triton kernels give what the model's own operators give: on a GPU, or by Triton's interpreter.
+"""Layers by Triton kernels compute what the model's own operators do; on a GPU or in Triton's interpreter.
 
-Without a GPU, in an environment that also has triton 3.6.0 and numpy below 2.4:
+Without a GPU, run in an environment that also has triton 3.6.0 and numpy below 2.4:
 
     TRITON_INTERPRET=1 python -m pytest tests/models/cuda/test_triton_layer.py
 """
@@ -31,7 +31,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_kernels()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # the interpreter's
+    pytest.mark.filterwarnings("ignore"),  # from the interpreter
     pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU, or Triton with TRITON_INTERPRET=1"),
 ]
 
@@ -42,7 +42,7 @@ PARENTS = [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)]
 
 
 def models(name: str, dtype: torch.dtype = torch.float32) -> tuple[HFBackend, GraphedBackend]:
-    """The model as it is, and by the kernels."""
+    """The same model with its own operators, and with the kernels."""
     plain, fused = (fresh(name, dtype=dtype, **SIZES).to(DEVICE) for _ in range(2))
     fuse(fused)
     graphed = GraphedBackend(fused, Rerun())
@@ -77,26 +77,26 @@ def test_logits_are_the_models_own(name: str) -> None:
         (4, 8, [24, 24, 13, 1]),
         (1, 20, [24]),
     ]:
-        one, other = (b.forward(tokens(rows, width), starts, first_slot=0, logits=True) for b in (plain, graphed))
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        expected, logits = (b.forward(tokens(rows, width), starts, first_slot=0, logits=True) for b in (plain, graphed))
+        torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
     segments = [
         segment
-        for slot, (start, own) in enumerate(zip([24, 17, 22], PARENTS, strict=True))
-        for segment in segments_of(slot, start, start + 2, own)
+        for slot, (start, parents) in enumerate(zip([24, 17, 22], PARENTS, strict=True))
+        for segment in segments_of(slot, start, start + 2, parents)
     ]
-    fed = tokens(1, sum(segment.count for segment in segments))[0]
-    one, other = (backend.forward_tree(fed, segments, widths=None) for backend in (plain, graphed))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    inputs = tokens(1, sum(segment.count for segment in segments))[0]
+    expected, logits = (backend.forward_tree(inputs, segments, widths=None) for backend in (plain, graphed))
+    torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_with_kernels_can_be_copied() -> None:
     plain, graphed = models("llama")
     copied = deepcopy(graphed.model)
-    one, other = (model(input_ids=tokens(1, 7), use_cache=False).logits for model in (plain.model, copied))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    expected, logits = (model(input_ids=tokens(1, 7), use_cache=False).logits for model in (plain.model, copied))
+    torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_longer_cache_than_one_chunk() -> None:
+def test_logits_are_the_models_own_over_several_chunks() -> None:
     plain, graphed = models("qwen3")
     prompt = tokens(1, 280, 5)
     for backend in (plain, graphed):
@@ -104,8 +104,8 @@ def test_a_longer_cache_than_one_chunk() -> None:
         for start in (0, 140):
             backend.forward(prompt[:, start : start + 140], [start], first_slot=0, logits=False)
     for start in (280, 126, 128, 253):
-        one, other = (b.forward(tokens(1, 3), [start], first_slot=0, logits=True) for b in (plain, graphed))
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        expected, logits = (b.forward(tokens(1, 3), [start], first_slot=0, logits=True) for b in (plain, graphed))
+        torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
@@ -131,8 +131,8 @@ def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtyp
     assert not torch.equal(whole[0], whole[1])
 
 
-def test_chunks_are_combined_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long context gives what it gives in a few long chunks."""
+def test_many_chunks_combine_to_the_same_output_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long context gives the same in a few long chunks."""
     _, graphed = models("qwen3")
     graphed.reserve(1, 2400)
     graphed.cache.hold(1, 2400)
@@ -148,8 +148,8 @@ def test_chunks_are_combined_in_several_blocks(monkeypatch: pytest.MonkeyPatch) 
         graphed.cache.index(IndexedForward(zero, zero + start, columns, columns, 2400))
         return ops._attend(qkv, qkv.new_empty(2, ops.heads, ops.size), rope, graphed.cache, fused.spec)
 
-    found = [attended(start) for start in (2047, 2200)]
+    outputs = [attended(start) for start in (2047, 2200)]
     monkeypatch.setattr("slipstream.models.cuda.triton_layer.CHUNK", 1024)
-    for start, one in zip((2047, 2200), found, strict=True):
-        torch.testing.assert_close(one, attended(start), rtol=1e-4, atol=1e-5)
-    assert (found[0] - found[1]).abs().max() > 1e-2
+    for start, output in zip((2047, 2200), outputs, strict=True):
+        torch.testing.assert_close(output, attended(start), rtol=1e-4, atol=1e-5)
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-2

@@ -1,4 +1,4 @@
-"""Layers in fewer operators against the models' own, and when they are left alone."""
+"""Layers fused into fewer operators compute what the models' own do; other layers keep their forward."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def num_fused(backend: HFBackend) -> int:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype) -> None:
-    own, quick = fast(name, dtype, fused=False), fast(name, dtype)
-    assert num_fused(own) == 0 and num_fused(quick) == quick.model.config.num_hidden_layers
-    expected, got = logits(own), logits(quick)
+def test_scaledare_those_of_the_models_own_layers(name: str, dtype: torch.dtype) -> None:
+    plain, fused = fast(name, dtype, fused=False), fast(name, dtype)
+    assert num_fused(plain) == 0 and num_fused(fused) == fused.model.config.num_hidden_layers
+    expected, got = logits(plain), logits(fused)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 
@@ -51,16 +51,16 @@ def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype
 def test_a_prompt_read_in_blocks_gives_the_same_logits(
     name: str, width: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each block of it reads the shortest allowed part of the memory that holds what it may look at."""
-    backend, read = fast(name), list[int]()
+    """Each block reads the shortest allowed part of the cache that holds all it attends to."""
+    backend, lengths_read = fast(name), list[int]()
     backend.reserve(2, 300)
     tokens = torch.randint(1, VOCAB, (1, start + width), generator=torch.Generator().manual_seed(5))
     whole = backend.forward(tokens, [0], first_slot=1, logits=True)[:, start:]
     attend = grouped.attend
 
-    def counted(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-        read.append(key.shape[2])
-        return attend(query, key, *rest)
+    def counted(query: Tensor, key: Tensor, *args: Any) -> Tensor:
+        lengths_read.append(key.shape[2])
+        return attend(query, key, *args)
 
     monkeypatch.setattr(grouped, "attend", counted)
     backend.attended_lengths = (32, 64, 96, 160)
@@ -69,7 +69,9 @@ def test_a_prompt_read_in_blocks_gives_the_same_logits(
     blocks = backend.forward(tokens[:, start:], [start], first_slot=0, logits=True)
     assert (whole - blocks).abs().max() <= 1e-4 * whole.abs().max()
     ends = [start + min(end, width) for end in range(64, width + 64, 64)]
-    assert read == [next((r for r in backend.attended_lengths if r >= e), 256) for e in ends] * num_fused(backend)
+    assert lengths_read == [next((n for n in backend.attended_lengths if n >= end), 256) for end in ends] * num_fused(
+        backend
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -107,7 +109,7 @@ def test_layers_that_rotate_a_part_of_each_head_keep_their_forward(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, AttributeError, KeyError])
-def test_a_mistake_of_our_own_in_a_fused_layer_rises(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_fused_layer_is_raised(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Tensor:
         raise kind("a typo")
 
@@ -117,7 +119,7 @@ def test_a_mistake_of_our_own_in_a_fused_layer_rises(kind: type[Exception], monk
 
 
 @pytest.mark.parametrize("name", ["project_qkv_rope", "declared"])
-def test_a_mistake_of_our_own_in_the_structure_check_rises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_check_of_structure_is_raised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise AttributeError("a typo")
 
@@ -136,7 +138,9 @@ def test_a_mistake_of_our_own_in_the_structure_check_rises(name: str, monkeypatc
         ("olmo2", "Olmo2DecoderLayer has mlp, post_attention_layernorm, post_feedforward_layernorm, self_attn"),
     ],
 )
-def test_a_model_of_another_structure_says_so_once(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_another_structure_causes_one_warning(
+    name: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_slower.cache_clear()
     fast(name)
     fast(name)
@@ -144,21 +148,21 @@ def test_a_model_of_another_structure_says_so_once(name: str, reason: str, caplo
     assert [reason in warning for warning in warnings if "own forward" in warning] == [True]
 
 
-def test_plain_weights_keep_their_layers() -> None:
+def test_layers_of_unfused_weights_keep_their_forward() -> None:
     backend = HFBackend(fresh("llama"))
     group_queries(backend)
     fuse_layers(backend)
     assert num_fused(backend) == 0
 
 
-def test_a_forward_that_someone_has_wrapped_is_kept() -> None:
+def test_a_wrapped_forward_is_kept() -> None:
     backend = fast("llama", fused=False)
     layer = backend.model.model.layers[1]
-    own, calls = layer.forward, []
+    forward, calls = layer.forward, []
 
     def wrapped(*inputs: Any, **options: Any) -> Any:
         calls.append(len(inputs))
-        return own(*inputs, **options)
+        return forward(*inputs, **options)
 
     layer.forward = wrapped
     fuse_layers(backend)
@@ -171,12 +175,12 @@ def test_a_second_decoder_has_layers_of_its_own() -> None:
     decoders = [SpeculativeDecoder(model, drafter="ngram", fast=fast, reproducible=False) for fast in (True, "auto")]
     texts = [decoder.generate(PROMPT, PARAMS) for decoder in decoders]
     assert [num_fused(decoder.target.backend) for decoder in decoders] == [2, 0]
-    assert num_fused(HFBackend(model)) == 0  # the owner's
+    assert num_fused(HFBackend(model)) == 0  # the owner's model
     assert texts[0].token_ids == texts[1].token_ids
 
 
 @pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
-def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
+def test_a_fast_decoder_generates_the_text_of_a_plain_one(name: str) -> None:
     texts = [
         SpeculativeDecoder(fresh(name), drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)
         for fast in (False, True)
@@ -185,7 +189,7 @@ def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
-def test_calls_from_elsewhere_run_the_models_own_code(name: str) -> None:
+def test_other_callers_run_the_models_own_code(name: str) -> None:
     backend = fast(name)
     ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -210,7 +214,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [8, 33, 576])
-def test_norms(offset: float, dtype: torch.dtype, size: int) -> None:
+def test_root_mean_square_equals_the_models_own_norm(offset: float, dtype: torch.dtype, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     norm = Scaled(torch.randn(size, generator=generator).to(dtype), offset)
     x = (100 * torch.randn(2, 3, size, generator=generator) + 50).to(dtype)
@@ -226,7 +230,7 @@ def test_other_norms_are_refused(norm: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_layers_of_every_type_are_tried_with_a_tolerance_of_their_own(dtype: torch.dtype) -> None:
+def test_every_dtype_is_tried_with_a_tolerance_of_its_own(dtype: torch.dtype) -> None:
     model = fresh("llama", dtype=dtype)
     fuse(model)
     backend = HFBackend(model)
@@ -236,7 +240,7 @@ def test_layers_of_every_type_are_tried_with_a_tolerance_of_their_own(dtype: tor
     assert num_fused(backend) == 2
 
 
-LATER = 40  # the position from which on these models compute something else
+LATER = 40  # the position from which these models compute something else
 
 
 def ministral3(dtype: torch.dtype = torch.float32) -> Any:
@@ -251,31 +255,31 @@ def ministral3(dtype: torch.dtype = torch.float32) -> Any:
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
     sizes = dict(vocab_size=VOCAB, head_dim=32, max_position_embeddings=16 * LATER, initializer_range=0.4)
-    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    config = transformers.Ministral3Config(**shape, **sizes, **ends, rope_parameters=rope)
+    token_ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    config = transformers.Ministral3Config(**shape, **sizes, **token_ids, rope_parameters=rope)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scaling_that_begins_at_a_later_position_is_not_left_out(dtype: torch.dtype) -> None:
+def test_a_scaling_that_begins_at_a_later_position_is_computed(dtype: torch.dtype) -> None:
     model = ministral3(dtype)
     ids = torch.randint(3, VOCAB, (1, 160), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = model(input_ids=ids).logits.float()
     backend = wrap_model(model, None, LoadOptions(fast=True)).backend
     backend.reserve(1, 256)
-    found = backend.forward(ids, [0], first_slot=0, logits=True).float()
-    assert (found - expected).square().mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.05) * expected.std()
-    backend.model.config.rope_parameters["llama_4_scaling_beta"] = 0  # what a layer that knew nothing of it gives
-    without = backend.forward(ids, [0], first_slot=0, logits=True).float()
-    assert (without - found)[:, LATER:].square().mean().sqrt() > 0.08 * expected.std()
-    assert torch.equal(without[:, :LATER], found[:, :LATER])
+    scaled = backend.forward(ids, [0], first_slot=0, logits=True).float()
+    assert (scaled - expected).square().mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.05) * expected.std()
+    backend.model.config.rope_parameters["llama_4_scaling_beta"] = 0  # as a layer would that ignored the scaling
+    unscaled = backend.forward(ids, [0], first_slot=0, logits=True).float()
+    assert (unscaled - scaled)[:, LATER:].square().mean().sqrt() > 0.08 * expected.std()
+    assert torch.equal(unscaled[:, :LATER], scaled[:, :LATER])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_alone_would_see_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_alone_notices_a_missing_scaling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.hf.fast_forwards.unimplemented", lambda *_: None)
     assert num_fused(wrap_model(ministral3(dtype), None, LoadOptions(fast=True)).backend) == 0
     for module in ("trials", "state_trials"):
@@ -284,7 +288,7 @@ def test_the_trial_alone_would_see_it(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 class OtherLater(LlamaDecoderLayer):
-    """A layer that adds a little more from a position on, which no field of the configuration says."""
+    """A layer that adds more from position LATER on, which no field of its configuration says."""
 
     def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
         out = super().forward(hidden_states, *inputs, **options)
@@ -328,7 +332,7 @@ def test_layers_that_compute_something_else_at_later_positions_keep_their_forwar
         ("quantization_config", {"activation_scale_ub": 1200.0}, True),
     ],
 )
-def test_layers_whose_configuration_has_a_number_that_is_not_known_keep_their_forward(
+def test_layers_with_an_unknown_number_in_their_configuration_keep_their_forward(
     field: str, value: Any, is_fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_slower.cache_clear()
@@ -341,13 +345,13 @@ def test_layers_whose_configuration_has_a_number_that_is_not_known_keep_their_fo
 
 
 class Stretched(LlamaRotaryEmbedding):
-    """Frequencies that depend on the whole call, as no method that transformers knows."""
+    """Frequencies that depend on the whole call, in a way that transformers does not know."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x, position_ids / (1 + position_ids.max() // 64))
 
 
-def test_a_model_whose_texts_depend_on_their_neighbours_is_refused() -> None:
+def test_a_model_whose_texts_depend_on_their_batch_mates_is_refused() -> None:
     model = fresh("llama")
     model.model.rotary_emb.__class__ = Stretched
     with pytest.raises(UsageError, match="depends on how long the texts beside it are"):

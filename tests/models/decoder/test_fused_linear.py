@@ -1,4 +1,4 @@
-"""Layers of one input in one product: found by watching, the same logits, every kind of model."""
+"""Linear layers that share an input are computed in one product, with the same logits in every kind of model."""
 
 import copy
 import weakref
@@ -28,8 +28,8 @@ GROUPS = {
 
 def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.inference_mode():
-        found: Tensor = model(input_ids=tokens).logits
-    return found
+        model_logits: Tensor = model(input_ids=tokens).logits
+    return model_logits
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -44,7 +44,7 @@ def test_the_fused_model_gives_the_models_own_logits(name: str) -> None:
     assert not any(type(module) is nn.Linear for module in model.modules())
 
 
-def test_query_key_value_and_gate_up_are_the_groups_and_weights_are_freed() -> None:
+def test_fusing_joins_query_key_value_and_gate_up_and_frees_their_weights() -> None:
     model = fresh("llama")
     count = sum(p.numel() for p in model.parameters())
     fuse(model)
@@ -61,21 +61,21 @@ def test_query_key_value_and_gate_up_are_the_groups_and_weights_are_freed() -> N
 def test_a_group_is_packed_before_the_next_is_fused() -> None:
     model = fresh("llama")
     tokens = torch.randint(1, 50, (1, 7), generator=torch.Generator().manual_seed(1))
-    expected, alive, most = logits(model, tokens), [], []
+    expected, alive, alive_counts = logits(model, tokens), [], []
 
     def keep(linear: nn.Linear) -> nn.Module:
         alive.append(weakref.ref(linear.weight))
-        most.append(sum(one() is not None for one in alive))
+        alive_counts.append(sum(weight() is not None for weight in alive))
         return PackedLinear(linear)
 
-    assert fuse(model, keep) == len(most) == GROUPS["llama"]
-    assert set(most) == {1}
+    assert fuse(model, keep) == len(alive_counts) == GROUPS["llama"]
+    assert set(alive_counts) == {1}
     assert all(type(m.joint) is PackedLinear for m in model.modules() if type(m) is FusedLinear)
     assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
 
 
-class Asker(nn.Module):
-    """Calls its layers in an order of its own."""
+class CallsInOrder(nn.Module):
+    """Calls its layers in a given order."""
 
     def __init__(self, order: list[str]) -> None:
         super().__init__()
@@ -95,20 +95,20 @@ class Asker(nn.Module):
     [
         (["ax", "bx", "cx"], 1),
         (["ax", "bx", "cy"], 1),
-        (["ax", "by", "cx"], 0),  # not in a row: the product would have to be kept for long
+        (["ax", "by", "cx"], 0),  # not consecutive: the product would have to be kept
         (["ax", "ay", "bx"], 0),  # called twice
         (["cx", "bx", "ay"], 1),
     ],
 )
-def test_only_calls_in_a_row_with_one_tensor_are_fused(order: list[str], groups: int) -> None:
-    model = Asker(order).requires_grad_(False)
+def test_only_consecutive_calls_with_the_same_tensor_are_fused(order: list[str], groups: int) -> None:
+    model = CallsInOrder(order).requires_grad_(False)
     expected = model(torch.zeros(1))
     assert fuse(model) == groups
     assert torch.allclose(model(torch.zeros(1)), expected, atol=1e-6)
 
 
-def test_other_orders_and_inputs_later_are_still_right() -> None:
-    model = Asker(["ax", "bx", "cx"]).requires_grad_(False)
+def test_fused_layers_are_right_in_other_orders_and_with_other_inputs() -> None:
+    model = CallsInOrder(["ax", "bx", "cx"]).requires_grad_(False)
     plain = copy.deepcopy(model)
     fuse(model)
     for order in (["cx", "bx", "ax"], ["ax", "by", "cx"], ["by"], ["ay", "ax", "cy", "bx"]):
@@ -117,24 +117,26 @@ def test_other_orders_and_inputs_later_are_still_right() -> None:
 
 
 def test_a_finished_product_is_dropped() -> None:
-    model = Asker(["ax", "bx", "cx"]).requires_grad_(False)
+    model = CallsInOrder(["ax", "bx", "cx"]).requires_grad_(False)
     fuse(model)
     model(torch.zeros(1))
     assert model.a.fused._last is None
 
 
 def test_a_model_that_refuses_the_trial_keeps_its_layers_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(Asker):
+    class Refusing(CallsInOrder):
         def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
             raise ValueError("needs more than ids")
 
     warn_slower.cache_clear()
-    assert fuse(Odd(["ax"])) == 0
-    assert "Odd keeps its linear layers separate: a forward of two tokens fails: needs more than ids" in caplog.text
+    assert fuse(Refusing(["ax"])) == 0
+    assert (
+        "Refusing keeps its linear layers separate: a forward of two tokens fails: needs more than ids" in caplog.text
+    )
 
 
 class ReadsItsWeight(nn.Module):
-    """A layer around a linear one, that asks for the type of its weight, as adapters do."""
+    """A layer around a linear one that reads the dtype of its weight, as adapters do."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class ReadsItsWeight(nn.Module):
         return out
 
 
-def test_layers_whose_weights_others_use_and_layers_with_hooks_stay() -> None:
+def test_layers_with_hooks_or_with_weights_that_others_read_are_not_fused() -> None:
     model = fresh("llama")
     tokens = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(1))
     for layer in model.model.layers:
@@ -154,11 +156,11 @@ def test_layers_whose_weights_others_use_and_layers_with_hooks_stay() -> None:
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
     expected = logits(model, tokens)
     calls = linear_calls(model)
-    leave = called_by_none(model, calls)
-    names = {name for name, module in model.named_modules() if module in leave}
+    unfusable = called_by_none(model, calls)
+    names = {name for name, module in model.named_modules() if module in unfusable}
     assert names == {f"model.layers.{i}.self_attn.{name}_proj.inner" for i in (0, 1) for name in "qo"}
     fuse(model, calls=calls)
-    pack(model, leave=leave)
-    kept = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    assert kept == names | {"model.layers.0.mlp.up_proj"}
+    pack(model, leave=unfusable)
+    unfused = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert unfused == names | {"model.layers.0.mlp.up_proj"}
     assert torch.allclose(logits(model, tokens), expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Grouped attention against transformers' own, and when it is left alone."""
+"""Grouped attention computes what transformers' own does; other models keep their attention."""
 
 from __future__ import annotations
 
@@ -57,17 +57,16 @@ def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, 
     keys, columns = torch.arange(512), start + torch.arange(width)[:, None]
     mask = grouped.group_mask(((keys <= columns) & (keys > columns - window))[None, None], repeats, torch.float32)
     blocks = grouped.cut_mask(mask, [grouped.Cut(0, 0, 0, width, width, start)], reads)
-    assert [(b.token, b.width, b.count) for b in blocks] == [
-        (f, *[min(64, width - f)] * 2) for f in range(0, width, 64)
-    ]
+    expected = [(first, *[min(64, width - first)] * 2) for first in range(0, width, 64)]
+    assert [(block.token, block.width, block.count) for block in blocks] == expected
     for block in blocks:
-        read, end = block.mask.shape[3], start + block.token + block.width
-        assert read == min((r for r in (*reads, 512) if r >= end), default=512)
-    cut = grouped.attend_in_blocks(query, key, value, blocks, None)
-    assert torch.allclose(cut, grouped.attend(query, key, value, mask, None), atol=1e-5)
+        length_read, end = block.mask.shape[3], start + block.token + block.width
+        assert length_read == min((length for length in (*reads, 512) if length >= end), default=512)
+    by_blocks = grouped.attend_in_blocks(query, key, value, blocks, None)
+    assert torch.allclose(by_blocks, grouped.attend(query, key, value, mask, None), atol=1e-5)
 
 
-def test_options_of_other_attentions_are_refused() -> None:
+def test_options_that_grouped_attention_lacks_are_refused() -> None:
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(SlipstreamError, match="softcap"):
         grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), softcap=30.0)
@@ -110,13 +109,13 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
 
 
 @pytest.mark.parametrize("error", [AttributeError("a typo"), TypeError("a typo"), KeyError("a typo")])
-def test_a_mistake_of_our_own_is_not_taken_for_a_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_grouped_attention_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
     with pytest.raises(type(error), match="a typo"):
         group_queries(HFBackend(fresh("llama")))
 
 
-def test_eager_models_are_left_alone() -> None:
+def test_eager_models_keep_their_attention() -> None:
     backend = HFBackend(fresh("llama-eager"))
     group_queries(backend)
     assert backend.model.config._attn_implementation == "eager"
@@ -129,7 +128,7 @@ def test_heads_that_are_not_multiples_are_not_grouped(heads: Any, key_heads: Any
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
-def test_transformers_own_generate_still_works_on_the_model(name: str) -> None:
+def test_transformers_generate_gives_the_same_text_afterwards(name: str) -> None:
     ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Recurrent layers: the compiled form computes what the specification does, and no token sees how it was fed."""
+"""Recurrent layers: the compiled form computes what the specification does, and bits do not depend on the forwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_compiled_form_agrees_with_the_specification(kind: str, dtype: torch
 
 
 @pytest.mark.parametrize("field", ["weight", "rate", "shift", "skip"])
-def test_a_wrong_number_is_noticed(field: str) -> None:
+def test_a_wrong_parameter_is_noticed(field: str) -> None:
     recurrence = make_recurrence("state space", torch.float32)
     assert recurrence.heads is not None
     if field == "weight":
@@ -63,20 +63,20 @@ def test_a_token_has_the_same_bits_in_forwards_of_1_to_16_tokens(kind: str, dtyp
 
 @pytest.mark.parametrize("way", ["specification", "compiled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rejected_tokens_leave_nothing_behind(kind: str, way: str) -> None:
+def test_rejected_tokens_leave_no_trace_in_the_state(kind: str, way: str) -> None:
     recurrence = make_recurrence(kind, torch.float32)
     right, wrong = make_inputs(recurrence, 2, LENGTH)
     expected = read(make_states(recurrence, form(recurrence, way)), right, [1] * LENGTH)
-    states, at, found = make_states(recurrence, form(recurrence, way)), 0, []
-    for kept in (1, 4, 2, 0, 3, 5, 1, 0, 4):  # how many of five draft tokens are right
-        mixed = torch.cat([right[: at + 1 + kept], wrong[at + 1 + kept :]])
-        found.append(feed(states, mixed, at, 6, settled=at)[: 1 + kept])
-        at += 1 + kept
-    assert torch.equal(torch.cat(found), expected[:at])
+    states, position, outputs = make_states(recurrence, form(recurrence, way)), 0, []
+    for kept in (1, 4, 2, 0, 3, 5, 1, 0, 4):  # the number of right tokens of five drafted
+        mixed = torch.cat([right[: position + 1 + kept], wrong[position + 1 + kept :]])
+        outputs.append(feed(states, mixed, position, 6, settled=position)[: 1 + kept])
+        position += 1 + kept
+    assert torch.equal(torch.cat(outputs), expected[:position])
 
 
 @pytest.mark.parametrize("way", ["specification", "compiled"])
-def test_rows_of_a_batch_see_nothing_of_each_other(way: str) -> None:
+def test_rows_of_a_batch_do_not_affect_each_other(way: str) -> None:
     recurrence = make_recurrence("delta rule", torch.float32)
     x = make_inputs(recurrence, 3, LENGTH)
     alone = [read(make_states(recurrence, form(recurrence, way)), row, [8, 8, 8]) for row in x]
@@ -87,9 +87,9 @@ def test_rows_of_a_batch_see_nothing_of_each_other(way: str) -> None:
             feed(states, x[slot], 0, start, slot)
     for _ in range(2):
         states.begin(0, starts, 8)
-        out = states.run(0, torch.stack([row[start : start + 8] for row, start in zip(x, starts, strict=True)]))
+        outputs = states.run(0, torch.stack([row[start : start + 8] for row, start in zip(x, starts, strict=True)]))
         states.end()
-        for row, start, expected in zip(out, starts, alone, strict=True):
+        for row, start, expected in zip(outputs, starts, alone, strict=True):
             assert torch.equal(row, expected[start : start + 8])
         starts = [start + 8 for start in starts]
 
@@ -101,7 +101,7 @@ def test_rows_of_a_batch_see_nothing_of_each_other(way: str) -> None:
         ({"value_size": 512}, "512 numbers in a head; at most 256"),
     ],
 )
-def test_what_the_kernel_cannot_compute_is_said(change: dict[str, int], reason: str) -> None:
+def test_sizes_that_the_kernel_cannot_compute_are_named(change: dict[str, int], reason: str) -> None:
     recurrence = make_recurrence("delta rule", torch.float32)
     assert recurrence.heads is not None
     assert unsupported(recurrence) is None

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: they draft what transformers' do, at one position and without keys, and change no text."""
+"""Gemma 4's assistants draft what transformers' do, at one position and without keys, and change no text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.markers import needs_transformers
 from tests.support.tiny_models import fresh, prompts
 
-pytestmark = needs_transformers("5.24", "targets that say whose keys their layers share")
+pytestmark = needs_transformers("5.24", "targets that declare whose keys their layers share")
 
 STEPS = 4
 FAVOURED = {7: 60.0, 9: 60.0}
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
-ASKED = prompts([3, 17, 9, 40, 5])
+PROMPTS = prompts([3, 17, 9, 40, 5])
 KINDS: dict[str, dict[str, Any]] = {
     "large": {},
     "small": {"small": True, "ordered": True},
-    "small, one step": {"small": True},  # whose output layer scores all tokens
+    "small, one step": {"small": True},  # its output layer scores all tokens
 }
 over_kinds = pytest.mark.parametrize("kind", ["large", "small"])
 
@@ -55,30 +55,32 @@ def loaded(kind: str) -> ModelPair:
 
 
 def decoder_of(pair: Pair, **settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3, "fast": False}
-    return SpeculativeDecoder(str(pair.target), str(pair.assistant), **chosen | settings)
+    defaults: dict[str, Any] = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3, "fast": False}
+    return SpeculativeDecoder(str(pair.target), str(pair.assistant), **defaults | settings)
 
 
-def found_and_expected(kind: str, text: list[int], **wrong: Any) -> list[bool]:
-    """Step by step, whether a draft's logits are those of transformers, of the tokens that the assistant scores."""
-    found = step_logits(loaded(kind), text, STEPS)
-    draft = [int(logits.argmax()) for logits in found]
+def steps_that_agree(kind: str, text: list[int], **wrong: Any) -> list[bool]:
+    """For each step, whether the assistant's logits equal those of transformers for the tokens it scores."""
+    steps = step_logits(loaded(kind), text, STEPS)
+    draft = [int(logits.argmax()) for logits in steps]
     expected = transcription(kind).logits(text, draft, **wrong)
-    scored = [logits.isfinite() for logits in found]
-    assert all(int(kept.sum()) == (20 if kind == "small" else len(kept)) for kept in scored)
-    return same_logits(*([x[kept] for x, kept in zip(each, scored, strict=True)] for each in (found, expected)))
+    scored = [logits.isfinite() for logits in steps]
+    assert all(int(mask.sum()) == (20 if kind == "small" else len(mask)) for mask in scored)
+    return same_logits(
+        *([x[mask] for x, mask in zip(logits_of_steps, scored, strict=True)] for logits_of_steps in (steps, expected))
+    )
 
 
 @over_kinds
 def test_every_step_is_that_of_transformers(kind: str) -> None:
-    for text in prompts([2, 17, 40, 60]):  # the window is shorter than some
-        assert all(found_and_expected(kind, text))
+    for text in prompts([2, 17, 40, 60]):  # some are longer than the window
+        assert all(steps_that_agree(kind, text))
 
 
 @over_kinds
 @pytest.mark.parametrize(("wrong", "right_steps"), [({"shift": 1}, 0), ({"moving": 1}, 1), ({"kept": 1}, 0)], ids=str)
-def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, int], right_steps: int) -> None:
-    same = found_and_expected(kind, prompts([40])[0], **wrong)
+def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, int], right_steps: int) -> None:
+    same = steps_that_agree(kind, prompts([40])[0], **wrong)
     assert same == [True] * right_steps + [False] * (STEPS - right_steps)
 
 
@@ -92,39 +94,39 @@ def test_transformers_own_generator_drafts_the_same(kind: str) -> None:
             outputs = target(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
         settings = target.generation_config
         settings.max_length = 100
-        theirs = SinglePositionMultiTokenCandidateGenerator(assistant, target.get_input_embeddings(), settings)
-        candidates, _ = theirs.get_candidates(ids, {}, outputs, is_first_iteration=False, n_last_matches=0)
+        generator = SinglePositionMultiTokenCandidateGenerator(assistant, target.get_input_embeddings(), settings)
+        candidates, _ = generator.get_candidates(ids, {}, outputs, is_first_iteration=False, n_last_matches=0)
         drafted = [int(logits.argmax()) for logits in step_logits(loaded(kind), text, STEPS)]
         assert candidates[0, len(text) :].tolist() == drafted
 
 
 def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     """Whether the drafts of a batch are those of transformers. Two tokens are favoured, so that some are accepted."""
-    asked, bias = prompts([3, 17, 9, 40, 5]), torch.zeros(decoder.target.backend.vocab_size)
+    texts, bias = prompts([3, 17, 9, 40, 5]), torch.zeros(decoder.target.backend.vocab_size)
     bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=FAVOURED) for i in range(len(asked))]
-    results, agree = decoder.generate(asked, params), list[bool]()
-    for prompt, result in zip(asked, results, strict=True):
+    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=FAVOURED) for i in range(len(texts))]
+    results, agreements = decoder.generate(texts, params), list[bool]()
+    for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
         for round in (round for round in result.rounds if round.draft):
             expected = transcription(kind).logits(text[: round.start], round.draft) + bias
-            agree.append(list(round.draft) == expected.argmax(-1).tolist())
-    assert len(agree) > 10 and sum(result.stats.num_accepted_tokens for result in results) > 5
-    return all(agree)
+            agreements.append(list(round.draft) == expected.argmax(-1).tolist())
+    assert len(agreements) > 10 and sum(result.stats.num_accepted_tokens for result in results) > 5
+    return all(agreements)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", pytest.param("small, one step", marks=pytest.mark.exhaustive)])
 def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: of a row that sees one key more than the target has read."""
+    """Negative control: rows that see one key more than the target has read."""
     assert drafts_agree(decoder_of(written(kind)), kind)
     seen = AssistantBackend._seen
     monkeypatch.setattr(AssistantBackend, "_seen", lambda self, slots, read: seen(self, slots, [n + 1 for n in read]))
     assert not drafts_agree(decoder_of(written(kind)), kind)
 
 
-def test_states_of_every_token_are_kept_where_the_model_would_leave_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(backend: HFBackend) -> Tensor:
+def test_hidden_states_of_every_token_are_kept_although_the_model_skips_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept_states(backend: HFBackend) -> Tensor:
         backend.reserve(1, 32)
         backend.keep_hidden_states([backend.num_layers])
         backend.forward(torch.arange(3, 19)[None], [0], first_slot=0, logits=False)
@@ -134,18 +136,18 @@ def test_states_of_every_token_are_kept_where_the_model_would_leave_tokens_out(m
 
     model = transcription("small").target
     expected = model(torch.arange(3, 19)[None], output_hidden_states=True).hidden_states[-1][0]
-    assert (kept(HFBackend(model)) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (kept_states(HFBackend(model)) - expected).abs().max() < 1e-5 * expected.abs().max()
     backend = HFBackend(model)
     monkeypatch.setattr(backend, "_shares_keys", False)
-    assert (kept(backend) - expected).abs().max() > 0.1 * expected.abs().max()
+    assert (kept_states(backend) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     step, steps = AssistantBackend._step, list[int]()
 
-    def counted(self: AssistantBackend, tokens: Tensor, *rest: Any) -> Tensor:
+    def counted(self: AssistantBackend, tokens: Tensor, *args: Any) -> Tensor:
         steps.append(len(tokens))
-        return step(self, tokens, *rest)
+        return step(self, tokens, *args)
 
     decoder = decoder_of(written("large"))
     monkeypatch.setattr(AssistantBackend, "_step", counted)
@@ -161,7 +163,7 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
 def plain_texts(kind: str, options: str) -> list[list[int]]:
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
     params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
-    return [plain.generate(prompt, params).token_ids for prompt in ASKED]
+    return [plain.generate(prompt, params).token_ids for prompt in PROMPTS]
 
 
 @pytest.mark.slow
@@ -173,8 +175,8 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
     expected = plain_texts(kind, options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in ASKED] == expected
-    results = decoder.generate(ASKED, params)
+    assert [decoder.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
+    results = decoder.generate(PROMPTS, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
@@ -188,26 +190,28 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
         pytest.param({"fast": "auto", "quantize": "int8"}, marks=pytest.mark.exhaustive, id="int8"),
     ],
 )
-def test_packed_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_packed_and_quantised_targets_keep_the_texts_of_plain_decoding(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
     plain = decoder.using("none", num_draft_tokens="auto")
-    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5)
-    results = decoder.generate(asked, params)
+    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5)
+    results = decoder.generate(texts, params)
     assert decoder.target.packed and all(result.stats.num_draft_tokens for result in results)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(asked, params)]
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
 
 
 @pytest.mark.slow
-def test_trees_of_their_drafts_change_no_text() -> None:
+def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
     plain = decoder.using("none", num_draft_tokens="auto")
-    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True)
-    results = decoder.generate(asked, params)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(asked, params)]
+    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True)
+    results = decoder.generate(texts, params)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
     assert any(round.parents for result in results for round in result.rounds)
 
 
-def test_targets_whose_last_layers_share_keys_run_on_slots() -> None:
+def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
     decoder = decoder_of(written("small"))
     assert isinstance(decoder.target.backend, HFBackend)
     with pytest.raises(SlipstreamError, match="some layers read keys and values of others"):
@@ -228,7 +232,7 @@ def test_loaded_models_draft_as_their_files_do() -> None:
         SpeculativeDecoder(target, assistant.to(torch.bfloat16), drafter="model")
 
 
-def test_assistants_are_told_by_their_configuration() -> None:
+def test_assistants_are_recognised_by_their_configuration() -> None:
     kind = trained_kind(str(written("large").assistant))
     assert kind == "assistant" and ENGINE_NAMES[kind] == ("mtp", "FROZEN_KV_MTP", "draft-mtp")
 

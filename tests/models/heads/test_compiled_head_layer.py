@@ -1,4 +1,4 @@
-"""A head's layer in one call of the kernels computes what its operators do, and steps cost no reading."""
+"""A head's layer in one call of the kernels computes what its operators do, and a step reads one token only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = HeadConfig(
 
 
 class FeatureTable:
-    """A target whose features are given: [slots, positions, layers * size]."""
+    """A target with random features: [slots, positions, layers * size]."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -50,7 +50,7 @@ class FeatureTable:
 
 
 class ReadSlot:
-    """A slot of which the target has read so many positions."""
+    """A slot of which the target has read `base` positions."""
 
     def __init__(self, base: int) -> None:
         self.base = base
@@ -91,12 +91,12 @@ def outputs(head: HeadNetwork, starts: Sequence[Sequence[int]], compiled: bool) 
         backend._compiled = None
     backend.attach(FeatureTable(), [ReadSlot(base) for base in (9, 4, 30)])  # type: ignore[list-item]
     backend.reserve(ROWS, 64)
-    generator, found = torch.Generator().manual_seed(7), []
+    generator, all_logits = torch.Generator().manual_seed(7), []
     for begin in starts:
-        width = 5 if not found else 1
+        width = 5 if not all_logits else 1
         tokens = torch.randint(0, VOCABULARY, (len(begin), width), generator=generator)
-        found.append(backend.forward(tokens, list(begin), first_slot=0, logits=True).float())
-    return found
+        all_logits.append(backend.forward(tokens, list(begin), first_slot=0, logits=True).float())
+    return all_logits
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
@@ -105,7 +105,9 @@ def outputs(head: HeadNetwork, starts: Sequence[Sequence[int]], compiled: bool) 
 @pytest.mark.parametrize(
     "starts", [[[0], [5], [6]], [[0, 0, 0], [5, 5, 5], [6, 6, 6]], [[0, 2, 30], [5, 1, 35], [6, 2, 36]]]
 )
-def test_one_call_computes_what_operators_do(starts: list[list[int]], head_norms: bool, flags: dict[str, Any]) -> None:
+def test_one_call_computes_what_the_operators_do(
+    starts: list[list[int]], head_norms: bool, flags: dict[str, Any]
+) -> None:
     head = network(head_norms)
     head.config = replace(CONFIG, **flags)
     assert HeadBackend(head)._compiled is not None
@@ -115,7 +117,7 @@ def test_one_call_computes_what_operators_do(starts: list[list[int]], head_norms
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
 @pytest.mark.parametrize("wrong", [{"windows": (3,)}, {"norm_before_residual": True}], ids=str)
-def test_other_settings_would_be_seen(wrong: dict[str, Any]) -> None:
+def test_other_settings_are_noticed(wrong: dict[str, Any]) -> None:
     head, starts = network(), [[0, 0, 0], [5, 5, 5]]
     plain = outputs(head, starts, False)[-1]
     head.config = replace(CONFIG, **wrong)
@@ -123,8 +125,8 @@ def test_other_settings_would_be_seen(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
-def test_a_difference_would_be_seen() -> None:
-    """Negative control: positions are turned by other angles."""
+def test_wrong_rotations_are_noticed() -> None:
+    """Negative control: positions are rotated by other angles."""
     head, starts = network(), [[0, 0, 0], [5, 5, 5]]
     plain = outputs(head, starts, False)[-1]
     head._cosines = head._cosines[torch.randperm(len(head._cosines), generator=torch.Generator().manual_seed(1))]
@@ -132,15 +134,15 @@ def test_a_difference_would_be_seen() -> None:
 
 
 def test_a_step_of_a_new_text_reads_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration drafts for texts that the target has not read: a step is timed, not the text read again."""
+    """Calibration drafts for texts that the target has not read; it must time a step, not the reading of the text."""
     draft = decoder_of(write_head(tmp_path, target())).draft
     assert draft is not None
     widths: list[int] = []
     forward = HeadBackend.forward
 
-    def recorded(self: HeadBackend, tokens: Tensor, *rest: object, **options: object) -> Tensor:
+    def recorded(self: HeadBackend, tokens: Tensor, *args: object, **options: object) -> Tensor:
         widths.append(tokens.shape[1])
-        return forward(self, tokens, *rest, **options)  # type: ignore[arg-type]
+        return forward(self, tokens, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HeadBackend, "forward", recorded)
     session = HeadSession(draft.backend)

@@ -1,4 +1,4 @@
-"""Heads of DFlash: every step of a block is that of a plain transcription, and no text changes."""
+"""DFlash heads: every step of a block is that of a plain transcription, and no text changes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def target() -> Any:
 
 
 def decoder_of(head: DFlash, **settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3} | settings
-    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
+    options: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **options)
 
 
 @pytest.mark.parametrize("layout", ["official", "speculators"])
@@ -39,27 +39,27 @@ def test_every_step_is_that_of_the_transcription(tmp_path: Path, layout: str) ->
     head = write_dflash(tmp_path, target(), layout=layout)
     pair = pair_of(target(), head.folder)
     for text in prompts([2, 17, 40]):
-        found, expected = step_logits(pair, text, STEPS), transcribed(head, target(), text, STEPS)
-        real = expected[0].isfinite()
-        assert all(same_logits([x[real] for x in found], [x[real] for x in expected]))
-        assert all(torch.equal(x.isfinite(), real) for x in found)
+        steps, expected = step_logits(pair, text, STEPS), transcribed(head, target(), text, STEPS)
+        is_scored = expected[0].isfinite()
+        assert all(same_logits([x[is_scored] for x in steps], [x[is_scored] for x in expected]))
+        assert all(torch.equal(x.isfinite(), is_scored) for x in steps)
 
 
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"causal": True}, {"slot": 0}], ids=str)
-def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: dict[str, Any]) -> None:
     head = write_dflash(tmp_path, target())
     text = prompts([17])[0]
-    found = step_logits(pair_of(target(), head.folder), text, STEPS - 1)
-    assert not any(same_logits(found, transcribed(head, target(), text, STEPS - 1, **wrong)))
+    steps = step_logits(pair_of(target(), head.folder), text, STEPS - 1)
+    assert not any(same_logits(steps, transcribed(head, target(), text, STEPS - 1, **wrong)))
 
 
 def drafts_agree(decoder: SpeculativeDecoder, head: DFlash) -> bool:
-    """Whether the drafts of a batch are those of the transcription. Two tokens are favoured, so that some are kept."""
-    asked, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
+    """Whether the drafts of a batch are those of the transcription. Two tokens are favoured, to accept some."""
+    texts, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
     bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    results = decoder.generate(asked, SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED))
+    results = decoder.generate(texts, SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED))
     drafts = []
-    for prompt, result in zip(asked, results, strict=True):
+    for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
         for round in (round for round in result.rounds if round.draft):
             expected = transcribed(head, target(), text[: round.start], len(round.draft))
@@ -68,15 +68,15 @@ def drafts_agree(decoder: SpeculativeDecoder, head: DFlash) -> bool:
     return all(drafts)
 
 
-def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_a_round(
+def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_per_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = write_dflash(tmp_path, target())
-    decoder, forwards, inner = decoder_of(head), [], DFlashBackend.forward
+    decoder, forwards, original = decoder_of(head), [], DFlashBackend.forward
 
-    def forward(backend: DFlashBackend, tokens: Any, *rest: Any, logits: bool, **more: Any) -> Any:
+    def forward(backend: DFlashBackend, tokens: Any, *args: Any, logits: bool, **options: Any) -> Any:
         forwards.append(logits)
-        return inner(backend, tokens, *rest, logits=logits, **more)
+        return original(backend, tokens, *args, logits=logits, **options)
 
     monkeypatch.setattr(DFlashBackend, "forward", forward)
     assert drafts_agree(decoder, head)
@@ -97,13 +97,13 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
 ) -> None:
     decoder = decoder_of(write_dflash(tmp_path, target()), drafter=drafter, num_draft_tokens=length)
     plain = decoder.using("none")
-    asked, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=24, **options)
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    texts, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=24, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
+    results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == expected
     drafts = [round.draft for result in results for round in result.rounds if round.draft]
-    if drafter == "model":  # auto drafts from the text itself, too
+    if drafter == "model":  # auto also retrieves drafts
         assert drafts and max(map(len, drafts)) <= STEPS
 
 
@@ -143,7 +143,7 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change:
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_vocabulary_without_an_output_layer_is_refused(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_without_an_output_layer_is_refused(tmp_path: Path) -> None:
     head = write_dflash(tmp_path, target(), layout="speculators")
     file = head.folder / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)

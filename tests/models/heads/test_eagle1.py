@@ -1,4 +1,4 @@
-"""Heads of EAGLE and EAGLE-2: every draft step is that of a plain transcription, and no text changes."""
+"""EAGLE and EAGLE-2 heads: every draft step is that of a plain transcription, and no text changes."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def test_every_step_is_that_of_the_transcription(tmp_path: Path, options: dict[s
 
 
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"normed": False}], ids=str)
-def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: dict[str, Any]) -> None:
     head = write_eagle1(tmp_path, target())
-    found = step_logits(pair_of(target(), head.folder), prompts([17])[0], STEPS)
+    steps = step_logits(pair_of(target(), head.folder), prompts([17])[0], STEPS)
     expected = transcribed(head, target(), prompts([17])[0], STEPS, **wrong)
-    assert not any(same_logits(found, expected))
+    assert not any(same_logits(steps, expected))
 
 
-def test_drafts_after_rounds_that_accepted_some_are_those_of_the_transcription(tmp_path: Path) -> None:
-    """Rows of the head's own outputs are computed again with the target's states."""
+def test_drafts_after_accepted_tokens_are_those_of_the_transcription(tmp_path: Path) -> None:
+    """The head's cached rows are computed again from the target's hidden states."""
     head = write_eagle1(tmp_path, target())
     decoder = decoder_of(head)
-    asked = prompts([3, 17, 9])
-    results = decoder.generate(asked, SamplingParams(max_tokens=16, logit_bias=dict.fromkeys((7, 9), 60.0)))
+    texts = prompts([3, 17, 9])
+    results = decoder.generate(texts, SamplingParams(max_tokens=16, logit_bias=dict.fromkeys((7, 9), 60.0)))
     assert sum(result.stats.num_accepted_tokens for result in results) > 3
-    for prompt, result in zip(asked, results, strict=True):
+    for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
         for round in (round for round in result.rounds if round.draft):
             steps = transcribed(head, target(), text[: round.start], 1)
@@ -61,8 +61,8 @@ def test_drafts_after_rounds_that_accepted_some_are_those_of_the_transcription(t
 
 
 def decoder_of(head: Eagle1, **settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3} | settings
-    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
+    options: dict[str, Any] = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **options)
 
 
 @pytest.mark.slow
@@ -74,10 +74,10 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
 ) -> None:
     decoder = decoder_of(write_eagle1(tmp_path, target()), drafter=drafter)
     plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
-    asked, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=24, **options)
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    texts, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=24, **options)
+    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
+    results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
@@ -109,7 +109,7 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change:
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_model_of_one_layer_is_no_head(tmp_path: Path) -> None:
+def test_a_model_of_one_layer_is_not_taken_for_a_head(tmp_path: Path) -> None:
     model = fresh("llama", num_hidden_layers=1)
     model.save_pretrained(tmp_path)
     assert head_files(str(tmp_path), LoadOptions()) is None

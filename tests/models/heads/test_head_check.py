@@ -1,4 +1,4 @@
-"""A head whose files declare the wrong layers or flags is found out at load, and one that is right is not."""
+"""A head whose files declare wrong layers or flags is noticed at load; a right one passes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def loaded(folder: Path) -> Loaded:
 
 
 def trained_head(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str = "speculators", **flags: Any) -> Path:
-    """A random head with the output layer that guesses the text of the check best, by least squares."""
+    """A random head whose output layer is fitted to the text of the check by least squares."""
     model = target().backend.model  # type: ignore[attr-defined]
     write_head(folder, model, layout=layout, layers=(2, 3, 5), tokens=range(VOCAB), **flags)
-    outputs, inner = list[torch.Tensor](), HeadNetwork.draft_logits
+    outputs, draft_logits = list[torch.Tensor](), HeadNetwork.draft_logits
 
     def spy(network: HeadNetwork, states: torch.Tensor) -> torch.Tensor:
         outputs.append(network._norm(states[0], network.weights.final_norm))
-        return inner(network, states)
+        return draft_logits(network, states)
 
     with monkeypatch.context() as patched:
         patched.setattr(HeadNetwork, "draft_logits", spy)
@@ -54,9 +54,9 @@ def trained_head(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str = "s
     question = tokenizer().apply_chat_template([{"role": "user", "content": head_check.QUESTION}])["input_ids"]
     text = torch.tensor([*question, *tokenizer()(head_check.FABLE)["input_ids"]][: head_check.LENGTH])
     likeliest = model(input_ids=text[None]).logits[0].argmax(-1)
-    wanted = torch.nn.functional.one_hot(torch.cat([likeliest[1:], likeliest[2:]]), VOCAB).float()
+    next_tokens = torch.nn.functional.one_hot(torch.cat([likeliest[1:], likeliest[2:]]), VOCAB).float()
     file = folder / "model.safetensors"
-    weights = torch.linalg.lstsq(torch.cat(outputs[:2]), wanted).solution.T.contiguous()
+    weights = torch.linalg.lstsq(torch.cat(outputs[:2]), next_tokens).solution.T.contiguous()
     save_file(load_file(file) | {"lm_head.weight": weights}, file)
     return folder
 
@@ -65,11 +65,11 @@ def declared_as(folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
     settings = json.loads(file.read_text())
     for name, value in changes.items():
-        place = settings.get("eagle_config", settings)
+        section = settings.get("eagle_config", settings)
         if value is None:
-            place.pop(name)
+            section.pop(name)
         else:
-            place[name] = value
+            section[name] = value
     file.write_text(json.dumps(settings))
     return folder
 
@@ -89,7 +89,7 @@ OUTPUT: tuple[dict[str, Any], dict[str, Any], str] = ({"norm_output": True}, {"n
     ("layout", "flags", "changes", "meant"),
     [("speculators", *OUTPUT), *((layout, *case) for layout in ("speculators", "official") for case in CASES)],
 )
-def test_what_was_meant_is_told_where_it_agrees_clearly_better(
+def test_a_declaration_that_agrees_clearly_better_is_suggested(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     layout: str,
@@ -110,8 +110,8 @@ def test_what_was_meant_is_told_where_it_agrees_clearly_better(
         assert tried.best == pytest.approx(right.declared) and tried.declared < right.declared - 0.1
 
 
-def test_the_key_that_is_read_in_two_ways_is_tried_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head whose training fed back normed outputs, in a layout where the key means something else."""
+def test_norm_output_is_tried_in_both_of_its_meanings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that was trained on normed outputs, in a layout where `norm_output` means something else."""
     folder = trained_head(tmp_path / "a", monkeypatch, norm_output=True)
     model = target().backend.model  # type: ignore[attr-defined]
     write_head(tmp_path / "b", model, layout="official", layers=(2, 3, 5), norm_output=True)
@@ -122,7 +122,7 @@ def test_the_key_that_is_read_in_two_ways_is_tried_both_ways(tmp_path: Path, mon
     assert tried is not None and tried.meant == "norm_output=True"
 
 
-def test_a_wrong_declaration_is_one_warning_with_both_shares(
+def test_a_wrong_declaration_causes_one_warning_with_both_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = trained_head(tmp_path, monkeypatch)
@@ -140,25 +140,27 @@ def test_a_wrong_declaration_is_one_warning_with_both_shares(
 
 
 @pytest.mark.slow
-def test_what_was_tried_is_remembered_for_models_with_a_name(
+def test_the_check_is_remembered_for_models_in_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
-    model, names = target().backend.model, str(tmp_path / "model")  # type: ignore[attr-defined]
-    model.save_pretrained(names)
-    tokenizer().save_pretrained(names)
+    model, target_folder = target().backend.model, str(tmp_path / "model")  # type: ignore[attr-defined]
+    model.save_pretrained(target_folder)
+    tokenizer().save_pretrained(target_folder)
     folder = trained_head(tmp_path / "head", monkeypatch)
-    calls, inner = [], head_check.agreement
-    monkeypatch.setattr(head_check, "agreement", lambda *pair: calls.append(pair) or inner(*pair))
+    calls, original = [], head_check.agreement
+    monkeypatch.setattr(head_check, "agreement", lambda *pair: calls.append(pair) or original(*pair))
     for number, changes in enumerate([{}, {}, {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}]):
         declared_as(folder, **changes)
-        SpeculativeDecoder(names, str(folder), dtype="float32", reproducible=False, drafter="model")
+        SpeculativeDecoder(target_folder, str(folder), dtype="float32", reproducible=False, drafter="model")
         assert len(calls) == (1, 1, 2)[number]
-    code, out, _ = run(capsys, monkeypatch, "models", "check", names, str(folder), "--json", str(tmp_path / "out.json"))
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert code == 0 and out.startswith("Works badly: ") and told["meant"].startswith("layers [2, 3, 5]")
+    code, out, _ = run(
+        capsys, monkeypatch, "models", "check", target_folder, str(folder), "--json", str(tmp_path / "out.json")
+    )
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert code == 0 and out.startswith("Works badly: ") and report["meant"].startswith("layers [2, 3, 5]")
     declared_as(folder, eagle_aux_hidden_state_layer_ids=[2, 3, 5])
-    code, out, _ = run(capsys, monkeypatch, "models", "check", names, str(folder))
+    code, out, _ = run(capsys, monkeypatch, "models", "check", target_folder, str(folder))
     assert code == 0 and out.startswith("Works: draft head") and len(out.splitlines()) == 1
-    code, _, err = run(capsys, monkeypatch, "models", "check", names, str(folder), "--text", "x")
+    code, _, err = run(capsys, monkeypatch, "models", "check", target_folder, str(folder), "--text", "x")
     assert code == 2 and "--text 'x' with the draft head" in err

@@ -1,4 +1,4 @@
-"""Draft heads of the EAGLE-3 type: what they draft is what a plain transcription says, and no text changes."""
+"""EAGLE-3 heads: their drafts are those of a plain transcription, and no text changes."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def target() -> Any:
 
 
 def decoder_of(head: Written, **settings: Any) -> SpeculativeDecoder:
-    chosen = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3} | settings
-    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **chosen)
+    options = {"drafter": "model", "num_draft_tokens": STEPS, "max_batch_size": 3} | settings
+    return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **options)
 
 
 def drafts(head: Written, prompt: list[int], **options: Any) -> list[tuple[list[int], list[int]]]:
-    """The text before each round that drafted, and its draft."""
+    """(text so far, draft) of each round that drafted."""
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
     result = decoder_of(head).generate(prompt, params)
-    text, seen = [*prompt, *result.token_ids], []
+    text, pairs = [*prompt, *result.token_ids], []
     for round in result.rounds:
         if round.draft:
-            seen.append((text[: round.start], list(round.draft)))
-    assert len(seen) > 3
-    return seen
+            pairs.append((text[: round.start], list(round.draft)))
+    assert len(pairs) > 3
+    return pairs
 
 
 @pytest.mark.each_value
@@ -73,7 +73,7 @@ def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, f
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda head: (head, 1),  # features of the position before
+        lambda head: (head, 1),  # features of the previous position
         lambda head: (replace(head, norm_before_residual=True), 0),
         lambda head: (replace(head, norm_output=True), 0),
         lambda head: (replace(head, layers=(0, 1, 3)), 0),
@@ -81,26 +81,26 @@ def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, f
     ],
     ids=["shift", "residual", "output", "layers", "norms"],
 )
-def test_a_wrong_transcription_is_found_out(tmp_path: Path, wrong: Callable[[Written], tuple[Written, int]]) -> None:
+def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: Callable[[Written], tuple[Written, int]]) -> None:
     head = write_head(tmp_path, target(), fc_norm=True)
-    other, shift = wrong(head)
+    wrong_head, shift = wrong(head)
     assert any(
-        draft != transcribed(other, target(), text, len(draft), shift=shift)
+        draft != transcribed(wrong_head, target(), text, len(draft), shift=shift)
         for text, draft in drafts(head, prompts([17])[0])
     )
 
 
 @pytest.mark.slow
-def test_rows_of_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
+def test_rows_from_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens are favoured, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
     favoured = dict.fromkeys((7, 9, 21), 30.0)
 
     def differing() -> int:
         count = 0
         for seed in range(4):
             head = write_head(tmp_path / str(seed), target(), seed=seed, tokens=sorted(favoured))
-            found = drafts(head, prompts([17])[0], logit_bias=favoured)
-            count += sum(draft != transcribed(head, target(), text, len(draft)) for text, draft in found)
+            pairs = drafts(head, prompts([17])[0], logit_bias=favoured)
+            count += sum(draft != transcribed(head, target(), text, len(draft)) for text, draft in pairs)
         return count
 
     assert differing() == 0
@@ -119,25 +119,28 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     length = "auto" if drafter == "auto" else STEPS
     decoder = decoder_of(head, drafter=drafter, num_draft_tokens=length)
     plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
-    asked = prompts([3, 17, 40, 5])
+    texts = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, **options)
-    expected = [plain.generate(prompt, params).token_ids for prompt in asked]
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
+    results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 
 
 @pytest.mark.slow
-def test_constraints_and_predictions_stay_exact(tmp_path: Path) -> None:
+def test_constraints_and_predictions_change_no_text(tmp_path: Path) -> None:
     model, options = fresh("llama", num_hidden_layers=5, eos_token_id=1), {"tokenizer": tokenizer()}
     head = write_head(tmp_path, model)
     decoder = SpeculativeDecoder(model, str(head.folder), drafter="model", num_draft_tokens=STEPS, **options)
     plain = SpeculativeDecoder(model, drafter="none", **options)
-    prompt, told = prompts([17])[0], SamplingParams(max_tokens=COUNT, constraint=Constraint(regex="[a-f]{12,20}"))
-    result = decoder.generate(prompt, told)
-    assert result.token_ids == plain.generate(prompt, told).token_ids and result.stats.num_draft_tokens
+    prompt, constrained = (
+        prompts([17])[0],
+        SamplingParams(max_tokens=COUNT, constraint=Constraint(regex="[a-f]{12,20}")),
+    )
+    result = decoder.generate(prompt, constrained)
+    assert result.token_ids == plain.generate(prompt, constrained).token_ids and result.stats.num_draft_tokens
     text = plain.generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True)).token_ids
     predicted = SamplingParams(max_tokens=COUNT, ignore_eos=True, prediction=[*text[:9], 5, *text[10:]])
     assert decoder.generate(prompt, predicted).token_ids == text
@@ -145,12 +148,12 @@ def test_constraints_and_predictions_stay_exact(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
-    """Rows that enter, leave and move to other slots keep their features and their rows of the head."""
+    """Rows that enter, leave and move to other slots keep their features and their cached rows of the head."""
     head = write_head(tmp_path, target())
     decoder = decoder_of(head, reproducible=True)
-    asked = prompts([3, 17, 9, 40, 5, 30])
-    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(asked))]
-    for prompt, result in zip(asked, decoder.generate(asked, params), strict=True):
+    texts = prompts([3, 17, 9, 40, 5, 30])
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(texts))]
+    for prompt, result in zip(texts, decoder.generate(texts, params), strict=True):
         text = [*prompt, *result.token_ids]
         for round in result.rounds:
             if round.draft:
@@ -214,8 +217,8 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change:
 
 
 @pytest.mark.parametrize("layout", ["speculators", "official"])
-def test_what_trainers_and_libraries_note_does_not_matter(tmp_path: Path, layout: str) -> None:
-    noted = {
+def test_settings_that_change_no_computation_are_ignored(tmp_path: Path, layout: str) -> None:
+    notes = {
         **{"bos_token_id": 1, "pad_token_id": None, "tie_word_embeddings": False, "initializer_range": 0.02},
         **{
             "attention_dropout": 0.0,
@@ -240,10 +243,11 @@ def test_what_trainers_and_libraries_note_does_not_matter(tmp_path: Path, layout
         **{"embed_requires_grad": False, "num_eagle_features": 3, "trained": {"steps": 100, "norm": "x"}},
     }
     plain = write_head(tmp_path / "plain", target(), layout=layout)
-    other = write_head(tmp_path / "noted", target(), layout=layout, layer=noted, **flags)
+    with_notes = write_head(tmp_path / "noted", target(), layout=layout, layer=notes, **flags)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     drafts = [
-        [round.draft for round in decoder_of(head).generate(prompts([9])[0], params).rounds] for head in (plain, other)
+        [round.draft for round in decoder_of(head).generate(prompts([9])[0], params).rounds]
+        for head in (plain, with_notes)
     ]
     assert drafts[0] == drafts[1] and any(drafts[0])
 
@@ -266,15 +270,15 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
         ("d2t", torch.float32, "int32, int64"),
     ):
         save_file(tensors | {name: tensors[name].to(kind)}, file)
-        short = str(kind).removeprefix("torch.")
-        with pytest.raises(SlipstreamError, match=rf"{name}'? is of type {short}; allowed: {allowed}"):
+        dtype_name = str(kind).removeprefix("torch.")
+        with pytest.raises(SlipstreamError, match=rf"{name}'? is of type {dtype_name}; allowed: {allowed}"):
             decoder_of(head)
     file.write_bytes(b"not a file of tensors")
     with pytest.raises(SlipstreamError, match=r"model\.safetensors could not be read"):
         decoder_of(head)
     file.unlink()
-    for held in ([1], {"fc.weight": 5}, {5: torch.zeros(1)}):
-        torch.save(held, head.folder / "pytorch_model.bin")
+    for content in ([1], {"fc.weight": 5}, {5: torch.zeros(1)}):
+        torch.save(content, head.folder / "pytorch_model.bin")
         with pytest.raises(SlipstreamError, match="could not be read: it holds something other than tensors by name"):
             decoder_of(head)
     (head.folder / "pytorch_model.bin").unlink()
@@ -282,7 +286,7 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
         decoder_of(head)
 
 
-def test_a_head_as_the_target_is_refused_and_any_other_folder_keeps_its_own_reason(tmp_path: Path) -> None:
+def test_a_head_as_the_target_is_refused_as_such_and_an_unknown_model_is_not(tmp_path: Path) -> None:
     head = write_head(tmp_path, target())
     with pytest.raises(UsageError, match=r"is a draft head; allowed: its target, with the head as draft$"):
         SpeculativeDecoder(str(head.folder))
@@ -292,7 +296,7 @@ def test_a_head_as_the_target_is_refused_and_any_other_folder_keeps_its_own_reas
         SpeculativeDecoder(str(tmp_path / "other"))
 
 
-def test_an_eps_that_is_a_whole_number_is_a_number(tmp_path: Path) -> None:
+def test_a_whole_number_is_a_valid_eps(tmp_path: Path) -> None:
     head = write_head(tmp_path, target())
     settings = json.loads((head.folder / "config.json").read_text())
     settings["transformer_layer_config"]["rms_norm_eps"] = 1
@@ -306,7 +310,7 @@ def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:
         SpeculativeDecoder("toy", str(head.folder), drafter="model")
 
 
-def test_weights_in_8_bits_are_read(tmp_path: Path) -> None:
+def test_weights_stored_in_8_bits_are_read(tmp_path: Path) -> None:
     head = write_head(tmp_path, target())
     file = head.folder / "model.safetensors"
     tensors = load_file(file)
@@ -319,13 +323,13 @@ def test_weights_in_8_bits_are_read(tmp_path: Path) -> None:
         for name, tensor in tensors.items()
     }
     exact = replace(head, tensors={name: tensor for name, tensor in rounded.items() if not name.endswith("_scale")})
-    found = drafts(head, prompts([17])[0])
-    agreeing = sum(draft == transcribed(exact, target(), text, len(draft)) for text, draft in found)
-    assert agreeing > 0.7 * len(found)  # the weights are bfloat16 then
+    pairs = drafts(head, prompts([17])[0])
+    agreeing = sum(draft == transcribed(exact, target(), text, len(draft)) for text, draft in pairs)
+    assert agreeing > 0.7 * len(pairs)  # the loaded weights are rounded to bfloat16
 
 
 @pytest.mark.smollm2
-def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none() -> None:
+def test_the_embedded_models_head_drafts_free_text_and_changes_none() -> None:
     decoder = loaded().using()
     assert decoder.draft is not None and decoder.draft.name == "smollm2_head"
     assert (embedded_head() / "config.json").is_file()
@@ -339,14 +343,14 @@ def test_the_embedded_model_has_a_head_which_drafts_free_text_and_changes_none()
 
 
 @pytest.mark.smollm2
-def test_a_comparison_beside_transformers_runs_with_the_embedded_head() -> None:
+def test_compare_with_transformers_runs_with_the_embedded_head() -> None:
     decoder = loaded().using()
-    (told,) = compare(decoder, ["What is rain?"], SamplingParams(max_tokens=8), with_hf=True)
-    assert set(told.runs) == {"plain", "speculative", "hf generate"}
+    (comparison,) = compare(decoder, ["What is rain?"], SamplingParams(max_tokens=8), with_hf=True)
+    assert set(comparison.runs) == {"plain", "speculative", "hf generate"}
 
 
 @pytest.mark.smollm2
-def test_a_head_drafts_as_well_for_texts_that_a_plain_decoder_has_read() -> None:
+def test_a_head_drafts_as_well_for_texts_cached_by_a_plain_decoder() -> None:
     decoder = loaded().using("model", num_draft_tokens=3)
     prompt, params = (
         "Tell me in a few sentences how a sailing boat moves against the wind.",
@@ -360,7 +364,7 @@ def test_a_head_drafts_as_well_for_texts_that_a_plain_decoder_has_read() -> None
 
 
 @pytest.mark.smollm2
-def test_what_was_cached_before_a_head_came_is_read_again_for_it() -> None:
+def test_prompts_cached_before_a_head_was_added_are_read_again() -> None:
     prompt, params = "List the planets from the sun outwards, with one fact about each.", SamplingParams(max_tokens=24)
     bare = SpeculativeDecoder(loaded().target.name, drafter="none")
     bare.generate(prompt, params)
@@ -371,7 +375,7 @@ def test_what_was_cached_before_a_head_came_is_read_again_for_it() -> None:
 
 
 class ReadsHiddenStates:
-    """Drafts nothing, and notes the target's hidden states that it can read in each round."""
+    """Drafts nothing, and records the hidden states of the target that it can read in each round."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.read = session, list[Tensor]()
@@ -384,14 +388,14 @@ class ReadsHiddenStates:
         return Draft.empty(len(rows), sampler.device)
 
 
-def test_a_drafter_of_the_users_reads_hidden_states_beside_a_loaded_head(tmp_path: Path) -> None:
+def test_a_users_drafter_can_read_hidden_states_beside_a_loaded_head(tmp_path: Path) -> None:
     decoder = decoder_of(write_head(tmp_path, target()))
     decoder.using("none").generate(prompts([9])[0][::-1], SamplingParams(max_tokens=2))
     drafter = ReadsHiddenStates(decoder._target_session)
     result = decoder.using(drafter, num_draft_tokens=1).generate(prompts([9])[0], SamplingParams(max_tokens=5))
     tokens = torch.tensor([prompts([9])[0] + result.token_ids])
-    true = target()(tokens, output_hidden_states=True).hidden_states[1][0]
-    read = drafter.read[-4:]  # before them perhaps a round in which nothing has been read yet
+    expected = target()(tokens, output_hidden_states=True).hidden_states[1][0]
+    read = drafter.read[-4:]  # a first round may have nothing to read
     assert [len(states) for states in read] == [9, 10, 11, 12]
     for states in read:
-        torch.testing.assert_close(states.float(), true[: len(states)].float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(states.float(), expected[: len(states)].float(), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers in a target's checkpoint: they draft what a transcription says, and change no text."""
+"""Multi-token-prediction layers of a target's checkpoint draft what a transcription drafts, and change no text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tiny_models import fast, prompts
 COUNT, STEPS = 24, 3
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
-ASKED = prompts([3, 17, 40, 5])
+PROMPTS = prompts([3, 17, 40, 5])
 over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3"))
 COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
 over_counts = pytest.mark.parametrize(("kind", "count"), mostly_slow(COUNTS, ("deepseek_v3", 3)))
@@ -44,13 +44,13 @@ def transcription(kind: str, count: int = 1) -> Transcription:
 
 
 def decoder_of(target: Written, **settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "drafter": "model",
         "num_draft_tokens": STEPS,
         "max_batch_size": 3,
         "fast": False,
     } | settings
-    return SpeculativeDecoder(str(target.folder), **chosen)
+    return SpeculativeDecoder(str(target.folder), **defaults)
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,23 @@ class Drafted:
 
 
 def drafts(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[Drafted]:
-    """What is drafted in each round of a text."""
+    """The draft of each round of a text that drafts."""
     assert decoder.draft is not None
     backend: Any = decoder.draft.backend
-    forward, seen = backend.forward, list[Tensor]()
+    forward, logits_seen = backend.forward, list[Tensor]()
 
-    def record(tokens: Tensor, starts: list[int], **told: Any) -> Tensor:
-        logits: Tensor = forward(tokens, starts, **told)
-        if told["logits"]:
-            seen.append(logits[0, -1])
+    def record(tokens: Tensor, starts: list[int], **options_of_forward: Any) -> Tensor:
+        logits: Tensor = forward(tokens, starts, **options_of_forward)
+        if options_of_forward["logits"]:
+            logits_seen.append(logits[0, -1])
         return logits
 
     backend.forward = record
     result = decoder.generate(prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True, **options))
     text = [*prompt, *result.token_ids]
-    found = [(text[: round.start], list(round.draft)) for round in result.rounds if round.draft]
-    assert len(found) > 3 and len(seen) == sum(len(draft) for _, draft in found)
-    return [Drafted(before, draft, torch.stack([seen.pop(0) for _ in draft])) for before, draft in found]
+    pairs = [(text[: round.start], list(round.draft)) for round in result.rounds if round.draft]
+    assert len(pairs) > 3 and len(logits_seen) == sum(len(draft) for _, draft in pairs)
+    return [Drafted(before, draft, torch.stack([logits_seen.pop(0) for _ in draft])) for before, draft in pairs]
 
 
 @over_counts
@@ -97,7 +97,7 @@ def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None
 @pytest.mark.each_value
 @over_layouts
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
-def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) -> None:
+def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, Any]) -> None:
     for drafted in drafts(decoder_of(written(kind)), prompts([17])[0]):
         assert drafted.gap(transcription(kind), **wrong) > 0.01
 
@@ -105,14 +105,18 @@ def test_a_wrong_transcription_is_found_out(kind: str, wrong: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("kind", "count"), mostly_slow([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
 )
-def test_rows_of_drafts_are_computed_again(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens are favoured, so that drafts are accepted. Negative control: where rows stay, drafts differ."""
+def test_rows_from_the_layers_own_outputs_are_computed_again(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens are favoured, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
     favoured = dict.fromkeys((7, 9, 21), 30.0)
 
     def largest() -> float:
-        found = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favoured)
-        assert any(len(b.text) - len(a.text) > 1 for a, b in pairwise(found))  # something was accepted
-        return max(drafted.gap(transcription(kind, count)) for drafted in found)
+        all_drafts = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favoured)
+        assert any(
+            len(later.text) - len(earlier.text) > 1 for earlier, later in pairwise(all_drafts)
+        )  # some draft was accepted
+        return max(drafted.gap(transcription(kind, count)) for drafted in all_drafts)
 
     assert largest() < CLOSE[kind]
     monkeypatch.setattr(HeadSession, "keep_drafts", Session.keep_drafts)
@@ -130,15 +134,15 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
     target = written(kind, count)
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto").eval()
     model.config.num_mtp_layers = count
-    # transformers knows the numbers that these layers have in published models
+    # transformers expects the layer numbers of published models
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{model.config.num_hidden_layers}-9]\."]
     layers = MtpModel.from_pretrained(model)
     for drafted in drafts(decoder_of(target, num_draft_tokens=count), prompts([17])[0]):
         ids = torch.tensor([drafted.text])
         states = model(input_ids=ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         positions = torch.arange(1, ids.shape[1])[None]
-        told = {"attention_mask": None, "position_ids": positions}
-        _, logits, _ = layers(ids[:, 1:], states, mtp_cache=MtpCache(config=model.config.get_mtp_config()), **told)
+        inputs = {"attention_mask": None, "position_ids": positions}
+        _, logits, _ = layers(ids[:, 1:], states, mtp_cache=MtpCache(config=model.config.get_mtp_config()), **inputs)
         logits = logits[0, : len(drafted.draft)]
         assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
@@ -147,7 +151,7 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
 def plain_texts(kind: str, options: str) -> list[list[int]]:
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
-    return [plain.generate(prompt, params).token_ids for prompt in ASKED]
+    return [plain.generate(prompt, params).token_ids for prompt in PROMPTS]
 
 
 @pytest.mark.slow
@@ -160,8 +164,8 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
     assert decoder.draft is not None and decoder.draft.name == "mtp"
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
     expected = plain_texts(kind, options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in ASKED] == expected
-    results = decoder.generate(ASKED, params)
+    assert [decoder.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
+    results = decoder.generate(PROMPTS, params)
     assert [result.token_ids for result in results] == expected
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
@@ -170,11 +174,11 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), mostly_slow([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
 def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
-    """Rows that enter, leave and move to other slots keep what was kept of their hidden states."""
-    asked = prompts([3, 17, 9, 40, 5, 30])
-    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(asked))]
-    results = decoder_of(written(kind, count)).generate(asked, params)
-    for prompt, result in zip(asked, results, strict=True):
+    """Rows that enter, leave and move to other slots keep their hidden states."""
+    texts = prompts([3, 17, 9, 40, 5, 30])
+    params = [SamplingParams(max_tokens=8 + 5 * i, ignore_eos=True) for i in range(len(texts))]
+    results = decoder_of(written(kind, count)).generate(texts, params)
+    for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
         for round in result.rounds:
             if draft := list(round.draft):
@@ -182,20 +186,20 @@ def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> Non
 
 
 @pytest.mark.slow
-def test_trees_of_their_drafts_change_no_text(tmp_path: Path) -> None:
+def test_trees_of_mtp_drafts_change_no_text(tmp_path: Path) -> None:
     target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
     decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
     plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
-    asked, params = prompts([3, 17, 9]), SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, seed=5)
-    results = decoder.generate(asked, params)
-    assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, seed=5)
+    results = decoder.generate(texts, params)
+    assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(texts, params)]
     assert any(round.parents for result in results for round in result.rounds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_layers_that_know_the_next_token_are_always_right(tmp_path: Path, kind: str) -> None:
-    """Negative control: they look for the token where they are given the hidden state; greedy texts soon repeat."""
+def test_layers_that_are_given_the_next_token_are_always_accepted(tmp_path: Path, kind: str) -> None:
+    """Negative control: the layers take the hidden state for the token; sampled, since greedy texts soon repeat."""
     greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
 
     def rates(decoder: SpeculativeDecoder, params: SamplingParams) -> list[float]:
@@ -215,22 +219,24 @@ FAST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
-def test_fast_and_quantised_targets_have_their_own_texts(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Heads of 64 numbers and whole groups of inputs, as the kernels take them."""
+def test_fast_and_quantised_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With heads of 64 numbers and whole groups of inputs, which the kernels need."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
     decoder = decoder_of(target, **settings)
     assert decoder.target.packed
     plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
-    asked = prompts([3, 17, 9])
+    texts = prompts([3, 17, 9])
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=5)
-        results = decoder.generate(asked, params)
-        assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(asked, params)]
+        results = decoder.generate(texts, params)
+        assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(texts, params)]
         assert min(result.stats.acceptance_rate or 0.0 for result in results) > 0.9
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])
-def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_the_last_layer_is_kept_as_a_hidden_state(
+    in_one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = fast("qwen2", torch.bfloat16, head_dim=64)
     if backend.stack is None:
         pytest.skip("needs a C compiler and a processor with AVX2")
@@ -246,21 +252,21 @@ def test_what_leaves_the_last_layer_is_kept(in_one_call: bool, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_loaded_model_has_the_layers_of_its_files_where_they_are_asked_for() -> None:
+def test_a_loaded_model_uses_the_mtp_layers_of_its_files_if_asked_to() -> None:
     target = written("glm4_moe")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}  # says nothing of these layers
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}  # does not cover these layers
     named = SpeculativeDecoder(model, "mtp", drafter="model", num_draft_tokens=STEPS)
     for drafted in drafts(named, prompts([17])[0]):
         assert drafted.gap(transcription("glm4_moe")) < 1e-5
     assert SpeculativeDecoder(model).draft is None
 
 
-def test_layers_draft_by_themselves_only_where_nothing_else_is_chosen() -> None:
+def test_mtp_layers_draft_by_default_only_without_another_choice() -> None:
     target = written("glm4_moe")
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").drafter_name == "hybrid"
-    for chosen in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
-        assert decoder_of(target, **chosen).draft is None
+    for options in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
+        assert decoder_of(target, **options).draft is None
     with pytest.raises(
         SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto', or another"
     ):
@@ -298,11 +304,11 @@ def test_layers_that_do_not_fit_are_refused_in_one_line(
     with pytest.raises(SlipstreamError, match=message) as raised:
         SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
     assert "\n" not in str(raised.value)
-    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # where they were not asked for
+    assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # they were not asked for
     assert ("drafting without the MTP layers" in caplog.text) is ("form that is not read" not in message)
 
 
-def test_a_target_without_such_layers_is_told_from_one_whose_layers_are_not_read(tmp_path: Path) -> None:
+def test_a_target_without_mtp_layers_is_distinguished_from_unreadable_ones(tmp_path: Path) -> None:
     def without(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("model.layers.3.")]:
             del tensors[name]
@@ -315,19 +321,19 @@ def test_a_target_without_such_layers_is_told_from_one_whose_layers_are_not_read
     assert of_another_form(["model.layers.3.mlp.up_proj.weight", "lm_head.weight"], 4) is None
 
 
-def test_targets_and_settings_that_they_do_not_go_with_are_refused() -> None:
+def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None:
     with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
         SpeculativeDecoder("toy", "mtp", drafter="model")
     with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto'"):
         SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", draft_dtype="int4")
 
 
-def test_layers_are_told_by_their_names_in_checkpoints_with_images_too() -> None:
+def test_mtp_layers_are_found_by_name_in_multimodal_checkpoints_too() -> None:
     parts = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
     start = "model.language_model.layers."
-    own = [f"{start}{number}.mlp.up_proj.weight" for number in range(3)]
-    behind = [f"{start}3.{name}" for name in (*parts, "mlp.up_proj.weight", "embed_tokens.weight")]
-    (layer,) = mtp_layers([*own, *behind], 3)
+    target_layers = [f"{start}{number}.mlp.up_proj.weight" for number in range(3)]
+    mtp_tensors = [f"{start}3.{name}" for name in (*parts, "mlp.up_proj.weight", "embed_tokens.weight")]
+    (layer,) = mtp_layers([*target_layers, *mtp_tensors], 3)
     assert layer.block == {"mlp.up_proj.weight": f"{start}3.mlp.up_proj.weight"}
-    assert mtp_layers([*own, *behind[1:]], 3) == []
-    assert without_mtp([*behind, "visual.weight"]) == ["visual.weight"]
+    assert mtp_layers([*target_layers, *mtp_tensors[1:]], 3) == []
+    assert without_mtp([*mtp_tensors, "visual.weight"]) == ["visual.weight"]

@@ -1,4 +1,4 @@
-"""Heads that `speculators` wrote draft what it computed with them, and change no text.
+"""Heads that `speculators` wrote draft what it recorded for them, and change no text.
 
 tests/clients/scripts/speculators_record.py made the files in recorded/: tiny random heads, a text, and logits.
 """
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.
 
 @dataclass(frozen=True)
 class Steps:
-    """What was recorded: logits [texts, steps, drafted] of drafts after the first ends[i] tokens of a text."""
+    """A record: logits [texts, steps, drafted] of drafts after the first ends[i] tokens of a text."""
 
     text: list[int]
     ends: list[int]
@@ -56,35 +56,37 @@ class Steps:
 def agreeing(folder: Path, steps: Steps, window: int = 1 << 20) -> list[bool]:
     """For each text, whether all steps of a draft of the text's own tokens have the recorded logits.
 
-    window: of one layer. In training the window of a draft's first token is that of all; here it moves on, as in vLLM.
+    window: in training all tokens of a draft see the window of its first token; here it moves on, as in vLLM.
     """
-    pair, found = pair_of(TARGET, folder), []
+    pair, agreements = pair_of(TARGET, folder), []
     for end, expected in zip(steps.ends, steps.logits, strict=True):
         count = len(expected) if end + len(expected) <= window else 1
         logits = step_logits(pair, steps.text[:end], count, steps.text[end : end + count])
         finite = torch.full_like(logits[0], float("-inf")).index_fill(0, steps.token_ids, 0.0)
-        same = all(bool(((x == float("-inf")) | (finite == 0)).all()) for x in logits)
+        agrees = all(bool(((x == float("-inf")) | (finite == 0)).all()) for x in logits)
         for x, y in zip((x[steps.token_ids] for x in logits), expected, strict=False):
-            real = y.isfinite()
-            same = same and torch.equal(x.isfinite(), real) and all(same_logits([x[real]], [y[real]]))
-        found.append(same)
-    return found
+            is_scored = y.isfinite()
+            agrees = (
+                agrees and torch.equal(x.isfinite(), is_scored) and all(same_logits([x[is_scored]], [y[is_scored]]))
+            )
+        agreements.append(agrees)
+    return agreements
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_step_is_what_speculators_computed(name: str) -> None:
+def test_every_step_has_the_logits_that_speculators_recorded(name: str) -> None:
     settings = json.loads((RECORDED / name / "config.json").read_text())
     has_moving_window = name == "eagle3_of_trainer"
     window = settings["transformer_layer_config"]["sliding_window"] if has_moving_window else 1 << 20
     assert all(agreeing(RECORDED / name, Steps.of(name), window))
 
 
-def test_mtp_layers_in_the_targets_checkpoint_compute_the_same() -> None:
+def test_mtp_layers_of_the_targets_checkpoint_have_the_recorded_logits() -> None:
     assert all(agreeing(Path("mtp"), Steps.of("mtp")))
 
 
 def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
-    """A copy of a recorded head with other settings; those of its layers by their own names."""
+    """A copy of a recorded head with other settings."""
     copytree(RECORDED / name, folder)
     settings = json.loads((folder / "config.json").read_text())
     layer = settings["transformer_layer_config"]
@@ -117,15 +119,15 @@ def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     ],
     ids=str,
 )
-def test_other_settings_are_found_out(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+def test_other_settings_are_noticed(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     steps = Steps.of(name)
-    longest = min(len(x) for x in steps.logits) - 1  # one fewer where the anchor has no scores
+    longest = min(len(x) for x in steps.logits) - 1  # the anchor may have no scores
     shorter = Steps(steps.text, steps.ends, steps.logits[:, :longest], steps.token_ids)
     assert not all(agreeing(changed(tmp_path / name, name, changes), shorter))
 
 
 @pytest.mark.parametrize("name", mostly_slow(HEADS, "eagle3", "dflash"))
-def test_a_text_shifted_by_one_is_found_out(name: str) -> None:
+def test_a_text_shifted_by_one_is_noticed(name: str) -> None:
     steps = Steps.of(name)
     shifted = Steps(steps.text, [end + 1 for end in steps.ends], steps.logits[:, :1], steps.token_ids)
     assert not any(agreeing(RECORDED / name, shifted))
@@ -134,44 +136,44 @@ def test_a_text_shifted_by_one_is_found_out(name: str) -> None:
 @pytest.mark.parametrize("name", CHAINED)
 def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
     steps = Steps.of(name)
-    other = Steps([*steps.text[:-1], 3], steps.ends, steps.logits, steps.token_ids)
+    changed_steps = Steps([*steps.text[:-1], 3], steps.ends, steps.logits, steps.token_ids)
     for end in steps.ends:
-        other.text[end] = (steps.text[end] + 1) % 60
-    assert not any(agreeing(RECORDED / name, other))
+        changed_steps.text[end] = (steps.text[end] + 1) % 60
+    assert not any(agreeing(RECORDED / name, changed_steps))
 
 
-SURE = [name for name in HEADS if "confidence" in load_file(RECORDED / name / "steps.safetensors")]
+WITH_CONFIDENCE = [name for name in HEADS if "confidence" in load_file(RECORDED / name / "steps.safetensors")]
 
 
 def estimates(folder: Path, name: str, *, shift: int = 0) -> list[bool]:
-    """For each recorded text, whether a draft of its tokens has the recorded estimates of acceptance, step by step."""
+    """For each recorded text, whether the estimates of acceptance at each step are the recorded ones."""
     steps, recorded = Steps.of(name), load_file(RECORDED / name / "steps.safetensors")["confidence"].sigmoid()
-    pair, found = pair_of(TARGET, folder), []
+    pair, agreements = pair_of(TARGET, folder), []
     scorer = pair.draft_scorer()
     assert isinstance(scorer, ParallelScorer)
     for end, expected in zip(steps.ends, recorded, strict=True):
         drafted = steps.text[end : end + len(expected)]
-        step_logits(pair, steps.text[:end], 1)  # reads the text and scores the block
+        step_logits(pair, steps.text[:end], 1)  # reads the text and scores its block
         row = Row(0, steps.text[:end], SamplingParams(temperature=0.0), seed=0)
         computed = [
             scorer.acceptance([row], torch.tensor([drafted[: i + shift]])[:, : i + shift].long())
             for i in range(len(expected) - shift)
         ]
         assert all(x is not None for x in computed)
-        found.append(torch.allclose(torch.cat(computed), expected[: len(computed)], atol=1e-5))
-    return found
+        agreements.append(torch.allclose(torch.cat(computed), expected[: len(computed)], atol=1e-5))
+    return agreements
 
 
-def test_how_sure_a_head_is_of_a_token_is_what_speculators_computed() -> None:
-    assert SURE == ["dspark", "dspark_gated"]
-    for name in SURE:
+def test_confidences_are_those_that_speculators_recorded() -> None:
+    assert WITH_CONFIDENCE == ["dspark", "dspark_gated"]
+    for name in WITH_CONFIDENCE:
         assert all(estimates(RECORDED / name, name))
         assert not any(estimates(RECORDED / name, name, shift=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bias", "kind"), [(-30.0, 0), (30.0, BINS - 1)])
-def test_how_sure_a_head_is_enters_what_it_offers(tmp_path: Path, bias: float, kind: int) -> None:
+def test_a_heads_confidence_decides_how_far_it_drafts(tmp_path: Path, bias: float, kind: int) -> None:
     folder = changed(tmp_path / "dspark", "dspark", {})
     tensors = load_file(folder / "model.safetensors")
     tensors["confidence_head.proj.bias"] = torch.tensor([bias])
@@ -181,7 +183,7 @@ def test_how_sure_a_head_is_enters_what_it_offers(tmp_path: Path, bias: float, k
     result = decoder.generate(prompts([17])[0], max_tokens=24, ignore_eos=True)
     drafted = [round.origin.kinds for round in result.rounds if round.origin.kinds]
     assert drafted and {kind_of_token for kinds in drafted for kind_of_token in kinds} == {kind}
-    assert kind or all(len(kinds) == 1 for kinds in drafted)  # no draft goes on behind a token that will be rejected
+    assert kind or all(len(kinds) == 1 for kinds in drafted)  # a token that is sure to be rejected ends the draft
     assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=24, ignore_eos=True).token_ids
 
 
@@ -189,27 +191,40 @@ DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
 
 
 @pytest.mark.parametrize("name", [*DEEPSPEC, "dflash2", "peagle"])
-def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
-    """DeepSpec's heads have an embedding and an output layer, those of DFlash 2 have their settings in an object.
+def test_the_layouts_of_the_heads_authors_are_read(tmp_path: Path, name: str) -> None:
+    """DeepSpec's heads have an embedding and an output layer; DFlash 2 nests its settings in an object.
 
-    P-EAGLE has the official layout of EAGLE-3 with one tensor more.
+    P-EAGLE has the official layout of EAGLE-3 and one more tensor.
     """
     settings = json.loads((RECORDED / name / "config.json").read_text())
     tensors, target = (load_file(path / "model.safetensors") for path in (RECORDED / name, RECORDED / "target"))
-    own = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
+    target_tensors = {
+        "embed_tokens.weight": target["model.embed_tokens.weight"],
+        "lm_head.weight": target["lm_head.weight"],
+    }
     layers = settings.get("aux_hidden_state_layer_ids", settings.get("eagle_aux_hidden_state_layer_ids"))
     numbered = {"target_layer_ids": [i - 1 for i in layers]}
     if name in DEEPSPEC:
-        kept = ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
-        flags = {key: settings[key] for key in kept if key in settings} | numbered
-        flags["architectures"], tensors = [DEEPSPEC[name]], own | tensors
+        flag_names = ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
+        flags = {key: settings[key] for key in flag_names if key in settings} | numbered
+        flags["architectures"], tensors = [DEEPSPEC[name]], target_tensors | tensors
     elif name == "peagle":
         flags = {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": settings["mask_token_id"]}
         flags["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
         tensors = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
     else:
-        kept = ("block_size", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        flags = {"architectures": ["DFlash2DraftModel"], "dflash_config": numbered | {k: settings[k] for k in kept}}
+        flag_names = (
+            "block_size",
+            "mask_token_id",
+            "conv_kernel_size",
+            "conv_group_size",
+            "selector_rank",
+            "selector_top_k",
+        )
+        flags = {
+            "architectures": ["DFlash2DraftModel"],
+            "dflash_config": numbered | {k: settings[k] for k in flag_names},
+        }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(settings["transformer_layer_config"] | flags))
     assert all(agreeing(tmp_path, Steps.of(name)))
@@ -225,9 +240,7 @@ def test_the_layouts_of_the_authors_are_read(tmp_path: Path, name: str) -> None:
         ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "mlp_speculator"),
     ],
 )
-def test_heads_that_are_not_read_are_refused_by_their_names(
-    tmp_path: Path, settings: dict[str, Any], kind: str
-) -> None:
+def test_unsupported_kinds_of_heads_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(SlipstreamError, match=f"is of type '{kind}'; allowed: 'assistant', 'dflash', 'dflash2', "):
@@ -245,25 +258,27 @@ def test_heads_that_are_not_read_are_refused_by_their_names(
         (None, "Qwen/Qwen3-8B", False),
     ],
 )
-def test_a_head_of_another_model_of_the_same_sizes_is_told(verifier: str | None, target: str, is_another: bool) -> None:
+def test_a_head_trained_for_another_model_is_recognised_by_names(
+    verifier: str | None, target: str, is_another: bool
+) -> None:
     files = HeadFiles("head", "", {"speculators_config": {"verifier": {"name_or_path": verifier}}})
     assert files.trained_for(target) == (verifier if is_another else None)
 
 
-def test_a_target_of_another_name_than_the_heads_verifier_is_a_warning(
+def test_a_head_trained_for_another_target_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = changed(tmp_path / "eagle3", "eagle3", {})
     pair_of(TARGET, folder)
-    assert not caplog.messages  # folders may have any name
+    assert not caplog.messages  # the name of a folder says nothing
     monkeypatch.setattr(HeadFiles, "trained_for", lambda files, target: "maker/tiny" if target == TARGET else None)
     pair_of(TARGET, folder)
     assert caplog.messages == [f"draft head {str(folder)!r} was trained for 'maker/tiny', not for {TARGET!r}"]
 
 
 def decoder_of(name: str, **settings: Any) -> SpeculativeDecoder:
-    chosen: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3, "fast": False} | settings
-    return SpeculativeDecoder(TARGET, str(RECORDED / name), tokenizer=tokenizer(), **chosen)
+    options: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 4, "max_batch_size": 3, "fast": False} | settings
+    return SpeculativeDecoder(TARGET, str(RECORDED / name), tokenizer=tokenizer(), **options)
 
 
 @cache
@@ -274,10 +289,10 @@ def plain() -> SpeculativeDecoder:
 @cache
 def plain_texts(options: str) -> list[list[int]]:
     params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
-    return [plain().generate(prompt, params).token_ids for prompt in ASKED]
+    return [plain().generate(prompt, params).token_ids for prompt in PROMPTS]
 
 
-ASKED = prompts([3, 17, 9, 40, 5])
+PROMPTS = prompts([3, 17, 9, 40, 5])
 ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"]]
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
@@ -287,16 +302,16 @@ WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 @pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
     decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
-    asked, params = ASKED, SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    texts, params = PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
     expected = plain_texts(options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in asked] == expected
-    results = decoder.generate(asked, params)
+    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
+    results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == expected
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 
 @pytest.mark.parametrize("name", mostly_slow([*CHAINED, "peagle"], "dspark"))
-def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name: str) -> None:
+def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str) -> None:
     folder = changed(tmp_path / name, name, {})
     tensors = load_file(folder / "model.safetensors")
     halved = {key: part.bfloat16() if part.is_floating_point() else part for key, part in tensors.items()}
@@ -314,12 +329,12 @@ def test_heads_of_another_precision_than_the_targets_draft(tmp_path: Path, name:
     "name", mostly_slow([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
 )
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
-    """Two tokens are favoured, so that some drafts are kept."""
-    asked, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
+    """Two tokens are favoured, so that some drafts are accepted."""
+    texts, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
     bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
     params = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED)
     count = 0
-    for prompt, result in zip(asked, decoder_of(name).generate(asked, params), strict=True):
+    for prompt, result in zip(texts, decoder_of(name).generate(texts, params), strict=True):
         text = [*prompt, *result.token_ids]
         for round in (round for round in result.rounds if round.draft):
             draft = list(round.draft)
@@ -336,20 +351,20 @@ def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str
 ) -> None:
-    seen, inner, pair = list[float](), ModelDrafter.propose, pair_of(TARGET, RECORDED / name)
+    differences, original, pair = list[float](), ModelDrafter.propose, pair_of(TARGET, RECORDED / name)
 
     def propose(drafter: ModelDrafter, rows: Any, lengths: Any, sampler: Any) -> Any:
-        draft = inner(drafter, rows, lengths, sampler)
+        draft = original(drafter, rows, lengths, sampler)
         if draft.probs is not None:
             count = draft.probs.shape[1]
             logits = step_logits(pair, list(rows[0].tokens), count, draft.tokens[0].tolist())
-            seen.append(float((draft.probs[0] - torch.stack(logits).div(0.8).softmax(-1)).abs().max()))
+            differences.append(float((draft.probs[0] - torch.stack(logits).div(0.8).softmax(-1)).abs().max()))
         return draft
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
     decoder_of(name, acceptance=acceptance).generate(prompts([17])[0], params)
-    assert len(seen) > 4 and max(seen) < 1e-5
+    assert len(differences) > 4 and max(differences) < 1e-5
 
 
 @pytest.mark.parametrize(

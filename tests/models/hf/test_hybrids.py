@@ -1,4 +1,4 @@
-"""Models with recurrent layers on slots: drafts change no text, to the bit where kernels of ours compute them."""
+"""Models with recurrent layers on slots: drafts change no text, to the bit where Slipstream's kernels compute them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
-from tests.support.architecture_checks import PROMPTS, Liar
+from tests.support.architecture_checks import PROMPTS, PartlyWrongDrafter
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
 from tests.support.queued_texts import GREEDY, QueuedTexts
@@ -53,7 +53,7 @@ def half_precision_model() -> Any:
 
 
 def lasting_model(name: str) -> Any:
-    """A model whose states outlast many tokens; as they are initialised, they forget each token at the next."""
+    """A model whose states remember many tokens; as initialised, they forget each token at the next."""
     model = half_precision_model() if name == HALF else tiny_model(name)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -85,11 +85,11 @@ def test_drafts_change_no_text(name: str, right: int | None) -> None:
 
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
 def test_the_text_is_the_models_own(name: str) -> None:
-    """Up to a tie: in half precision the model's own code rounds in other places."""
+    """Up to ties, since in half precision the model's own code rounds elsewhere."""
     decoder = decoder_of(name)
     for prompt, text in TEXTS.plain(name).items():
-        whole = torch.tensor([[*prompt, *text]])
-        logits = decoder.target.model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        ids = torch.tensor([[*prompt, *text]])
+        logits = decoder.target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert ((logits.max(1).values - chosen) <= (0.05 if name == HALF else 1e-4) * logits.std(1)).all()
 
@@ -97,31 +97,31 @@ def test_the_text_is_the_models_own(name: str) -> None:
 Run = Callable[[RecurrentStates, int, torch.Tensor], torch.Tensor]
 
 
-def with_segments(own: Run, change: Callable[[Segment], Segment]) -> Run:
+def with_segments(original: Run, change: Callable[[Segment], Segment]) -> Run:
     def run(states: RecurrentStates, layer: int, x: torch.Tensor) -> torch.Tensor:
-        right = states._segments
-        states._segments = [change(segment) for segment in right]
-        out = own(states, layer, x)
-        states._segments = right
-        return out
+        segments = states._segments
+        states._segments = [change(segment) for segment in segments]
+        output = original(states, layer, x)
+        states._segments = segments
+        return output
 
     return run
 
 
-def not_restored(own: Run) -> Run:
-    return with_segments(own, lambda s: replace(s, known=s.start, keep=s.start + s.count))
+def not_restored(original: Run) -> Run:
+    return with_segments(original, lambda s: replace(s, known=s.start, keep=s.start + s.count))
 
 
-def restored_a_token_late(own: Run) -> Run:
-    return with_segments(own, lambda s: replace(s, keep=min(s.keep + 1, s.start + s.count)))
+def restored_a_token_late(original: Run) -> Run:
+    return with_segments(original, lambda s: replace(s, keep=min(s.keep + 1, s.start + s.count)))
 
 
-def of_another_row(own: Run) -> Run:
+def of_another_row(original: Run) -> Run:
     def run(states: RecurrentStates, layer: int, x: torch.Tensor) -> torch.Tensor:
         first, count = states._segments[0].slot, len(states._segments)
         memory = states._memory[layer]
         memory.states[first : first + count] = memory.states[first].clone()
-        return own(states, layer, x)
+        return original(states, layer, x)
 
     return run
 
@@ -129,41 +129,43 @@ def of_another_row(own: Run) -> Run:
 @pytest.mark.parametrize("wrong", mostly_slow([not_restored, restored_a_token_late, of_another_row], not_restored))
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
-    right = texts.expected("qwen3_5_text")
+    expected = texts.expected("qwen3_5_text")
     monkeypatch.setattr(RecurrentStates, "run", wrong(RecurrentStates.run))
-    assert texts.drafted("qwen3_5_text", None) != right
+    assert texts.drafted("qwen3_5_text", None) != expected
 
 
-def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of unequal length share a rectangle: what fills the shorter ones must not enter their states."""
+def test_padding_that_enters_a_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unequal length share a rectangle; padding of the shorter ones must not enter their states."""
     decoder = decoder_of("qwen3_5_text", reproducible=False)
-    right = [result.token_ids for result in decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)]
-    assert right == [TEXTS.plain("qwen3_5_text")[tuple(prompt)] for prompt in PROMPTS]
+    expected = [result.token_ids for result in decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)]
+    assert expected == [TEXTS.plain("qwen3_5_text")[tuple(prompt)] for prompt in PROMPTS]
     decoder.forget()
 
     def begin(states: RecurrentStates, first_slot: int, starts: list[int], width: int) -> None:
         states._final_positions = dict.fromkeys(range(first_slot, first_slot + len(starts)), 1 << 20)
-        own(states, first_slot, starts, width)
+        original_begin(states, first_slot, starts, width)
 
-    own = RecurrentStates.begin
+    original_begin = RecurrentStates.begin
     monkeypatch.setattr(RecurrentStates, "begin", begin)
-    liar = Liar(TEXTS.plain("qwen3_5_text"), decoder.target.backend.vocab_size)
-    drafting = decoder.using(liar, num_draft_tokens=4)
+    drafter = PartlyWrongDrafter(TEXTS.plain("qwen3_5_text"), decoder.target.backend.vocab_size)
+    drafting = decoder.using(drafter, num_draft_tokens=4)
     before = decoder.num_prefilled_tokens
     drafting.generate([list(prompt) for prompt in PROMPTS], GREEDY)
-    assert decoder.num_prefilled_tokens - before > 2 * sum(map(len, PROMPTS))  # rejected drafts: texts are read again
+    assert decoder.num_prefilled_tokens - before > 2 * sum(
+        map(len, PROMPTS)
+    )  # after rejected drafts texts are read again
 
 
-def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
+def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("qwen3_5_text")
 
 
 @pytest.mark.parametrize("name", mostly_slow(["qwen3_5_text", "mamba2"], "qwen3_5_text"))
-def test_a_model_with_recurrent_layers_drafts(name: str) -> None:
+def test_a_model_with_recurrent_layers_can_be_the_draft_model(name: str) -> None:
     TEXTS.check_own_drafts(name, lasting_model(name))
 
 
-def test_a_conversation_goes_on_from_its_last_state() -> None:
+def test_a_conversation_continues_from_its_last_state() -> None:
     TEXTS.check_conversation("qwen3_5_text", decoder_of("qwen3_5_text", reproducible=False))
 
 
@@ -192,7 +194,7 @@ def test_other_callers_run_the_models_own_code() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
-def test_generate_takes_our_loop_with_padded_rows(name: str) -> None:
+def test_custom_generate_takes_padded_rows(name: str) -> None:
     model = lasting_model(name)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     alone = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in PROMPTS[:2]]

@@ -1,4 +1,4 @@
-"""A model that is handed over stays its owner's, and what its owner changes between calls is seen."""
+"""A model given by the caller stays unchanged, and changes that the caller makes between calls take effect."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def decoder_of(model: Any, draft: Any = None, **options: Any) -> SpeculativeDeco
 
 def drop_in_text(model: Any, **options: Any) -> list[int]:
     ids, settings = torch.tensor([PROMPT]), {"do_sample": False, "pad_token_id": 0, "max_new_tokens": COUNT}
-    made = model.generate(ids, custom_generate=slipstream.custom_generate, **settings, **options)
-    return made[0, len(PROMPT) :].tolist()
+    outputs = model.generate(ids, custom_generate=slipstream.custom_generate, **settings, **options)
+    return outputs[0, len(PROMPT) :].tolist()
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def optimiser_step(model: Any) -> None:
 
 
 def edit_data(model: Any) -> None:
-    model.get_output_embeddings().weight.data.neg_()  # PyTorch counts no version for this
+    model.get_output_embeddings().weight.data.neg_()  # PyTorch does not count this write
 
 
 def edit_row(model: Any) -> None:
@@ -132,7 +132,7 @@ def change(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], None]]:
 
 
 def changed_text(model: Any, change: Callable[[Any], None]) -> list[int]:
-    """What `generate` says after a change; it says something else than before, or the test could not fail."""
+    """The text of `generate` after a change, which must differ from the one before, or the test could not fail."""
     before = reference(model, PROMPT, COUNT)
     change(model)
     assert reference(model, PROMPT, COUNT) != before
@@ -140,7 +140,7 @@ def changed_text(model: Any, change: Callable[[Any], None]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_decoder_goes_on_with_the_changed_model(change: Callable[[Any], None]) -> None:
+def test_a_decoder_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     decoder = decoder_of(model)
     assert decoder.generate(PROMPT, PARAMS).token_ids == reference(model, PROMPT, COUNT)
@@ -175,7 +175,7 @@ def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> No
 
 
 @pytest.mark.slow
-def test_the_drop_in_follows_the_change(change: Callable[[Any], None]) -> None:
+def test_custom_generate_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     assert drop_in_text(model) == reference(model, PROMPT, COUNT)
     expected = changed_text(model, change)
@@ -195,18 +195,18 @@ def test_logits_and_batches_follow_the_change(change: Callable[[Any], None], tmp
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_draft_model_that_was_changed_drafts_as_it_is_now(fast: bool) -> None:
+def test_a_changed_draft_model_drafts_as_it_is_now(fast: bool) -> None:
     target, draft = fresh("llama"), fresh("llama", seed=1)
     decoder = decoder_of(target, draft, drafter="model", num_draft_tokens=3, fast=fast)
     expected = reference(target, PROMPT, COUNT)
-    poor = decoder.generate(PROMPT, PARAMS)
+    before = decoder.generate(PROMPT, PARAMS)
     draft.load_state_dict(target.state_dict())
-    good = decoder.generate(PROMPT, PARAMS)
-    assert poor.token_ids == good.token_ids == expected
-    assert poor.stats.acceptance_rate < 1 == good.stats.acceptance_rate
+    after = decoder.generate(PROMPT, PARAMS)
+    assert before.token_ids == after.token_ids == expected
+    assert before.stats.acceptance_rate < 1 == after.stats.acceptance_rate
 
 
-def test_a_configuration_that_was_changed_counts() -> None:
+def test_a_changed_generation_config_takes_effect() -> None:
     model = transformers.MistralForCausalLM(
         transformers.MistralConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.4)
     ).eval()
@@ -216,7 +216,7 @@ def test_a_configuration_that_was_changed_counts() -> None:
     assert len(decoder.generate(PROMPT, PARAMS).token_ids) <= 2
 
 
-def test_weights_that_change_during_a_stream_end_it_with_one_line() -> None:
+def test_weights_that_change_during_a_stream_end_it_with_an_error() -> None:
     model = fresh("llama")
     chunks = decoder_of(model, drafter="none").stream(PROMPT, PARAMS)
     next(chunks)
@@ -226,17 +226,17 @@ def test_weights_that_change_during_a_stream_end_it_with_one_line() -> None:
         list(chunks)
 
 
-def test_a_model_that_was_not_changed_keeps_its_memory() -> None:
+def test_an_unchanged_model_keeps_its_cached_tokens() -> None:
     model = fresh("llama")
     decoder = decoder_of(model)
     decoder.generate(PROMPT, PARAMS)
     model.train()
-    read = decoder.num_prefilled_tokens
+    num_read = decoder.num_prefilled_tokens
     assert decoder.generate(PROMPT, PARAMS).token_ids == reference(model.eval(), PROMPT, COUNT)
-    assert decoder.num_prefilled_tokens == read  # the mode is the view's own
+    assert decoder.num_prefilled_tokens == num_read  # the view has a mode of its own
 
 
-def test_the_mode_of_a_model_stays_and_does_not_matter() -> None:
+def test_the_training_mode_of_a_model_is_kept_and_changes_no_text() -> None:
     target, draft = fresh("llama", attention_dropout=0.9).train(), fresh("llama", seed=1).train()
     decoder = decoder_of(target, draft, drafter="model")
     texts = [decoder.generate(PROMPT, PARAMS).token_ids for _ in range(2)]
@@ -250,8 +250,8 @@ def test_a_model_is_saved_copied_and_cast_as_before(options: dict[str, Any], tmp
     target, draft = fresh("llama"), fresh("llama", hidden_size=64, intermediate_size=128)
     sizes, texts = [(m.num_parameters(), len(m.state_dict())) for m in (target, draft)], []
     decoder = decoder_of(target, draft, drafter="model", **options)
-    packs = {type(module) for module in decoder.draft.backend.model.modules()} & {PackedLinear, QuantisedLinear}
-    assert bool(packs) == bool(options)
+    packed_types = {type(module) for module in decoder.draft.backend.model.modules()} & {PackedLinear, QuantisedLinear}
+    assert bool(packed_types) == bool(options)
     texts.append(decoder.generate(PROMPT, PARAMS).token_ids)
     for number, model in enumerate((target, draft)):
         assert (model.num_parameters(), len(model.state_dict())) == sizes[number]
@@ -262,9 +262,9 @@ def test_a_model_is_saved_copied_and_cast_as_before(options: dict[str, Any], tmp
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved
         torch.save(model, io.BytesIO())
         ids = torch.tensor([PROMPT])
-        assert all(torch.equal(other(ids).logits, model(ids).logits) for other in copies)
-    again = decoder_of(target, draft, drafter="model", **options)
-    texts.append(again.generate(PROMPT, PARAMS).token_ids)
+        assert all(torch.equal(copied(ids).logits, model(ids).logits) for copied in copies)
+    second_decoder = decoder_of(target, draft, drafter="model", **options)
+    texts.append(second_decoder.generate(PROMPT, PARAMS).token_ids)
     assert texts == [reference(target, PROMPT, COUNT)] * 2
     target.to(torch.bfloat16)
     assert decoder_of(target, fast=True).generate(PROMPT, PARAMS).token_ids == reference(target, PROMPT, COUNT)
@@ -289,7 +289,7 @@ def test_a_refused_call_changes_nothing() -> None:
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank addition, as adapters put in a layer's place; it reads its weights itself."""
+    """A linear layer with a low-rank addition, with which adapters replace a layer."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def adapted() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fast": True}, {"draft_dtype": "int8"}])
-def test_layers_with_adapters_run_and_switch(options: dict[str, Any]) -> None:
+def test_layers_with_adapters_run_and_can_be_switched_off(options: dict[str, Any]) -> None:
     model = adapted()
     decoder = decoder_of(model, adapted(), drafter="model", num_draft_tokens=3, **options)
 
@@ -330,9 +330,9 @@ def test_layers_with_adapters_run_and_switch(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's compiler, when it is imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch's compiler when it is imported
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
-def test_wrappers_run_by_their_inner_model(wrap: Callable[[Any], Any]) -> None:
+def test_wrapped_models_run_as_their_inner_model(wrap: Callable[[Any], Any]) -> None:
     model = fresh("llama")
     expected = reference(model, PROMPT, COUNT)
     decoder = decoder_of(wrap(model), wrap(fresh("llama", seed=1)), drafter="model")
@@ -340,7 +340,7 @@ def test_wrappers_run_by_their_inner_model(wrap: Callable[[Any], Any]) -> None:
     assert drop_in_text(model, draft=wrap(fresh("llama", seed=1))) == expected
 
 
-def test_other_wrappers_are_told_which_model_is_inside() -> None:
+def test_other_wrappers_are_refused_naming_the_model_inside() -> None:
     wrapper = nn.Module()
     wrapper.policy = nn.Sequential(fresh("llama"))
     with pytest.raises(UsageError, match=r"Module is a wrapper; allowed: the model inside, its \.policy\.0 \(Llama"):
@@ -349,7 +349,7 @@ def test_other_wrappers_are_told_which_model_is_inside() -> None:
         decoder_of(fresh("llama").model)
 
 
-def test_pruned_and_parametrised_layers_run_as_their_owner_has_them() -> None:
+def test_pruned_and_parametrised_layers_follow_the_change() -> None:
     class Negated(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return -weight
@@ -369,7 +369,7 @@ def test_pruned_and_parametrised_layers_run_as_their_owner_has_them() -> None:
         assert [decoder.generate(PROMPT, PARAMS).token_ids for decoder in decoders] == [expected] * 2
 
 
-def test_a_compiled_forward_is_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_forward_of_the_caller_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = fresh("llama"), list[None]()
     monkeypatch.setattr(model, "_compiled_call_impl", lambda *inputs, **options: calls.append(None))
     assert decoder_of(model).generate(PROMPT, PARAMS).token_ids == reference(fresh("llama"), PROMPT, COUNT)
@@ -381,8 +381,8 @@ def test_models_without_weights_are_refused_in_one_line() -> None:
         decoder_of(fresh("llama").to("meta"))
 
 
-@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of transformers 5.17, for any offloaded model
-def test_offloaded_weights_are_brought_as_they_are_needed(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers 5.17 warns for any offloaded model
+def test_offloaded_weights_are_loaded_when_needed(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="offloads weights")
     expected = reference(fresh("llama"), PROMPT, COUNT)
     model = accelerate.cpu_offload(fresh("llama"))
@@ -399,8 +399,8 @@ def test_offloaded_weights_are_brought_as_they_are_needed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
-def test_adapters_of_peft_run_as_targets_and_drafts_and_follow_their_owner() -> None:
+@pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
+def test_peft_adapters_run_as_targets_and_drafts_and_can_be_switched() -> None:
     peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")
     model = peft.get_peft_model(fresh("llama"), peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
     model.eval().add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))
@@ -421,7 +421,7 @@ def test_adapters_of_peft_run_as_targets_and_drafts_and_follow_their_owner() -> 
     check()
 
 
-@pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
+@pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
 def test_prompt_tuning_is_refused_by_name() -> None:
     peft = pytest.importorskip("peft", reason="prompt tuning is PEFT's")
     options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -432,7 +432,7 @@ def test_prompt_tuning_is_refused_by_name() -> None:
         drop_in_text(model)
 
 
-@pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
+@pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
 def test_adapters_for_each_row_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft", reason="adapter_names is PEFT's")
     model = peft.get_peft_model(fresh("llama"), peft.LoraConfig(task_type="CAUSAL_LM", r=4)).eval()
@@ -441,13 +441,13 @@ def test_adapters_for_each_row_are_refused_by_name() -> None:
         model.generate(ids, adapter_names=["default"] * 2, custom_generate=slipstream.custom_generate)
 
 
-def test_a_view_sees_writes_that_pytorch_does_not_count() -> None:
+def test_a_view_notices_writes_that_pytorch_does_not_count() -> None:
     model = fresh("llama")
     view = ModelView(model)
     for name, weight in model.named_parameters():
-        for place in [(0,), (-1,), (..., 0), (..., -1)]:
-            kept = weight.data[place].clone()
-            weight.data[place] = kept + 1
-            assert not view.has_same_weights(), (name, place)
-            weight.data[place] = kept
+        for index in [(0,), (-1,), (..., 0), (..., -1)]:
+            original = weight.data[index].clone()
+            weight.data[index] = original + 1
+            assert not view.has_same_weights(), (name, index)
+            weight.data[index] = original
     assert view.has_same_weights() and view.is_same_model()

@@ -1,4 +1,4 @@
-"""Models on caches of their own: what is drafted changes no text, and every way to lose a state is noticed."""
+"""Models on caches of their own: drafts change no text, and every wrong state is noticed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from slipstream.models.hf.prepared_inputs import cache_name
 from slipstream.models.hf.state_trials import _agree, own_cache_backend
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
-from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
+from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, PartlyWrongDrafter, greedy
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
 from tests.support.queued_texts import GREEDY, QueuedTexts
 from tests.support.tiny_models import fresh, reference
 
 HYBRIDS = ("olmo_hybrid", "kimi_linear", "rwkv", "xlstm", "jamba", "nemotron_h", "zamba2")
-At = Callable[[OwnCaches, int, int], State | None]
+StateAt = Callable[[OwnCaches, int, int], State | None]
 
 
 def decoder_of(model_type: str) -> SpeculativeDecoder:
@@ -47,29 +47,29 @@ def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
     assert TEXTS.drafted(model_type, right, decoder) == TEXTS.expected(model_type)
 
 
-def not_restored(own: At) -> At:
+def not_restored(original: StateAt) -> StateAt:
     def at(caches: OwnCaches, slot: int, position: int) -> State | None:
         newest = max(caches._states[slot], default=0)
         state = caches._states[slot].get(newest)
-        own(caches, slot, position)
+        original(caches, slot, position)
         return state if position else None
 
     return at
 
 
-def lacks_a_token(own: At) -> At:
+def lacks_a_token(original: StateAt) -> StateAt:
     def at(caches: OwnCaches, slot: int, position: int) -> State | None:
         earlier = max((p for p in caches._states[slot] if p < position), default=position)
         state = caches._states[slot].get(earlier)
-        own(caches, slot, position)
+        original(caches, slot, position)
         return None if state is None else state.duplicate()
 
     return at
 
 
-def of_another_row(own: At) -> At:
+def of_another_row(original: StateAt) -> StateAt:
     def at(caches: OwnCaches, slot: int, position: int) -> State | None:
-        state = own(caches, slot, position)
+        state = original(caches, slot, position)
         others = [s for i, s in enumerate(caches._states) if i != slot and s]
         return list(others[0].values())[-1].duplicate() if state is not None and others else state
 
@@ -77,22 +77,22 @@ def of_another_row(own: At) -> At:
 
 
 @pytest.mark.parametrize("wrong", mostly_slow([not_restored, lacks_a_token, of_another_row], lacks_a_token))
-def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TEXTS.expected("olmo_hybrid")
-    decoder_of("olmo_hybrid")  # whose trials would refuse the model with wrong states
+def test_a_wrong_state_is_noticed(wrong: Callable[[StateAt], StateAt], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = TEXTS.expected("olmo_hybrid")
+    decoder_of("olmo_hybrid")  # builds the model first, since trials would refuse it with wrong states
     monkeypatch.setattr("slipstream.models.pretrained.own_cache_backend", OwnCacheBackend)
     monkeypatch.setattr(OwnCaches, "at", wrong(OwnCaches.at))
-    assert TEXTS.drafted("olmo_hybrid", None) != right
+    assert TEXTS.drafted("olmo_hybrid", None) != expected
 
 
 def test_a_kept_state_that_forwards_change_is_noticed_at_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "duplicate", copy)  # shares what the next forward changes in place
+    monkeypatch.setattr(State, "duplicate", copy)  # shares tensors that the next forward changes in place
     with pytest.raises(UsageError, match="cannot be kept and put back"):
         decoder_of("olmo_hybrid")
 
 
-def test_a_padded_row_would_be_noticed() -> None:
-    """A recurrent state takes in padding: rows of unequal length may share no rectangle."""
+def test_padding_changes_a_recurrent_state() -> None:
+    """Padding enters a recurrent state, so rows of unequal length must not share a rectangle."""
     backend = decoder_of("olmo_hybrid").target.backend
     backend.reserve(1, 64)
     tokens = torch.tensor([PROMPTS[1]])
@@ -103,17 +103,17 @@ def test_a_padded_row_would_be_noticed() -> None:
     assert not torch.allclose(backend.forward(torch.tensor([[9]]), [5], first_slot=0, logits=True), right, atol=1e-3)
 
 
-def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
+def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("olmo_hybrid")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "rwkv"])
-def test_a_stateful_model_drafts(model_type: str) -> None:
+def test_a_stateful_model_can_be_the_draft_model(model_type: str) -> None:
     TEXTS.check_own_drafts(model_type, tiny_model(model_type))
 
 
-def test_a_conversation_goes_on_from_a_kept_state() -> None:
+def test_a_conversation_continues_from_a_kept_state() -> None:
     TEXTS.check_conversation("olmo_hybrid", decoder_of("olmo_hybrid"))
 
 
@@ -123,34 +123,38 @@ def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() ->
     assert TEXTS.drafted("mamba", None) == TEXTS.expected("mamba")
 
 
-def half(model_type: str) -> Any:
+def half_precision_model(model_type: str) -> Any:
     return tiny_model(model_type).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("reproducible", mostly_slow(["auto", False], False))
-def test_in_half_precision_drafts_are_read_one_by_one_unless_the_user_does_not_mind(
+def test_in_half_precision_drafts_are_read_token_by_token_unless_reproducible_is_off(
     reproducible: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = SpeculativeDecoder(half("olmo_hybrid"), drafter="none", max_batch_size=3, reproducible=reproducible)
+    decoder = SpeculativeDecoder(
+        half_precision_model("olmo_hybrid"), drafter="none", max_batch_size=3, reproducible=reproducible
+    )
     texts = {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
     decoder.forget()
-    widths, run = [], OwnCacheBackend._run
+    widths, original = [], OwnCacheBackend._run
     monkeypatch.setattr(
-        OwnCacheBackend, "_run", lambda self, ids, count, *rest: widths.append(count) or run(self, ids, count, *rest)
+        OwnCacheBackend,
+        "_run",
+        lambda self, ids, count, *rest: widths.append(count) or original(self, ids, count, *rest),
     )
-    drafting = decoder.using(Liar(texts, decoder.target.backend.vocab_size), num_draft_tokens=4)
+    drafting = decoder.using(PartlyWrongDrafter(texts, decoder.target.backend.vocab_size), num_draft_tokens=4)
     results = drafting.generate([list(prompt) for prompt in QUEUE], GREEDY)
     prompts_read = sum(len(prompt) > 1 for prompt in QUEUE)
-    wide = sum(width > 1 for width in widths)
+    num_wide = sum(width > 1 for width in widths)
     if reproducible is False:
-        assert wide > prompts_read
+        assert num_wide > prompts_read
     else:
-        assert wide <= prompts_read
+        assert num_wide <= prompts_read
         assert [result.token_ids for result in results] == list(texts.values())
 
 
 def test_auto_drafts_nothing_where_drafts_are_read_token_by_token() -> None:
-    model = half("olmo_hybrid")
+    model = half_precision_model("olmo_hybrid")
     assert SpeculativeDecoder(model).drafter_name == "none"
     assert SpeculativeDecoder(model, num_draft_tokens=3).drafter_name == "suffix"
     assert SpeculativeDecoder(model, reproducible=False).drafter_name == "suffix"
@@ -167,7 +171,7 @@ def test_a_long_prompt_of_a_model_that_loses_its_state_is_read_at_once() -> None
     assert decoder.generate(prompt, params).token_ids == expected
 
 
-def test_attention_that_ignores_the_masks_it_is_given_is_noticed() -> None:
+def test_a_model_that_ignores_given_masks_runs_on_its_own_caches() -> None:
     decoder = decoder_of("gpt_neo")
     assert isinstance(decoder.target.backend, OwnCacheBackend)
 
@@ -176,13 +180,13 @@ def test_attention_that_ignores_the_masks_it_is_given_is_noticed() -> None:
     ("model_type", "reason"),
     [("xlnet", "returns the logits of 1"), ("xlm", "returns the logits of 12"), ("prophetnet", "other logits")],
 )
-def test_what_cannot_be_gone_on_with_is_refused_by_name(model_type: str, reason: str) -> None:
+def test_models_that_cannot_continue_a_text_are_refused_by_name(model_type: str, reason: str) -> None:
     model = tiny_model(model_type)
     with pytest.raises(UsageError, match=f"{type(model).__name__} is not supported.*{reason}"):
         wrap_model(model, None, LoadOptions())
 
 
-def test_a_cache_with_a_window_that_no_mask_has_holds_texts_up_to_it() -> None:
+def test_texts_are_limited_to_the_window_of_a_models_cache() -> None:
     checks = Checks(tiny_model("moshi"))
     window = checks.model.config.sliding_window
     expected = checks._generate([3, 4, 5])[: window - 3]
@@ -200,7 +204,7 @@ def test_an_encoder_is_refused_with_the_field_to_set() -> None:
         wrap_model(model, None, LoadOptions())
 
 
-def test_reproducible_forwards_are_refused() -> None:
+def test_reproducible_is_refused_for_models_on_their_own_caches() -> None:
     with pytest.raises(UsageError, match="runs on a cache of its own"):
         SpeculativeDecoder(tiny_model("olmo_hybrid"), reproducible=True)
 
@@ -218,13 +222,13 @@ def test_states_share_keys_and_values() -> None:
         if type(layer) is DynamicLayer
     ]
     assert len(keys) >= 12 and len({key.untyped_storage().data_ptr() for key in keys}) == len(keys) // 12
-    right = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
+    first = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
     backend.forward(torch.tensor([[5, 6, 7, 8]]), [0], first_slot=0, logits=False)
-    again = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
-    assert torch.allclose(right, again, atol=1e-5)
+    second = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
+    assert torch.allclose(first, second, atol=1e-5)
 
 
-def kept(positions: list[int]) -> list[int]:
+def kept_positions(positions: list[int]) -> list[int]:
     caches = OwnCaches()
     caches.reserve(1)
     for position in positions:
@@ -232,23 +236,23 @@ def kept(positions: list[int]) -> list[int]:
     return sorted(caches._states[0])
 
 
-def test_few_states_are_kept_the_newest_among_them() -> None:
-    positions = kept(list(range(1, 100)))
+def test_few_states_are_kept_and_the_newest_are_among_them() -> None:
+    positions = kept_positions(list(range(1, 100)))
     assert len(positions) == MAX_STATES and positions[-NEWEST:] == list(range(100 - NEWEST, 100))
 
 
-def test_of_older_states_those_far_apart_are_kept() -> None:
-    older = kept([512, 1024, 1536, *range(1537, 1537 + MAX_STATES)])
+def test_older_states_are_kept_far_apart() -> None:
+    older = kept_positions([512, 1024, 1536, *range(1537, 1537 + MAX_STATES)])
     assert older[:3] == [512, 1024, 1536] and len(older) == MAX_STATES
 
 
-def test_a_cache_by_another_kind_is_none() -> None:
-    assert cache_name(tiny_model("xlm")) is None  # its `cache` is a dictionary of tensors
+def test_only_caches_of_a_known_kind_are_used() -> None:
+    assert cache_name(tiny_model("xlm")) is None  # its `cache` argument is a dictionary of tensors
     assert cache_name(tiny_model("llama")) in KEYS_AND_VALUES
 
 
 class ShiftsInputs(transformers.LlamaForCausalLM):
-    """Reads every token as the next one, if the text is long enough."""
+    """Reads every token id plus one, if the text is long enough."""
 
     shortest = 0
 
@@ -260,11 +264,11 @@ class ShiftsInputs(transformers.LlamaForCausalLM):
 
 
 class ShiftsLongInputs(ShiftsInputs):
-    shortest = 12  # longer than the texts that models are tried with
+    shortest = 12  # longer than the texts of the trials
 
 
 class AddsAnInput(transformers.LlamaForCausalLM):
-    """Its forward does something else where `generate` calls it."""
+    """Its forward behaves differently when `generate` calls it."""
 
     def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
         return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"temper": torch.tensor(-1.0)}
@@ -279,20 +283,20 @@ class AddsAnInput(transformers.LlamaForCausalLM):
         temper: Any = None,
         **kwargs: Any,
     ) -> Any:
-        given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-        out = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **given, **kwargs)
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+        outputs = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **inputs, **kwargs)
         if temper is not None:
-            out.logits = temper * out.logits
-        return out
+            outputs.logits = temper * outputs.logits
+        return outputs
 
 
-class PassesOn(transformers.LlamaForCausalLM):
+class ForwardsUnchanged(transformers.LlamaForCausalLM):
     def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 class WantsOtherInputs(transformers.LlamaForCausalLM):
-    """Fails where its mask or cache is of another kind than that of `generate`."""
+    """Fails if its mask or cache is of another kind than that of `generate`."""
 
     def forward(
         self,
@@ -304,8 +308,8 @@ class WantsOtherInputs(transformers.LlamaForCausalLM):
         **kwargs: Any,
     ) -> Any:
         self.check(attention_mask, cache)
-        given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
-        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **given, **kwargs)
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **inputs, **kwargs)
 
     def check(self, mask: Any, cache: Any) -> None:
         if mask is not None:
@@ -337,18 +341,19 @@ def of_class(kind: Any) -> Any:
 
 @pytest.mark.parametrize("fast", mostly_slow([False, True], True))
 @pytest.mark.parametrize(
-    "kind", mostly_slow([ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn], ShiftsInputs, PassesOn)
+    "kind",
+    mostly_slow([ShiftsInputs, ShiftsLongInputs, AddsAnInput, ForwardsUnchanged], ShiftsInputs, ForwardsUnchanged),
 )
-def test_inputs_that_a_model_prepares_in_its_own_way_are_honoured(kind: Any, fast: bool) -> None:
+def test_inputs_that_a_model_prepares_itself_are_used(kind: Any, fast: bool) -> None:
     model, prompt, params = of_class(kind), [5, 9, 11, 5, 9, 11, 5], SamplingParams(max_tokens=12)
-    expected, usual = reference(model, prompt, 12), reference(fresh("llama"), prompt, 12)
-    assert (expected == usual) == (kind is PassesOn)
+    expected, of_plain_llama = reference(model, prompt, 12), reference(fresh("llama"), prompt, 12)
+    assert (expected == of_plain_llama) == (kind is ForwardsUnchanged)
     decoder = SpeculativeDecoder(model, drafter="ngram", fast=fast, reproducible=False)
     assert decoder.generate(prompt, params).token_ids == expected
-    assert isinstance(decoder.target.backend, OwnCacheBackend) == (kind is not PassesOn)
+    assert isinstance(decoder.target.backend, OwnCacheBackend) == (kind is not ForwardsUnchanged)
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-    made = model.generate(torch.tensor([prompt]), custom_generate=slipstream.custom_generate, **options)
-    assert made[0, len(prompt) :].tolist() == expected
+    outputs = model.generate(torch.tensor([prompt]), custom_generate=slipstream.custom_generate, **options)
+    assert outputs[0, len(prompt) :].tolist() == expected
 
 
 @pytest.mark.parametrize("kind", [WantsOtherInputs, Asserts, WantsDynamicCache, Divides])
@@ -361,8 +366,8 @@ def test_a_forward_that_fails_on_slots_runs_on_caches_of_its_own(kind: Any) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_that_a_model_rules_out_are_no_difference(dtype: torch.dtype) -> None:
-    """As models for images and text rule tokens out."""
+def test_tokens_that_a_model_rules_out_do_not_count_as_a_difference(dtype: torch.dtype) -> None:
+    """Models for images and text rule tokens out like this."""
     model, lowest = fresh("llama", dtype=dtype), torch.finfo(dtype).min
     model.lm_head.register_forward_hook(lambda *call: call[2].index_fill(-1, torch.arange(3, 9), lowest))
     backend = OwnCacheBackend(model)

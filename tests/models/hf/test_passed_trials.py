@@ -1,4 +1,4 @@
-"""Trials that a model passed are not made again by the next process; those that it failed are, and what is new is."""
+"""Trials that a model passed are not repeated by the next process; failed and new ones are."""
 
 import gc
 import os
@@ -30,19 +30,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A number for every forward that a model is tried with."""
-    found, a_few_logits = list[Any](), trials.a_few_logits
+    """Counts the forwards that trials make: one element each."""
+    forwards, a_few_logits = list[Any](), trials.a_few_logits
 
-    def noted(backend: Any) -> Any:
-        found.append(len(found))
+    def counted(backend: Any) -> Any:
+        forwards.append(len(forwards))
         return a_few_logits(backend)
 
-    monkeypatch.setattr(trials, "a_few_logits", noted)
-    return found
+    monkeypatch.setattr(trials, "a_few_logits", counted)
+    return forwards
 
 
 def state(loaded: Loaded) -> list[Any]:
-    """All that trials decide about a backend."""
+    """Everything that trials decide about a backend."""
     backend: Any = loaded.backend
     forwards = [module.__dict__.get("forward") for module in loaded.model.modules()]
     ops = [type(forward.ops) for forward in forwards if forward is not None]
@@ -56,7 +56,7 @@ def logits(loaded: Loaded) -> torch.Tensor:
 
 
 @needs_kernels
-def test_a_model_that_passed_is_made_the_same_without_trials(folder: str, tried: list[Any]) -> None:
+def test_a_model_that_passed_is_loaded_the_same_without_trials(folder: str, tried: list[Any]) -> None:
     first = load(folder, LoadOptions())
     assert len(tried) == 6 and CompiledOps in state(first)[0] and first.backend.stack is not None
     again = load(folder, LoadOptions())
@@ -66,20 +66,20 @@ def test_a_model_that_passed_is_made_the_same_without_trials(folder: str, tried:
 
 @needs_kernels
 @pytest.mark.parametrize("change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth"])
-def test_whatever_a_trial_depends_on_has_it_made_again(
+def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     folder: str, tried: list[Any], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     load(folder, LoadOptions())
     before, options = len(tried), LoadOptions()
-    others = {file.name: file.stat().st_mtime_ns for file in Path(folder).iterdir()}
+    times = {file.name: file.stat().st_mtime_ns for file in Path(folder).iterdir()}
     if change == "file":
         os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
-    elif change == "weights":  # copied over the others with their size and time
+    elif change == "weights":  # other weights with the size and time of the old ones
         weights = Path(folder) / "model.safetensors"
         size = weights.stat().st_size
         fresh("llama", seed=1, dtype=torch.bfloat16, head_dim=32).save_pretrained(folder)
         assert weights.stat().st_size == size
-        for name, time in others.items():
+        for name, time in times.items():
             os.utime(Path(folder) / name, ns=(time, time))
     elif change == "configuration":
         config = Path(folder) / "config.json"
@@ -98,20 +98,20 @@ def test_whatever_a_trial_depends_on_has_it_made_again(
 
 
 @needs_kernels
-def test_a_trial_that_failed_is_made_at_every_load(
+def test_a_failed_trial_is_repeated_at_every_load(
     folder: str, tried: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that computes something else is found again, and is used once it is mended."""
+    """A kernel that computes something else is found again, and is used once it is fixed."""
     with monkeypatch.context() as broken:
         broken.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
-        broken.setattr(CompiledOps, "whole_layer", lambda self, *given: None)
+        broken.setattr(CompiledOps, "whole_layer", lambda self, *_: None)
         for _ in range(2):
             assert CompiledOps not in state(load(folder, LoadOptions()))[0]
-    assert len(tried) == 4 + 1  # of the second load the compiled layers alone
+    assert len(tried) == 4 + 1  # the second load tries only the compiled layers
     assert CompiledOps in state(load(folder, LoadOptions()))[0]
 
 
-def test_code_and_arguments_of_the_callers_own_are_always_tried(folder: str) -> None:
+def test_models_with_the_callers_own_code_or_arguments_are_always_tried(folder: str) -> None:
     model = load_model(folder, LoadOptions())[1]
 
     def remembers(model: Any, options: LoadOptions, source: str = folder) -> bool:
@@ -121,28 +121,28 @@ def test_code_and_arguments_of_the_callers_own_are_always_tried(folder: str) -> 
     assert remembers(model, LoadOptions())
     assert not remembers(model, LoadOptions(extra={"attn_implementation": "eager"}))
     assert not remembers(model, LoadOptions(), "someone/model")
-    own = type("Own", (type(model),), {"__module__": "own_models"})
-    model.__class__ = own
+    own_class = type("Own", (type(model),), {"__module__": "own_models"})
+    model.__class__ = own_class
     assert not remembers(model, LoadOptions())
 
 
-def test_a_cache_folder_that_cannot_be_written_keeps_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(Path(folder) / "config.json"))  # no folder
+def test_a_model_loads_without_a_writable_cache_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(Path(folder) / "config.json"))  # not a folder
     assert logits(load(folder, LoadOptions())).isfinite().all()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_many_objects_made_while_collection_is_paused_are_old_afterwards(frozen: bool) -> None:
-    """The next collections of young objects do not look through them; what others froze stays frozen."""
+def test_objects_made_while_collection_is_paused_are_not_young_afterwards(frozen: bool) -> None:
+    """Collections of young objects then skip them; objects frozen before stay frozen."""
     was_frozen = gc.get_freeze_count()
     gc.freeze() if frozen else gc.unfreeze()
     try:
         with paused_collection():
             assert not gc.isenabled()
-            made = [[at] for at in range(2 * MANY)]
+            objects = [[i] for i in range(2 * MANY)]
         assert gc.isenabled() and bool(gc.get_freeze_count()) is frozen
-        young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
-        assert frozen or not young & {id(one) for one in made}
+        young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
+        assert frozen or not young & {id(each) for each in objects}
     finally:
         gc.freeze() if was_frozen else gc.unfreeze()
 
@@ -152,6 +152,6 @@ def test_collection_that_was_off_stays_off() -> None:
     try:
         with paused_collection():
             pass
-        assert not gc.isenabled()  # as the caller had it
+        assert not gc.isenabled()  # as before
     finally:
         gc.enable()

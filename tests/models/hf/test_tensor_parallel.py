@@ -1,6 +1,6 @@
-"""Tensor parallelism under torchrun: the texts of plain decoding over the same ranks; a failing rank ends the job.
+"""Tensor parallelism: drafts change no text over the same number of ranks, and a failing rank ends the job.
 
-Sums of floats are made in another order over several ranks, so bits are compared within one number of ranks.
+Sums of floats have another order with another number of ranks, so bits are compared only at equal numbers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ torch.set_num_threads(1)
 from slipstream import SamplingParams, SpeculativeDecoder
 options = {"dtype": "float32", "load_options": {"tp_plan": "auto"}, "acceptance": "match"} | json.loads(sys.argv[3])
 decoder = SpeculativeDecoder(sys.argv[1], sys.argv[4] if len(sys.argv) > 4 else None, **options)
-most = int(sys.argv[2])
+max_tokens = int(sys.argv[2])
 prompts = [list(range(3, 3 + n)) for n in (4, 40, 9)]
-params = [SamplingParams(max_tokens=most),
-  SamplingParams(max_tokens=most, temperature=1.0, seed=3),
-  SamplingParams(max_tokens=most)]
+params = [SamplingParams(max_tokens=max_tokens),
+  SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3),
+  SamplingParams(max_tokens=max_tokens)]
 plain = decoder.using("none")
-found = {"plain": [plain.generate(*one).token_ids for one in zip(prompts, params)]}
+texts = {"plain": [plain.generate(*request).token_ids for request in zip(prompts, params)]}
 for name in ("suffix", "model@4")[:len(sys.argv) - 3]:
     drafter, _, length = name.partition("@")
-    other = decoder.using(drafter, num_draft_tokens=int(length or 5))
-    results = other.generate(prompts, params)
-    found[name] = [one.token_ids for one in results]
-    found[name + " accepted"] = sum(one.stats.num_accepted_tokens for one in results)
-print(json.dumps(found))
+    results = decoder.using(drafter, num_draft_tokens=int(length or 5)).generate(prompts, params)
+    texts[name] = [result.token_ids for result in results]
+    texts[name + " accepted"] = sum(result.stats.num_accepted_tokens for result in results)
+print(json.dumps(texts))
 """
 CLI = "from slipstream.apps.cli import main; main()"
 FAILS = """
@@ -55,17 +54,17 @@ from slipstream.apps.cli import main
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.tensor_parallel import TensorParallelBackend
 if os.environ["RANK"] == sys.argv.pop(1):
-    forward, left = HFBackend.forward, [6]
+    forward, forwards_left = HFBackend.forward, [6]
     def failing(self, *args, **options):
-        left[0] -= isinstance(self, TensorParallelBackend)
-        if left[0] < 0:
+        forwards_left[0] -= isinstance(self, TensorParallelBackend)
+        if forwards_left[0] < 0:
             raise RuntimeError("no memory is left")
         return forward(self, *args, **options)
     HFBackend.forward = failing
 main()
 """
 
-# Imports what ranks need once, then forks those of each job: [environment of each rank, folder, script, arguments].
+# Imports what ranks need once, then forks the ranks of each job: [environment per rank, folder, script, arguments].
 FORKS = """
 import json, os, signal, sys
 import torch
@@ -78,7 +77,7 @@ for line in sys.stdin:
     ranks = []
     for rank, environment in enumerate(environments):
         if (child := os.fork()) == 0:
-            signal.alarm(int(PATIENCE))  # ends it if nothing else does
+            signal.alarm(int(PATIENCE))  # a last resort against hanging
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
             os.environ |= environment
@@ -92,12 +91,12 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    found = []
+    paths = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp(f"llama{seed}")
         fresh("llama", seed).save_pretrained(folder)
-        found.append(folder)
-    return found[0], found[1]
+        paths.append(folder)
+    return paths[0], paths[1]
 
 
 @dataclass
@@ -114,15 +113,19 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def over(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[Rank]]:
-    """Run a script on so many ranks, without torchrun, which ends the others as soon as one has failed."""
+def run_on_ranks(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[Rank]]:
+    """Runs a script on a number of ranks without torchrun, which would end the others as soon as one fails."""
 
     def run(ranks: int, script: str, *arguments: Any) -> list[Rank]:
         assert forks.stdin is not None and forks.stdout is not None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-        environments = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        with socket.socket() as free_socket:
+            free_socket.bind(("127.0.0.1", 0))
+            common = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_socket.getsockname()[1]),
+                "WORLD_SIZE": str(ranks),
+            }
+        environments = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         print(
             json.dumps([environments, str(tmp_path), script, list(map(str, arguments))]), file=forks.stdin, flush=True
         )
@@ -143,34 +146,38 @@ def by_torchrun(tmp_path: Path, ranks: int, script: str, *arguments: Any) -> sub
 
 
 def texts_of(out: str) -> dict[str, Any]:
-    """What rank 0 says that it generated plainly and by each drafter."""
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    """The texts that rank 0 printed: plain ones, and those of each drafter."""
+    texts: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return texts
 
 
 @pytest.mark.parametrize(
     "target", ["three heads", pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.exhaustive])]
 )
-def test_three_ranks_give_the_texts_of_one_process(target: str, over: Any, tmp_path: Path) -> None:
-    """In float32 neither orders of sums nor shapes of forwards change these short texts: shapes, which two ranks
-    calibrate in another test, take a minute to calibrate on three.
+def test_three_ranks_give_the_texts_of_one_process(target: str, run_on_ranks: Any, tmp_path: Path) -> None:
+    """In float32 neither the order of sums nor the shapes of forwards change these short texts, so three ranks skip
+    the calibration, which would take a minute; another test calibrates on two.
     """
     drafter, draft = "suffix", list[Path]()
     if target == "three heads":
         drafter, draft = "model@4", [tmp_path / "model"]
         target = str(tmp_path / "model")
         fresh("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8).save_pretrained(target)
-    ranks = over(3, TEXTS, target, 5, json.dumps({"reproducible": False}), *draft)
+    ranks = run_on_ranks(3, TEXTS, target, 5, json.dumps({"reproducible": False}), *draft)
     assert [rank.code for rank in ranks] == [0, 0, 0], ranks[0].err
-    found = texts_of(ranks[0].out)
+    texts = texts_of(ranks[0].out)
     decoder = SpeculativeDecoder(target, drafter="none", dtype="float32", reproducible=False)
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0, seed=3)]
-    alone = [decoder.generate(list(range(3, 3 + n)), one).token_ids for n, one in zip((4, 40), params, strict=True)]
-    assert found["plain"][:2] == alone
-    assert found[drafter] == found["plain"] and found[f"{drafter} accepted"]
+    alone = [
+        decoder.generate(list(range(3, 3 + n)), options).token_ids for n, options in zip((4, 40), params, strict=True)
+    ]
+    assert texts["plain"][:2] == alone
+    assert texts[drafter] == texts["plain"] and texts[f"{drafter} accepted"]
 
 
-def test_heads_that_cannot_be_spread_are_refused_at_load(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_ranks_cannot_share_evenly_are_refused_at_load(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_parallel, "join_ranks", lambda: SimpleNamespace(size=lambda: 3))
     monkeypatch.setattr(tensor_parallel, "loading_options", lambda options: LoadOptions())
     with pytest.raises(UsageError, match=r"3 processes, but model .* has 4 and 2 heads .*; allowed: 1, 2$"):
@@ -179,37 +186,41 @@ def test_heads_that_cannot_be_spread_are_refused_at_load(folders: Any, monkeypat
 
 @pytest.mark.exhaustive
 @pytest.mark.smollm2
-def test_each_of_two_processes_says_so_in_one_line(over: Any) -> None:
+def test_each_rank_refuses_uneven_heads_in_one_line(run_on_ranks: Any) -> None:
     options = ["--target", "smollm2", "-p", "hi", "--load-options", '{"tp_plan": "auto"}']
-    for rank in over(2, CLI, "generate", *options):
+    for rank in run_on_ranks(2, CLI, "generate", *options):
         assert rank.code == 2 and "2 processes, but model 'smollm2' has 9 and 3 heads" in rank.err
         assert "allowed: 1, 3" in rank.err and "Traceback" not in rank.err
 
 
-def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any, tmp_path: Path) -> None:
+def test_drafts_change_no_text_over_two_ranks(folders: Any, tmp_path: Path) -> None:
     target, draft = folders
-    done = by_torchrun(tmp_path, 2, TEXTS, target, 20, "{}", draft)
-    assert done.returncode == 0, done.stderr
-    found = texts_of(done.stdout)
-    assert [len(text) for text in found["plain"]] == [20, 20, 20]
+    finished = by_torchrun(tmp_path, 2, TEXTS, target, 20, "{}", draft)
+    assert finished.returncode == 0, finished.stderr
+    texts = texts_of(finished.stdout)
+    assert [len(text) for text in texts["plain"]] == [20, 20, 20]
     for name in ("suffix", "model@4"):
-        assert found[name] == found["plain"], name
-    assert found["suffix accepted"] + found["model@4 accepted"] > 0
+        assert texts[name] == texts["plain"], name
+    assert texts["suffix accepted"] + texts["model@4 accepted"] > 0
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, over: Any, rank: int, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_the_job_with_one_error_line_per_rank(
+    folders: Any, run_on_ranks: Any, rank: int, tmp_path: Path
+) -> None:
     line = {"id": "a", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     options = ["--target", folders[0], "--drafter", "none", "--load-options", '{"tp_plan": "auto"}']
-    ended = over(2, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
-    for number, end in enumerate(ended):
-        errors = [line for line in end.err.splitlines() if line.startswith("error: ")]
-        assert end.code != 0 and len(errors) == 1 and errors[0].startswith(f"error: rank {number}: "), end.err
-    assert "forward failed: no memory is left" in ended[rank].err
+    ended_ranks = run_on_ranks(2, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    for number, ended_rank in enumerate(ended_ranks):
+        errors = [line for line in ended_rank.err.splitlines() if line.startswith("error: ")]
+        assert ended_rank.code != 0 and len(errors) == 1 and errors[0].startswith(f"error: rank {number}: "), (
+            ended_rank.err
+        )
+    assert "forward failed: no memory is left" in ended_ranks[rank].err
 
 
-def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_exclude_tensor_parallelism_are_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UsageError, match="load_options 'tp_plan' needs several processes; allowed: torchrun"):
         SpeculativeDecoder(str(folders[0]), load_options={"tp_plan": "auto"})

@@ -1,4 +1,4 @@
-"""Adapter folders of PEFT: the base model they name is loaded and they are merged into it, as target and as draft."""
+"""PEFT adapter folders: their base model is loaded and they are merged into it, as target and as draft model."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, reference, tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
 PROMPT, COUNT = [5, 6, 7, 8], 12
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base: a model; lora: an adapter of it."""
+    """A folder with `base`, a model, and `lora`, an adapter of it."""
     peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")
-    made = tmp_path_factory.mktemp("adapters")
+    path = tmp_path_factory.mktemp("adapters")
     model = fresh("llama")
-    model.save_pretrained(made / "base")
-    tokenizer().save_pretrained(made / "base")
+    model.save_pretrained(path / "base")
+    tokenizer().save_pretrained(path / "base")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules=["q_proj", "down_proj"])
     torch.manual_seed(0)
     adapted = peft.get_peft_model(model, config)
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
-    adapted.save_pretrained(made / "lora")
-    settings = json.loads((made / "lora" / "adapter_config.json").read_text())
-    settings["base_model_name_or_path"] = str(made / "base")
-    (made / "lora" / "adapter_config.json").write_text(json.dumps(settings))
-    return made
+    adapted.save_pretrained(path / "lora")
+    settings = json.loads((path / "lora" / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(path / "base")
+    (path / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    return path
 
 
 def merged(folders: Path, dtype: torch.dtype) -> Any:
@@ -57,7 +57,7 @@ def merged(folders: Path, dtype: torch.dtype) -> Any:
         {"dtype": "float32"},
     ),
 )
-def test_an_adapters_folder_is_a_model(options: dict[str, Any], folders: Path) -> None:
+def test_an_adapter_folder_loads_as_the_merged_model(options: dict[str, Any], folders: Path) -> None:
     model = merged(folders, getattr(torch, options["dtype"]))
     expected = reference(model, PROMPT, COUNT)
     assert reference(fresh("llama").to(model.dtype), PROMPT, COUNT) != expected
@@ -68,7 +68,7 @@ def test_an_adapters_folder_is_a_model(options: dict[str, Any], folders: Path) -
             assert decoder.tokenizer is not None and decoder.target.name == lora
 
 
-def test_its_vocabulary_is_that_of_its_base_model(folders: Path) -> None:
+def test_an_adapters_vocabulary_is_that_of_its_base_model(folders: Path) -> None:
     base, lora = inspect_vocabulary(str(folders / "base")), inspect_vocabulary(str(folders / "lora"))
     assert (lora.name, lora.head_size, lora.end_ids) == (str(folders / "lora"), base.head_size, base.end_ids)
     assert lora.tokenizer is not None and base.tokenizer is not None
@@ -84,7 +84,7 @@ def changed(folders: Path, tmp_path: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "reason"),
     [
         ({"base_model_name_or_path": None}, "has base_model_name_or_path=None; allowed: the base model's hub id"),
         ({"base_model_name_or_path": "/no/such/base"}, "model '/no/such/base' is not a folder"),
@@ -94,15 +94,15 @@ def changed(folders: Path, tmp_path: Path, **settings: Any) -> str:
         ({"peft_type": "NO_SUCH"}, "does not fit its base model"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_one_line(
-    settings: dict[str, Any], why: str, folders: Path, tmp_path: Path
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(
+    settings: dict[str, Any], reason: str, folders: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SlipstreamError, match=why) as refused:
+    with pytest.raises(SlipstreamError, match=reason) as refusal:
         SpeculativeDecoder(changed(folders, tmp_path, **settings))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refusal.value)
 
 
-def test_adapters_that_are_not_merged_are_refused(folders: Path, tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_refused(folders: Path, tmp_path: Path) -> None:
     import peft
 
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -115,7 +115,9 @@ def test_adapters_that_are_not_merged_are_refused(folders: Path, tmp_path: Path)
         SpeculativeDecoder(str(folders / "lora"), quantize="int8")
 
 
-def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_an_adapter_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh("llama").save_pretrained(tmp_path / "base")
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base")}
     (tmp_path / "lora").mkdir()

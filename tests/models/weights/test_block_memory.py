@@ -1,4 +1,4 @@
-"""What loading a GGUF file leaves in memory: weights in chunks that parts share, and no cache of its trials."""
+"""Memory after loading a GGUF file: weights in chunks that parts share, and no cache left by trials."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.gguf_files import write_model
 from tests.support.tiny_models import fresh, tokenizer
 
 
-def test_parts_are_aligned_zero_and_their_own() -> None:
+def test_parts_of_memory_are_aligned_zeroed_and_do_not_overlap() -> None:
     memory = HugePages()
     sizes = [100, 64, 1, 4096, CHUNK // 2, CHUNK // 2, CHUNK + 5, 7]
     parts = [memory.zeros(size) for size in sizes]
@@ -31,10 +31,10 @@ def test_parts_are_aligned_zero_and_their_own() -> None:
     for number, part in enumerate(parts):
         assert set(part[:4096].tolist()) | {int(part[-1])} == {number + 1}
     shared = {part.untyped_storage().data_ptr() for part in parts}
-    assert len(shared) == 4  # small ones share a chunk, and what is left of one is not mapped again
+    assert len(shared) == 4  # small parts share a chunk, and the rest of a chunk is not mapped again
 
 
-def test_a_new_decoder_holds_no_cache_and_says_what_it_said() -> None:
+def test_a_new_decoder_holds_no_cache_and_a_released_one_generates_the_same_text() -> None:
     decoder = SpeculativeDecoder(fresh("llama"), tokenizer=tokenizer(), drafter="none")
     backend = decoder.target.backend
     assert isinstance(backend, Releasing)
@@ -49,7 +49,9 @@ def test_a_new_decoder_holds_no_cache_and_says_what_it_said() -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
-def test_names_are_those_of_the_readers_own_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_names_are_those_that_transformers_maps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,11 +64,11 @@ def test_names_are_those_of_the_readers_own_way(name: str, tmp_path: Path, monke
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(described(header)))
     calls: list[str] = []
-    whole = reader.get_gguf_hf_weights_map
-    monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or whole(*a, **k))
+    map_names = reader.get_gguf_hf_weights_map
+    monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or map_names(*a, **k))
     with PackedAhead(header, block_kernels()) as ahead:
         tensors = gguf_tensors.GGUFTensors(header, model, ahead)
-    asked = len(calls)
-    expected = {theirs: ours for ours, theirs in whole(model, tensors._processor).items()}
+    num_calls = len(calls)
+    expected = {theirs: ours for ours, theirs in map_names(model, tensors._processor).items()}
     assert {key: tensors._names[key] for key in model.state_dict()} == {k: expected[k] for k in model.state_dict()}
-    assert asked <= 8 < len(calls)  # transformers asks once for every module
+    assert num_calls <= 8 < len(calls)  # transformers maps names once per module

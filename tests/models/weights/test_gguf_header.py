@@ -1,4 +1,4 @@
-"""What is a GGUF file, what kind of one, and in how many parts; nothing in its header can ask for much memory."""
+"""GGUF headers: what counts as a GGUF file, of which kind and parts; no header makes the reader use much memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.support.gguf_files import byte_level, write_model
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
-WAYS = (LoadOptions(), LoadOptions("float32"), LoadOptions("bfloat16", fast=False))
+LOADINGS = (LoadOptions(), LoadOptions("float32"), LoadOptions("bfloat16", fast=False))
 IDS = torch.randint(0, 250, (1, 12), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """whole.gguf, and the same model in parts of 6 tensors each."""
-    made = tmp_path_factory.mktemp("gguf")
+    """A folder with whole.gguf, and the same model in parts of 6 tensors each."""
+    path = tmp_path_factory.mktemp("gguf")
     for name, size in (("whole", 0), ("split", 6)):
-        write_model(made / f"{name}.gguf", part_tensors=size, tie_word_embeddings=False)
-    return made
+        write_model(path / f"{name}.gguf", part_tensors=size, tie_word_embeddings=False)
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(file: Path, folder: Path, name: str, value: bytes) -> Path:
-    """A copy with other last bytes of a value of the metadata."""
-    end, whole = read_header(file).spans[name][1], bytearray(file.read_bytes())
-    whole[end - len(value) : end] = value
-    (folder / "changed.gguf").write_bytes(whole)
+    """A copy in which the last bytes of a metadata value are replaced."""
+    end, content = read_header(file).spans[name][1], bytearray(file.read_bytes())
+    content[end - len(value) : end] = value
+    (folder / "changed.gguf").write_bytes(content)
     return folder / "changed.gguf"
 
 
@@ -54,26 +54,26 @@ def logits(file: Path, options: LoadOptions) -> torch.Tensor:
     return load(str(file), options).backend.forward(IDS, [0], first_slot=0, logits=True)
 
 
-def refused(file: Path, message: str, ways: tuple[LoadOptions, ...] = WAYS) -> None:
-    for options in ways:
+def check_refusal(file: Path, message: str, loadings: tuple[LoadOptions, ...] = LOADINGS) -> None:
+    for options in loadings:
         with pytest.raises(SlipstreamError, match=message) as error:
             load(str(file), options)
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 @pytest.mark.slow
-def test_a_file_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_recognised_by_its_content(folder: Path, tmp_path: Path) -> None:
     for name in ("model.GGUF", f"sha256-{'0' * 64}", "model.bin", "model.gguf.part"):
         (tmp_path / name).symlink_to(folder / "whole.gguf")
         file = str(tmp_path / name)
         assert is_gguf(file) and inspect_vocabulary(file).head_size == 260, name
-    for options in WAYS:  # with the last of these names
+    for options in LOADINGS:  # under the last of these names
         assert torch.equal(logits(tmp_path / name, options), logits(folder / "whole.gguf", options))
     decoder = SpeculativeDecoder(str(folder / "whole.gguf"), file, drafter="model")
     assert decoder.draft is not None and decoder.draft.name == file
 
 
-def test_what_is_no_gguf_file_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+def test_paths_that_are_no_gguf_file_are_refused_as_what_they_are(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "some.gguf").symlink_to(folder / "whole.gguf")
@@ -95,34 +95,36 @@ def test_a_split_model_is_the_whole_one_whichever_part_is_named(folder: Path) ->
     parts = sorted(folder.glob("split-*.gguf"))
     assert len(parts) == 4 and [read_header(part).parts for part in parts] == [tuple(parts)] * 4
     assert {read_header(part).digest for part in parts} == {read_header(parts[0]).digest}
-    for options in WAYS:
+    for options in LOADINGS:
         expected = logits(folder / "whole.gguf", options)
         for part in (parts[0], parts[2]):
             assert torch.equal(logits(part, options), expected)
     assert inspect_vocabulary(str(parts[1])).head_size == 260
 
 
-def test_parts_that_are_absent_renamed_or_of_another_model_are_named(folder: Path, tmp_path: Path) -> None:
+def test_parts_that_are_absent_renamed_or_of_another_model_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     parts = sorted(folder.glob("split-*.gguf"))
     for part in parts[:3]:
         (tmp_path / part.name).write_bytes(part.read_bytes())
     first = tmp_path / parts[0].name
     absent = rf"split-00001-of-00004.gguf' is part 1 of 4, and {parts[3].name} is not beside it; allowed: all parts in"
-    refused(first, absent)
+    check_refusal(first, absent)
     (tmp_path / parts[3].name).write_bytes(parts[2].read_bytes())
-    refused(first, r"has split.no 2 and split.count 4; allowed: 3 and 4, by its name")
+    check_refusal(first, r"has split.no 2 and split.count 4; allowed: 3 and 4, by its name")
     (tmp_path / "third").write_bytes(parts[2].read_bytes())
-    refused(tmp_path / "third", r"is part 3 of 4, .* cannot be found; allowed: a name that ends in -00003-of-00004\.gg")
+    check_refusal(
+        tmp_path / "third", r"is part 3 of 4, .* cannot be found; allowed: a name that ends in -00003-of-00004\.gg"
+    )
     other = changed(parts[3], tmp_path, "split.tensors.count", struct.pack("<i", 20))
     assert read_header(parts[3]).values["split.tensors.count"] == 21
     (tmp_path / parts[3].name).write_bytes(other.read_bytes())
-    read_header(first)  # the first part's count is the one that is meant
+    read_header(first)  # the count of the first part is used
     (tmp_path / parts[0].name).write_bytes(
         changed(parts[0], tmp_path, "split.tensors.count", struct.pack("<i", 20)).read_bytes()
     )
-    refused(first, r"its 4 parts have 21 tensors; allowed: 20, as split.tensors.count says")
+    check_refusal(first, r"its 4 parts have 21 tensors; allowed: 20, as split.tensors.count says")
     wrong = changed(parts[0], tmp_path, "split.count", struct.pack("<H", 0))
-    refused(wrong, "split.count is 0; allowed: a whole number from 1 to 65,536")
+    check_refusal(wrong, "split.count is 0; allowed: a whole number from 1 to 65,536")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,9 @@ def test_parts_that_are_absent_renamed_or_of_another_model_are_named(folder: Pat
         ("diffusion", "general.type is 'diffusion'; allowed: 'model'$"),
     ],
 )
-def test_a_file_that_is_no_model_says_what_it_is(kind: str, message: str, tmp_path: Path) -> None:
+def test_gguf_files_of_another_kind_are_refused_by_their_kind(kind: str, message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "other.gguf", more=lambda writer: writer.add_type(kind))
-    refused(tmp_path / "other.gguf", message)
+    check_refusal(tmp_path / "other.gguf", message)
 
 
 def test_a_vocabulary_without_weights_is_inspected_but_not_loaded(tmp_path: Path) -> None:
@@ -147,17 +149,19 @@ def test_a_vocabulary_without_weights_is_inspected_but_not_loaded(tmp_path: Path
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    refused(tmp_path / "words.gguf", "holds a vocabulary and no tensors; allowed: a file with the model's weights")
+    check_refusal(
+        tmp_path / "words.gguf", "holds a vocabulary and no tensors; allowed: a file with the model's weights"
+    )
     assert inspect_vocabulary(str(tmp_path / "words.gguf")).end_ids == (258,)
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_big_endian_file_is_called_so(version: int, folder: Path, tmp_path: Path) -> None:
-    file, whole = tmp_path / "big.gguf", (folder / "whole.gguf").read_bytes()
-    file.write_bytes(b"GGUF" + struct.pack(">IQQ", version, 21, 20) + whole[24:])
-    refused(file, r"is big-endian; allowed: little-endian, as `gguf-convert-endian FILE little`")
-    file.write_bytes(b"GGUF" + struct.pack("<I", 1) + whole[8:])
-    refused(file, "version 1; allowed: 2, 3$")
+def test_a_big_endian_file_is_refused_as_such(version: int, folder: Path, tmp_path: Path) -> None:
+    file, content = tmp_path / "big.gguf", (folder / "whole.gguf").read_bytes()
+    file.write_bytes(b"GGUF" + struct.pack(">IQQ", version, 21, 20) + content[24:])
+    check_refusal(file, r"is big-endian; allowed: little-endian, as `gguf-convert-endian FILE little`")
+    file.write_bytes(b"GGUF" + struct.pack("<I", 1) + content[8:])
+    check_refusal(file, "version 1; allowed: 2, 3$")
 
 
 @pytest.mark.parametrize(
@@ -173,22 +177,22 @@ def test_a_big_endian_file_is_called_so(version: int, folder: Path, tmp_path: Pa
         ("llama.rope.dimension_count", 1 << 31, "llama.rope.dimension_count is 2,147,483,648; allowed: 0 to 512"),
     ],
 )
-def test_numbers_that_the_tensors_do_not_bear_out_are_refused(
+def test_metadata_that_the_tensors_contradict_is_refused(
     name: str, value: int, message: str, folder: Path, tmp_path: Path
 ) -> None:
     file = changed(folder / "whole.gguf", tmp_path, name, struct.pack("<I", value))
-    refused(file, message, WAYS[1:] if "describe" in message else WAYS)
+    check_refusal(file, message, LOADINGS[1:] if "describe" in message else LOADINGS)
 
 
-def test_tokens_outside_the_vocabulary_are_left_out(folder: Path, tmp_path: Path) -> None:
+def test_special_tokens_outside_the_vocabulary_are_ignored(folder: Path, tmp_path: Path) -> None:
     wrong = folder / "whole.gguf"
     for name in ("padding", "eos"):
         wrong = changed(wrong, tmp_path, f"tokenizer.ggml.{name}_token_id", struct.pack("<I", 1 << 31))
-    for options in WAYS:
+    for options in LOADINGS:
         assert load(str(wrong), options).end_ids == (256,)  # <eos>, by its text
 
 
-@pytest.mark.parametrize("options", WAYS, ids=["blocks", "float32", "unpacked"])
+@pytest.mark.parametrize("options", LOADINGS, ids=["blocks", "float32", "unpacked"])
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
@@ -204,18 +208,18 @@ def test_a_tensor_larger_than_the_file_is_refused_before_it_is_read(
         writer.add_tensor("rope_freqs.weight", numpy.ones((1,) * len(shape), numpy.float32))
 
     write_model(tmp_path / "some.gguf", more=factors)
-    whole, name = (tmp_path / "some.gguf").read_bytes(), b"rope_freqs.weight"
-    at = whole.index(name) + len(name) + 4
+    content, name = (tmp_path / "some.gguf").read_bytes(), b"rope_freqs.weight"
+    offset = content.index(name) + len(name) + 4
     sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-    (tmp_path / "huge.gguf").write_bytes(whole[:at] + sizes + whole[at + len(sizes) :])
-    refused(tmp_path / "huge.gguf", message, (options,))
+    (tmp_path / "huge.gguf").write_bytes(content[:offset] + sizes + content[offset + len(sizes) :])
+    check_refusal(tmp_path / "huge.gguf", message, (options,))
 
 
-def test_a_damaged_header_is_one_line_and_asks_for_no_memory(folder: Path, tmp_path: Path) -> None:
-    whole, damage = (folder / "whole.gguf").read_bytes(), random.Random(7)
-    size, file, read = read_header(folder / "whole.gguf").size, tmp_path / "damaged.gguf", 0
+def test_a_damaged_header_is_refused_in_one_line_without_using_much_memory(folder: Path, tmp_path: Path) -> None:
+    content, damage = (folder / "whole.gguf").read_bytes(), random.Random(7)
+    size, file, num_read = read_header(folder / "whole.gguf").size, tmp_path / "damaged.gguf", 0
     for _ in range(400):
-        data = bytearray(whole)
+        data = bytearray(content)
         if damage.random() < 0.2:
             del data[damage.randrange(4, size) :]
         for _ in range(damage.choice((1, 1, 2, 8))):
@@ -224,14 +228,14 @@ def test_a_damaged_header_is_one_line_and_asks_for_no_memory(folder: Path, tmp_p
         tracemalloc.start()
         try:
             read_header(file).check_model()
-            read += 1
+            num_read += 1
         except SlipstreamError as error:
             assert "\n" not in str(error) and len(str(error)) < 5000
         finally:
-            _, most = tracemalloc.get_traced_memory()
+            _, peak_bytes = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-        assert most < 4 * len(whole)
-    assert 0 < read < 400
+        assert peak_bytes < 4 * len(content)
+    assert 0 < num_read < 400
 
 
 @pytest.mark.slow
@@ -246,20 +250,20 @@ def test_a_damaged_header_is_one_line_and_asks_for_no_memory(folder: Path, tmp_p
         ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", float("nan"))),
     ],
 )
-def test_wrong_values_of_other_kinds_end_in_a_line_or_a_model(
+def test_other_wrong_values_are_refused_in_one_line_or_load(
     name: str, value: bytes, folder: Path, tmp_path: Path
 ) -> None:
     file = changed(folder / "whole.gguf", tmp_path, name, value)
-    for options in WAYS:
+    for options in LOADINGS:
         try:
             load(str(file), options)
         except SlipstreamError as error:
             assert "\n" not in str(error)
 
 
-def test_a_tensor_whose_type_only_the_gguf_package_knows_has_its_bytes_checked(tmp_path: Path) -> None:
+def test_the_size_of_a_tensor_of_a_foreign_type_is_checked(tmp_path: Path) -> None:
     write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "Q2_K"})
-    whole, name = (tmp_path / "two.gguf").read_bytes(), b"blk.1.ffn_down.weight"
-    at = whole.index(name) + len(name) + 12  # its rows
-    (tmp_path / "more.gguf").write_bytes(whole[:at] + struct.pack("<Q", 1 << 40) + whole[at + 8 :])
-    refused(tmp_path / "more.gguf", r"is truncated: .* tensor 'blk.1.ffn_down.weight' ends at byte")
+    content, name = (tmp_path / "two.gguf").read_bytes(), b"blk.1.ffn_down.weight"
+    offset = content.index(name) + len(name) + 12  # the field of its rows
+    (tmp_path / "more.gguf").write_bytes(content[:offset] + struct.pack("<Q", 1 << 40) + content[offset + 8 :])
+    check_refusal(tmp_path / "more.gguf", r"is truncated: .* tensor 'blk.1.ffn_down.weight' ends at byte")

@@ -1,4 +1,4 @@
-"""Models that compute with their file's blocks: the file's numbers, texts that no speculation changes, bad files."""
+"""Models that compute with the blocks of their GGUF file: exact weights, texts that no draft changes, bad files."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ pytestmark = pytest.mark.skipif(
 )
 MIXED = {"": "Q8_0", "attn_q": "Q4_1", "attn_v": "Q6_K", "ffn_down": "Q4_K", "ffn_up": "Q5_0", "ffn_gate": "Q4_0"}
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
-FORMS = (("llama", False), ("llama", True), ("qwen2", False))
+ARCHITECTURES = (("llama", False), ("llama", True), ("qwen2", False))
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
     """A file of mixed types per architecture, with an output layer of its own or the embedding's."""
     folder = tmp_path_factory.mktemp("gguf")
-    for name, tied in FORMS:
+    for name, tied in ARCHITECTURES:
         write_model(folder / f"{name}-{tied}.gguf", name, MIXED, tie_word_embeddings=tied)
-    return {(name, tied): folder / f"{name}-{tied}.gguf" for name, tied in FORMS}
+    return {(name, tied): folder / f"{name}-{tied}.gguf" for name, tied in ARCHITECTURES}
 
 
-def kl(expected: torch.Tensor, got: torch.Tensor) -> float:
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, got))
+def kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -62,19 +62,23 @@ def logits(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
     return loaded.backend.forward(ids, [0], first_slot=0, logits=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_logits_are_those_of_the_files_own_numbers(form: tuple[str, bool], files: dict[tuple[str, bool], Path]) -> None:
+@pytest.mark.parametrize("form", ARCHITECTURES)
+def test_logits_are_those_of_the_files_weights(form: tuple[str, bool], files: dict[tuple[str, bool], Path]) -> None:
     file, ids = str(files[form]), torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
     _, reference = load_model(file, LoadOptions("float32"))
     with torch.inference_mode():
         expected = reference(input_ids=ids, use_cache=False).logits
-    near, coarse = (kl(expected, logits(load(file, LoadOptions(activations=name)), ids)) for name in ("int15", "int8"))
-    assert near < 1e-6 and near < coarse / 10 < 0.01
-    assert kl(expected, expected.roll(1, 1)) > 0.01  # a control: other tokens' logits are far
+    error_int15, error_int8 = (
+        kl(expected, logits(load(file, LoadOptions(activations=name)), ids)) for name in ("int15", "int8")
+    )
+    assert error_int15 < 1e-6 and error_int15 < error_int8 / 10 < 0.01
+    assert kl(expected, expected.roll(1, 1)) > 0.01  # negative control: logits of other tokens are far off
 
 
-def test_norms_of_heads_windows_and_scaled_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3; its own tokenizer is not needed."""
+def test_logits_are_right_with_head_norms_windows_and_scaled_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked with Gemma 3, whose tokenizer is not needed."""
     kinds = {"": "Q8_0", "ffn_down": "Q5_1", "attn_k": "Q4_1"}
     reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, tie_word_embeddings=True, num_hidden_layers=3)
     reference.config.save_pretrained(tmp_path / "description")
@@ -95,28 +99,26 @@ def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple
     model, linears = loaded.model, block_linears(loaded.model)
     assert not [module for module in model.modules() if type(module) in (torch.nn.Linear, torch.nn.Embedding)]
     assert len(linears) == 2 * 4 + 1 and isinstance(model.get_input_embeddings(), BlockEmbedding)
-    assert model.get_output_embeddings().parts[0] is model.get_input_embeddings().part  # tied: there once
+    assert model.get_output_embeddings().parts[0] is model.get_input_embeddings().part  # tied, so stored once
     assert loaded.arithmetic == "Q4_0+Q4_1+Q4_K+Q5_0+Q6_K+Q8_0 blocks, int8 activations"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8", "int15"])
-def test_texts_are_the_same_with_speculation_and_in_batches(
-    activations: str, files: dict[tuple[str, bool], Path]
-) -> None:
+def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, files: dict[tuple[str, bool], Path]) -> None:
     decoder = SpeculativeDecoder(str(files["llama", False]), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)
     for params in (SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=3)):
         plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
         for length in (1, 5):
-            other = decoder.using("ngram", num_draft_tokens=length)
-            assert [other.generate(prompt, params).token_ids for prompt in PROMPTS] == plain
-            assert [result.token_ids for result in other.generate(PROMPTS, params)] == plain
+            drafting = decoder.using("ngram", num_draft_tokens=length)
+            assert [drafting.generate(prompt, params).token_ids for prompt in PROMPTS] == plain
+            assert [result.token_ids for result in drafting.generate(PROMPTS, params)] == plain
     assert len({tuple(text) for text in plain}) == len(PROMPTS)
 
 
 @pytest.mark.slow
-def test_a_draft_model_from_its_own_file_with_a_restricted_output_layer(files: dict[tuple[str, bool], Path]) -> None:
+def test_a_gguf_draft_model_with_a_restricted_output_layer_changes_no_text(files: dict[tuple[str, bool], Path]) -> None:
     target, draft = str(files["llama", False]), str(files["llama", True])
     plain = SpeculativeDecoder(target, drafter="none").generate(PROMPTS[0], SamplingParams(max_tokens=30))
     decoder = SpeculativeDecoder(target, draft, drafter="model", num_draft_tokens=3, draft_vocabulary=64)
@@ -142,9 +144,9 @@ def test_a_conversion_parses_the_file_and_maps_the_names_once(
     calls = Counter[str]()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*args: Any) -> Any:
             calls[name] += 1
-            return function(*given)
+            return function(*args)
 
         return call
 
@@ -156,7 +158,7 @@ def test_a_conversion_parses_the_file_and_maps_the_names_once(
     assert before == (gguf.GGUFReader, gguf.get_tensor_name_map)
 
 
-def test_activations_of_what_has_no_blocks_are_refused(files: dict[tuple[str, bool], Path]) -> None:
+def test_activations_is_refused_for_models_without_blocks(files: dict[tuple[str, bool], Path]) -> None:
     with pytest.raises(UsageError, match=r"activations='int4'; allowed: auto, int8, int15"):
         SpeculativeDecoder("toy", activations="int4")
     with pytest.raises(UsageError, match=r"activations='int15', but the toy model"):
@@ -167,15 +169,13 @@ def test_activations_of_what_has_no_blocks_are_refused(files: dict[tuple[str, bo
         SpeculativeDecoder(str(files["llama", False]), dtype="bfloat16", activations="int15")
 
 
-def test_types_that_have_no_kernel_are_unpacked_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_types_without_a_kernel_are_unpacked_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "Q2_K"})
     with caplog.at_level(logging.WARNING, "slipstream"):
         loaded = load(str(tmp_path / "two.gguf"), LoadOptions())
     assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16
-    said = [record.message for record in caplog.records if "unpacked" in record.message]
-    assert said == [
+    messages = [record.message for record in caplog.records if "unpacked" in record.message]
+    assert messages == [
         "two.gguf is unpacked to bfloat16, which rounds its weights: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
         "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
     ]
@@ -184,66 +184,66 @@ def test_types_that_have_no_kernel_are_unpacked_with_one_warning(
 def test_a_truncated_file_is_refused_with_the_tensor_it_lacks(
     files: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
-    whole = files["llama", False].read_bytes()
+    content = files["llama", False].read_bytes()
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(whole[:-5000])
+    cut.write_bytes(content[:-5000])
     with pytest.raises(
         SlipstreamError, match=r"truncated: .* tensor '[\w.]+' ends at byte [\d,]+, the file at [\d,]+$"
     ):
         load(str(cut), LoadOptions())
     for length in (4, 20, 300, read_header(files["llama", False]).size - 3):
-        cut.write_bytes(whole[:length])
+        cut.write_bytes(content[:length])
         with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
             load(str(cut), LoadOptions())
-    cut.write_bytes(b"GGML" + whole[4:])
+    cut.write_bytes(b"GGML" + content[4:])
     with pytest.raises(UsageError, match="is not a GGUF file"):
         load(str(cut), LoadOptions())
     with pytest.raises(UsageError, match="does not exist"):
         load(str(tmp_path / "none.gguf"), LoadOptions())
 
 
-def test_rows_and_shapes_that_cannot_be_are_refused(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+def test_impossible_rows_and_shapes_are_refused(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
     file = files["llama", False]
-    header, whole = read_header(file), file.read_bytes()
+    header, content = read_header(file), file.read_bytes()
     name = b"blk.0.ffn_up.weight"
-    at = whole.index(name) + len(name) + 4  # its shape follows the number of dimensions, inputs first
+    offset = content.index(name) + len(name) + 4  # after the number of dimensions comes its shape, inputs first
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(whole[:at] + (250).to_bytes(8, "little") + whole[at + 8 :])
+    broken.write_bytes(content[:offset] + (250).to_bytes(8, "little") + content[offset + 8 :])
     with pytest.raises(
         SlipstreamError, match=r"'blk.0.ffn_up.weight' has rows of 250 numbers in Q5_0; allowed: multiples"
     ):
         load(str(broken), LoadOptions())
-    broken.write_bytes(whole[: at + 8] + (480).to_bytes(8, "little") + whole[at + 16 :])
+    broken.write_bytes(content[: offset + 8] + (480).to_bytes(8, "little") + content[offset + 16 :])
     with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.weight' is \[480, 256\]; allowed: \[512, 256\]"):
         load(str(broken), LoadOptions())
     assert header.tensors["blk.0.ffn_up.weight"].shape == (512, 256)
 
 
 @pytest.mark.parametrize(
-    ("at", "size", "value", "message"),
+    ("offset", "size", "value", "message"),
     [
         (16, 4, 250, "is of the unknown type 250; allowed: F32, .*, and others that the gguf package names$"),
         (20, 8, 7, r"begins at byte 7 of the data; allowed: multiples of \d+$"),
         (20, 8, 0, r"begins within tensor '[\w.]+'; allowed: tensors that do not overlap"),
     ],
 )
-def test_unknown_types_and_places_that_cannot_be_are_refused(
-    at: int, size: int, value: int, message: str, files: dict[tuple[str, bool], Path], tmp_path: Path
+def test_unknown_types_and_impossible_places_are_refused(
+    offset: int, size: int, value: int, message: str, files: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
-    broken = changed(files["llama", False], tmp_path, at, value.to_bytes(size, "little"))
+    broken = changed(files["llama", False], tmp_path, offset, value.to_bytes(size, "little"))
     with pytest.raises(SlipstreamError, match=f"tensor '[\\w.]+' {message}"):
         load(str(broken), LoadOptions())
 
 
-def changed(file: Path, folder: Path, at: int, new: bytes) -> Path:
-    """A copy with other bytes from `at` on behind the dimensions' number of a tensor: shape, type and place follow."""
-    whole, name = file.read_bytes(), b"blk.0.ffn_up.weight"
-    at += whole.index(name) + len(name) + 4
-    (folder / "changed.gguf").write_bytes(whole[:at] + new + whole[at + len(new) :])
+def changed(file: Path, folder: Path, offset: int, new: bytes) -> Path:
+    """A copy with other bytes at `offset` into a tensor's entry, where its shape, type and place stand."""
+    content, name = file.read_bytes(), b"blk.0.ffn_up.weight"
+    offset += content.index(name) + len(name) + 4
+    (folder / "changed.gguf").write_bytes(content[:offset] + new + content[offset + len(new) :])
     return folder / "changed.gguf"
 
 
-def test_types_that_only_the_gguf_package_knows_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_without_kernels_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("Q2_K", "Q4_K"):
         write_model(tmp_path / f"{kind}.gguf", kinds={"": "Q8_0", "1.ffn_down": kind})
         read_header(tmp_path / f"{kind}.gguf")
@@ -257,16 +257,16 @@ def test_types_that_only_the_gguf_package_knows_need_it(tmp_path: Path, monkeypa
         read_header(tmp_path / "Q2_K.gguf")
 
 
-def test_tensors_without_elements_overlap_with_none(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
-    rest = (8).to_bytes(4, "little") + bytes(8)  # of Q8_0, at the first tensor's place
-    read_header(changed(files["llama", False], tmp_path, 8, bytes(8) + rest))
+def test_empty_tensors_do_not_overlap_others(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    type_and_place = (8).to_bytes(4, "little") + bytes(8)  # type Q8_0, at the first tensor's place
+    read_header(changed(files["llama", False], tmp_path, 8, bytes(8) + type_and_place))
     with pytest.raises(SlipstreamError, match="begins within tensor"):
-        read_header(changed(files["llama", False], tmp_path, 8, (1).to_bytes(8, "little") + rest))
+        read_header(changed(files["llama", False], tmp_path, 8, (1).to_bytes(8, "little") + type_and_place))
 
 
 def test_two_tensors_of_one_name_are_refused(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
-    whole = files["llama", False].read_bytes()
-    (tmp_path / "two.gguf").write_bytes(whole.replace(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"))
+    content = files["llama", False].read_bytes()
+    (tmp_path / "two.gguf").write_bytes(content.replace(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"))
     with pytest.raises(
         SlipstreamError, match=r"two tensors are called 'blk.1.ffn_up.weight'; allowed: a name for each"
     ):
@@ -284,7 +284,7 @@ SCALED = {
 
 
 def add_scaling(kind: str) -> Callable[[Any], None]:
-    """Writes the scaling as llama.cpp's converter does."""
+    """Adds the scaling as llama.cpp's converter writes it."""
 
     def add(writer: Any) -> None:
         if kind == "llama3":
@@ -302,21 +302,21 @@ def add_scaling(kind: str) -> Callable[[Any], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALED)
-def test_scaled_positions_are_the_files_on_every_way(kind: str, tmp_path: Path) -> None:
+def test_scaled_positions_are_the_files_however_it_is_loaded(kind: str, tmp_path: Path) -> None:
     file = tmp_path / f"{kind}.gguf"
     model = write_model(file, more=add_scaling(kind))
     settings = {"rope_theta": 10000.0} | SCALED[kind]
     shape = {"head_dim": 64, "max_position_embeddings": model.config.max_position_embeddings}
     expected = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=settings, **shape))
-    own = LlamaRotaryEmbedding(LlamaConfig(**shape))
-    assert not torch.allclose(own.inv_freq, expected.inv_freq)  # a control
+    unscaled = LlamaRotaryEmbedding(LlamaConfig(**shape))
+    assert not torch.allclose(unscaled.inv_freq, expected.inv_freq)  # or the test would show nothing
     for options in (LoadOptions("float32"), LoadOptions("bfloat16"), LoadOptions()):
         rope = load(str(file), options).model.model.rotary_emb
         assert torch.allclose(rope.inv_freq, expected.inv_freq, rtol=1e-5)
         assert rope.attention_scaling == expected.attention_scaling
 
 
-def test_positions_scaled_in_ways_that_are_not_known_are_refused(tmp_path: Path) -> None:
+def test_unknown_scalings_of_positions_are_refused(tmp_path: Path) -> None:
     def factors(name: str, *numbers: float) -> Callable[[Any], None]:
         return lambda writer: writer.add_tensor(name, numpy.array(numbers, numpy.float32))
 
@@ -338,7 +338,7 @@ def test_positions_scaled_in_ways_that_are_not_known_are_refused(tmp_path: Path)
     load(str(tmp_path / "ones.gguf"), LoadOptions())
 
 
-def test_tensors_that_the_model_leaves_out_are_told_and_biases_refused(
+def test_unused_tensors_cause_a_warning_and_unused_biases_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def vector(name: str, size: int) -> Callable[[Any], None]:
@@ -347,24 +347,26 @@ def test_tensors_that_the_model_leaves_out_are_told_and_biases_refused(
     write_model(tmp_path / "more.gguf", more=vector("blk.0.other.weight", 4))
     with caplog.at_level(logging.WARNING, "slipstream"):
         load(str(tmp_path / "more.gguf"), LoadOptions())
-    assert any("1 weights of the file are not used, first blk.0.other.weight" in one.message for one in caplog.records)
+    assert any(
+        "1 weights of the file are not used, first blk.0.other.weight" in record.message for record in caplog.records
+    )
     write_model(tmp_path / "bias.gguf", more=vector("blk.0.ffn_up.bias", 512))
     with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.bias' is a bias that this architecture does not have"):
         load(str(tmp_path / "bias.gguf"), LoadOptions())
 
 
-def test_a_header_that_counts_more_than_a_file_can_hold_is_truncated(
+def test_a_header_that_counts_more_than_the_file_holds_is_refused_as_truncated(
     files: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
-    whole = files["llama", False].read_bytes()
+    content = files["llama", False].read_bytes()
     types = struct.pack("<IIQ", 9, 5, TOKENS)  # an array of int32: the kinds of the tokens
-    assert whole.count(types) == 1
-    (tmp_path / "huge.gguf").write_bytes(whole.replace(types, struct.pack("<IIQ", 9, 12, 1 << 62)))
+    assert content.count(types) == 1
+    (tmp_path / "huge.gguf").write_bytes(content.replace(types, struct.pack("<IIQ", 9, 12, 1 << 62)))
     with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
         read_header(tmp_path / "huge.gguf")
 
 
-def test_scaling_is_not_lost_where_a_configuration_has_no_place_for_it(tmp_path: Path) -> None:
+def test_scaling_that_a_configuration_cannot_hold_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig()
     config.rope_parameters = None
     write_model(tmp_path / "plain.gguf")

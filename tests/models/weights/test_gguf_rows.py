@@ -1,4 +1,4 @@
-"""Rows that stay in their file and matrices that are packed ahead are those that the kernels' panels hold."""
+"""Rows read from the file and matrices packed ahead equal those that the kernels' panels hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.gguf_files import part_of, random_blocks, write_model
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
 )
-ROWS, INPUTS, BEFORE = 50, 512, 37  # BEFORE: bytes of the file that come before the rows
+ROWS, INPUTS, BEFORE = 50, 512, 37  # BEFORE: bytes of the file before its rows
 
 
 def table(folder: Path, block: BlockFormat) -> tuple[RowsOfFile, BlockPart]:
@@ -36,26 +36,26 @@ def table(folder: Path, block: BlockFormat) -> tuple[RowsOfFile, BlockPart]:
 
 
 @pytest.mark.parametrize("block", [b for b in FORMATS if b.number >= 0], ids=lambda block: block.name)
-def test_rows_are_the_panels_own(block: BlockFormat, tmp_path: Path) -> None:
+def test_rows_from_the_file_equal_those_of_the_panels(block: BlockFormat, tmp_path: Path) -> None:
     rows, part = table(tmp_path, block)
-    for wanted in ([0], [49, 3, 3, 17], list(range(ROWS)), []):
-        ids = torch.tensor(wanted, dtype=torch.int64)
+    for indices in ([0], [49, 3, 3, 17], list(range(ROWS)), []):
+        ids = torch.tensor(indices, dtype=torch.int64)
         assert torch.equal(rows.rows(ids), part.rows(ids))
     assert not torch.equal(rows.rows(torch.tensor([1])), part.rows(torch.tensor([2])))
 
 
-def test_rows_outside_and_a_file_cut_short_are_refused(tmp_path: Path) -> None:
+def test_rows_outside_the_table_and_truncated_files_are_refused(tmp_path: Path) -> None:
     rows, _ = table(tmp_path, FORMATS[0])
-    for wrong in (-1, ROWS):
-        with pytest.raises(IndexError, match=f"rows from {wrong} to {wrong}; allowed: 0 to 49"):
-            rows.rows(torch.tensor([wrong]))
+    for index in (-1, ROWS):
+        with pytest.raises(IndexError, match=f"rows from {index} to {index}; allowed: 0 to 49"):
+            rows.rows(torch.tensor([index]))
     with (tmp_path / "rows").open("r+b") as stream:
         stream.truncate(BEFORE + 60)
     with pytest.raises(SlipstreamError, match=r"ends within tensor 'token_embd.weight'"):
         rows.rows(torch.tensor([40]))
 
 
-def test_another_file_may_take_the_name(tmp_path: Path) -> None:
+def test_rows_stay_readable_after_their_file_is_replaced(tmp_path: Path) -> None:
     rows, part = table(tmp_path, FORMATS[0])
     (tmp_path / "other").write_bytes(bytes(10))
     (tmp_path / "other").replace(tmp_path / "rows")
@@ -70,23 +70,23 @@ def header_of(folder: Path, tied: bool) -> GGUFHeader:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_packed_ahead_is_what_the_file_has(tied: bool, tmp_path: Path) -> None:
+def test_matrices_packed_ahead_equal_those_of_the_file(tied: bool, tmp_path: Path) -> None:
     header, library = header_of(tmp_path, tied), block_kernels()
-    left = []
+    not_packed = []
     with PackedAhead(header, library) as ahead:
         for name, entry in header.tensors.items():
             part = ahead.part(name)
             if part is None:
-                left.append(name)
+                not_packed.append(name)
             else:
                 alone = RowReader().part(entry, library, HugePages(), None)
                 assert torch.equal(part.data, alone.data)
-    matrices = [name for name in left if len(header.tensors[name].shape) == 2]
+    matrices = [name for name in not_packed if len(header.tensors[name].shape) == 2]
     reordered = [f"blk.{layer}.attn_{kind}.weight" for layer in range(2) for kind in "qk"]
     assert sorted(matrices) == sorted(reordered + ([] if tied else ["token_embd.weight"]))
 
 
-def test_errors_of_the_packing_thread_arrive_and_the_rest_is_stopped(tmp_path: Path) -> None:
+def test_an_error_of_the_packing_thread_is_raised_and_stops_it(tmp_path: Path) -> None:
     header = header_of(tmp_path, True)
     with (tmp_path / "model.gguf").open("r+b") as stream:
         stream.truncate(header.size + 100)
@@ -95,7 +95,7 @@ def test_errors_of_the_packing_thread_arrive_and_the_rest_is_stopped(tmp_path: P
     assert all(thread.done() for thread in ahead._tasks)
 
 
-def test_a_model_with_an_output_layer_of_its_own_keeps_its_table_in_the_file(tmp_path: Path) -> None:
+def test_an_untied_model_reads_its_embedding_from_the_file(tmp_path: Path) -> None:
     ids = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(4))
     for tied, kind in ((False, RowsOfFile), (True, BlockPart)):
         header = header_of(tmp_path, tied)

@@ -1,4 +1,4 @@
-"""SmolLM2 in a mixture of block types: no draft and no batch changes a bit of its texts, which depend on the prompt."""
+"""SmolLM2 in several block types: neither drafts nor batches change its texts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's own numbers, quantised by the gguf package."""
+    """The model's weights, quantised by the gguf package."""
     from safetensors.torch import load_file
 
-    made = tmp_path_factory.mktemp("smollm2") / "smollm2-mixed.gguf"
-    writer = gguf.GGUFWriter(made, "llama")
+    path = tmp_path_factory.mktemp("smollm2") / "smollm2-mixed.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     for key, tensor in load_file(embedded_model() / "model.safetensors").items():
         name, numbers = names.get_name(key, (".weight", ".bias")), tensor.float().numpy()
@@ -42,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if numbers.ndim == 1:
             writer.add_tensor(name, numbers)
             continue
-        if ".attn_q." in name or ".attn_k." in name:  # llama.cpp's order: both halves of a head take turns
+        if ".attn_q." in name or ".attn_k." in name:  # llama.cpp interleaves both halves of a head
             numbers = numbers.reshape(-1, 2, 32, 576).swapaxes(1, 2).reshape(numbers.shape)
         kind = gguf.GGMLQuantizationType[next(kind for part, kind in KINDS.items() if part in name)]
         writer.add_tensor(name, gguf.quants.quantize(numpy.ascontiguousarray(numbers), kind), raw_dtype=kind)
@@ -50,20 +50,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return made
+    return path
 
 
-def test_texts_are_the_same_with_speculation_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the shapes of forwards: none is kept to."""
+def test_texts_are_the_same_with_drafts_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With forwards of any shape."""
     monkeypatch.setattr(quantised_models, "described", lambda header: embedded_model())
     decoder = SpeculativeDecoder(str(file), reproducible=False, max_batch_size=2)
     assert decoder.target.arithmetic == "Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, int8 activations"
-    params, found = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()
+    params, all_texts = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()
     for drafter in ("none", "suffix"):
-        other = decoder.using(drafter)
-        found[drafter, 1] = [other.generate(prompt, params).token_ids for prompt in PROMPTS]
-        found[drafter, 2] = [result.token_ids for result in other.generate(PROMPTS, params)]
-    assert all(texts == found["none", 1] for texts in found.values())
+        drafting = decoder.using(drafter)
+        all_texts[drafter, 1] = [drafting.generate(prompt, params).token_ids for prompt in PROMPTS]
+        all_texts[drafter, 2] = [result.token_ids for result in drafting.generate(PROMPTS, params)]
+    assert all(texts == all_texts["none", 1] for texts in all_texts.values())
     assert "Monday" in decoder.generate(PROMPTS[0], params).text
     ids = torch.tensor([decoder.encode(PROMPTS[1], chat=True)])
     logits = decoder.target.backend.forward(ids, [0], first_slot=0, logits=True)

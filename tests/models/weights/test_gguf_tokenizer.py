@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer: text is split as the file says, whole tokens stay whole, answers end where turns end."""
+"""A GGUF file's tokenizer splits text as the file says, keeps whole tokens whole, and ends answers where turns end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXT = "don't   7 12345 x\n\n1 Ⅳ ४५ 日本語, «ok»!  \t end  CamelCase 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """A cache of its own, except for the default model, which is in the user's."""
+    """An empty cache folder, except for the default model, which is in the user's."""
     if request.node.get_closest_marker("smollm2") is None:
         monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 def info_of(
     folder: Path, tokenizer: Callable[[Any], None], name: str = "llama", template: str | None = None, **values: bool
 ) -> VocabularyInfo:
-    """What a file with this vocabulary says. values: flags of tokenizer.ggml."""
+    """The vocabulary of a file with this tokenizer. values: flags of tokenizer.ggml."""
 
     def more(writer: Any) -> None:
         for key, value in values.items():
@@ -90,7 +90,7 @@ def test_text_is_split_as_the_file_says(pre: str, text: str, words: list[str], t
     assert [word for word, _ in split.pre_tokenize_str(text)] == words
 
 
-def test_every_rule_loses_no_character() -> None:
+def test_no_splitting_rule_loses_a_character() -> None:
     pieces = {
         name: [word for word, _ in pre_tokenizers.Sequence(parts).pre_tokenize_str(TEXT)]
         for name, split in SPLITS.items()
@@ -100,7 +100,7 @@ def test_every_rule_loses_no_character() -> None:
     assert len({tuple(words) for words in pieces.values()}) > 20
 
 
-def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_splitting_rule_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         SlipstreamError, match=r"some\.gguf': tokenizer\.ggml\.pre is 'smolm', .*did you mean 'smollm'\? allowed: \S"
     ) as error:
@@ -108,29 +108,29 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_file_without_a_rule_is_split_by_the_default_with_a_warning(
+def test_a_file_without_a_splitting_rule_gets_the_default_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         info = info_of(tmp_path, byte_level(None, {"<end>": 3}, eos="<end>"))
         inspect_vocabulary(str(tmp_path / "some.gguf"))
         resolve(str(tmp_path / "some.gguf"))
-    assert sum("does not say how text is split" in record.message for record in caplog.records) == 3  # each time
+    assert sum("does not say how text is split" in record.message for record in caplog.records) == 3  # once per call
     assert tokens(info, "\n\n1") == ["Ċ", "Ċ", "1"]
 
 
-def test_a_word_that_is_a_token_is_not_merged_anew_where_the_rule_says_so(tmp_path: Path) -> None:
+def test_a_word_that_is_a_token_stays_whole_where_the_rule_says_so(tmp_path: Path) -> None:
     for pre, expected in (("llama-bpe", ["xyz"]), ("qwen2", ["xy", "z"])):
         info = info_of(tmp_path, byte_level(pre, {"xyz": 1}, merges=("x y", "Ċ Ċ")))
         assert tokens(info, "xyz") == expected
 
 
-def test_characters_are_composed_where_the_original_does(tmp_path: Path) -> None:
+def test_characters_are_composed_where_the_original_tokenizer_composes_them(tmp_path: Path) -> None:
     for pre, expected in (("qwen2", ["Ã", "©"]), ("gpt-2", ["e", "Ì", "ģ"])):
         assert tokens(info_of(tmp_path, byte_level(pre)), "e\u0301") == expected
 
 
-def test_texts_begin_as_the_file_or_else_the_rule_says(tmp_path: Path) -> None:
+def test_the_start_token_follows_the_file_or_else_the_rule(tmp_path: Path) -> None:
     vocabulary = {"<start>": 3, "<end>": 3}
     for pre, flags, first in (
         ("llama-bpe", {}, "<start>"),
@@ -142,27 +142,27 @@ def test_texts_begin_as_the_file_or_else_the_rule_says(tmp_path: Path) -> None:
         assert tokens(info, "a")[0] == first
 
 
-def test_whole_tokens_of_any_characters_stay_whole(tmp_path: Path) -> None:
+def test_special_tokens_of_any_characters_stay_whole(tmp_path: Path) -> None:
     added = {"<｜User｜>": 3, "<｜end｜>": 3, "<think>": 4}  # noqa: RUF001
     info = info_of(tmp_path, byte_level("deepseek-v3", added, eos="<｜end｜>"))  # noqa: RUF001
     assert tokens(info, "<｜User｜>a<think>") == ["<｜User｜>", "a", "<think>"]  # noqa: RUF001
     assert isinstance(info.tokenizer, HFTokenizer)
-    assert len(info.tokenizer.vocabulary()) == len(ALPHABET) + 2 + 3  # nothing is added behind the file's own
+    assert len(info.tokenizer.vocabulary()) == len(ALPHABET) + 2 + 3  # no token is added to those of the file
     assert info.end_ids == (len(ALPHABET) + 2 + 1,)
     assert info.tokenizer.decode(info.tokenizer.encode("<｜User｜>a<think>")) == "a<think>"  # noqa: RUF001
 
 
-def test_a_class_of_transformers_does_not_bring_its_own_split(tmp_path: Path) -> None:
+def test_a_tokenizer_class_of_transformers_does_not_change_the_split(tmp_path: Path) -> None:
     info_of(tmp_path, byte_level("gpt-2", {"<end>": 3}, eos="<end>"), name="qwen2")
     folder = described(read_header(tmp_path / "some.gguf"))
     loaded = load_tokenizer("some", str(folder))
     assert loaded is not None and loaded.inner.convert_ids_to_tokens(loaded.encode("\n\n1")) == ["Ċ", "Ċ", "1"]
-    other = AutoTokenizer.from_pretrained(folder)  # the control: Qwen2's, whatever the folder says
+    other = AutoTokenizer.from_pretrained(folder)  # negative control: Qwen2's own split, whatever the folder says
     assert other.convert_ids_to_tokens(other("\n\n1")["input_ids"]) == ["ĊĊ", "1"]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_the_space_before_a_text_is_there_if_the_file_says_so(prefix: bool, tmp_path: Path) -> None:
+def test_a_space_is_put_before_a_text_if_the_file_says_so(prefix: bool, tmp_path: Path) -> None:
     def sentencepiece(writer: Any) -> None:
         words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
         writer.add_tokenizer_model("llama")
@@ -191,7 +191,7 @@ HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
         ({"<stop>": 3, "<done>": 3}, {"eos": "<done>"}, CHATML.replace("<|im_end|>", "<stop>"), {"<done>", "<stop>"}),
         ({"<done>": 3}, {"eos": "<done>"}, "{{ raise_exception('no') }}", {"<done>"}),
         (HARMONY, {"eos": "<|return|>"}, None, {"<|return|>", "<|call|>"}),
-        ({"<eos>": 3, "</s>": 4}, {"eos": "<eos>"}, None, {"<eos>"}),  # a whole token, but of HTML
+        ({"<eos>": 3, "</s>": 4}, {"eos": "<eos>"}, None, {"<eos>"}),  # a whole token, but one of HTML
         ({"<eos>": 3, "</s>": 3}, {"eos": "<eos>"}, None, {"<eos>", "</s>"}),
     ],
 )
@@ -204,7 +204,7 @@ def test_answers_end_at_every_token_that_ends_a_turn(
     assert info.tokenizer.inner.eos_token == ids["eos"]
 
 
-def test_a_loaded_model_ends_where_its_description_says(tmp_path: Path) -> None:
+def test_a_loaded_model_has_the_end_tokens_of_its_vocabulary(tmp_path: Path) -> None:
     from slipstream.models.load import load
     from slipstream.models.loaded import LoadOptions
 
@@ -214,7 +214,7 @@ def test_a_loaded_model_ends_where_its_description_says(tmp_path: Path) -> None:
         assert set(loaded.end_ids) == set(info.end_ids) and len(info.end_ids) == 2
 
 
-def test_a_conversion_of_an_older_version_is_made_anew(tmp_path: Path, cache: Path) -> None:
+def test_a_conversion_of_an_older_version_is_repeated(tmp_path: Path, cache: Path) -> None:
     cache.mkdir()
     write_model(tmp_path / "some.gguf", tokenizer=byte_level("smollm", TURNS, eos="<|im_end|>"), vocab_size=300)
     shutil.copy(tmp_path / "some.gguf", cache / "named.gguf")
@@ -235,16 +235,16 @@ def test_a_conversion_of_an_older_version_is_made_anew(tmp_path: Path, cache: Pa
 
 
 @pytest.mark.smollm2
-def test_the_default_model_reads_digits_and_spaces_as_it_was_trained() -> None:
+def test_the_default_model_splits_digits_and_spaces_as_in_its_training() -> None:
     loaded = load_tokenizer("smollm2", str(embedded_model()))
     assert loaded is not None
     assert [loaded.encode(text) for text in ("\n\n1", "   7")] == [[1116, 33], [333, 39]]
-    # the original's: digits alone, then GPT-2's words
+    # the original splits off single digits, then GPT-2's words
     original = loaded.inner.backend_tokenizer.from_str(loaded.inner.backend_tokenizer.to_str())
     original.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     text = TEXT + Path(__file__).read_text()
     assert loaded.encode(text) == original.encode(text).ids
-    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # the control: GPT-2's alone
+    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # negative control: GPT-2's words alone
     assert loaded.encode(text) != original.encode(text).ids

@@ -1,4 +1,4 @@
-"""A hub that cannot be reached is said at once, by every command; what was downloaded before is used."""
+"""Every command reports at once that the hub cannot be reached; models downloaded before are used."""
 
 import logging
 import socket
@@ -21,7 +21,7 @@ ANSWERS = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n
 
 
 class Hub:
-    """A server in the hub's place that gives every connection the same answer, and counts them."""
+    """A server in place of the hub that gives every connection the same answer and counts them."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer, self.connections = answer, 0
@@ -44,13 +44,17 @@ class Hub:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    made = Hub(request.param)
-    with closing(made.listener):
-        for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", made.url), ("HF_HUB_CACHE", str(tmp_path / "hub"))):
+    fake_hub = Hub(request.param)
+    with closing(fake_hub.listener):
+        for name, value in (
+            ("HF_HUB_OFFLINE", False),
+            ("ENDPOINT", fake_hub.url),
+            ("HF_HUB_CACHE", str(tmp_path / "hub")),
+        ):
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.01)
         hub._why_unreachable.cache_clear()
-        yield made
+        yield fake_hub
     hub._why_unreachable.cache_clear()
 
 
@@ -78,7 +82,7 @@ unreachable = pytest.mark.parametrize("served", [CLOSES], indirect=True)
     ],
     ids=" ".join,
 )
-def test_every_command_says_in_one_line_that_the_hub_cannot_be_reached(
+def test_every_command_reports_an_unreachable_hub_in_one_line(
     arguments: tuple[str, ...],
     served: Hub,
     capsys: Any,
@@ -95,7 +99,7 @@ def test_every_command_says_in_one_line_that_the_hub_cannot_be_reached(
 
 
 @unreachable
-def test_what_was_downloaded_before_is_used_and_said(
+def test_a_model_downloaded_before_is_used_with_a_warning(
     served: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = "a" * 40

@@ -1,4 +1,4 @@
-"""SmolLM2 quantised at load: no draft changes a bit of its texts, which are another model's than the original's."""
+"""SmolLM2 quantised at load: no draft changes its texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]
 
 
-def test_speculation_changes_no_text_of_the_quantised_model() -> None:
+def test_drafts_change_no_text_of_the_quantised_model() -> None:
     decoder = SpeculativeDecoder("smollm2", quantize="int4")
     assert decoder.target.name == "smollm2 quantised to int4, group 32"
     assert decoder.target.arithmetic == "Q8_0+int4 group 32 blocks, int8 activations"

@@ -1,4 +1,4 @@
-"""Weights that are quantised at load: the nearest codes, another model by name, and no text changed by speculation."""
+"""Weights quantised at load: they take the nearest codes, the model gets another name, and no draft changes a text."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model in bfloat16."""
-    made = tmp_path_factory.mktemp("plain")
-    fresh("qwen2", **SHAPE).bfloat16().save_pretrained(made)
-    return str(made)
+    path = tmp_path_factory.mktemp("plain")
+    fresh("qwen2", **SHAPE).bfloat16().save_pretrained(path)
+    return str(path)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -45,21 +45,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @given(
     seed=st.integers(0, 1 << 30), size=st.sampled_from([0.0, 1e-9, 0.02, 3.0, 1e5]), shift=st.sampled_from([0, 1, -5])
 )
-def test_each_weight_is_near_and_every_extreme_group_finite(bits: int, seed: int, size: float, shift: int) -> None:
+def test_every_weight_takes_a_near_code_and_extreme_groups_stay_finite(
+    bits: int, seed: int, size: float, shift: int
+) -> None:
     weight = (torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)) + shift) * size
-    found = rounded(weight, bits)
-    values, groups = found.values().unflatten(1, (-1, 32)), weight.unflatten(1, (-1, 32))
-    assert values.isfinite().all() and int(found.codes.max()) < 1 << bits
+    matrix = rounded(weight, bits)
+    values, groups = matrix.values().unflatten(1, (-1, 32)), weight.unflatten(1, (-1, 32))
+    assert values.isfinite().all() and int(matrix.codes.max()) < 1 << bits
     reach = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
     step = groups.abs().amax(-1) / 127 if bits == 8 else reach / 15
-    nearest = 0.51 * step + 2.0**-24  # of a scale that float16 rounds
+    nearest = 0.51 * step + 2.0**-24  # for the rounding of scales to float16
     error = (values - groups).square().mean(-1).sqrt()
     assert (error <= nearest * (1 if bits == 8 else 1.1)).all()
     if bits == 8:
         assert ((values - groups).abs() <= nearest.unsqueeze(-1) * 1.1).all()
 
 
-def test_a_share_of_the_range_is_chosen_where_it_is_nearer() -> None:
+def test_a_narrower_range_is_chosen_where_its_codes_are_nearer() -> None:
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     weight[:, 0] = 4.0  # an outlier
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
@@ -68,38 +70,42 @@ def test_a_share_of_the_range_is_chosen_where_it_is_nearer() -> None:
     assert (rounded(weight, 4).values() - weight).square().sum() < (whole - weight).square().sum() * 0.95
 
 
-def kl(expected: torch.Tensor, got: torch.Tensor) -> float:
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, got))
+def kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @kernels
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_the_model_is_the_one_of_the_rounded_weights(quantize: str, folder: str) -> None:
+def test_logits_are_those_of_the_rounded_weights(quantize: str, folder: str) -> None:
     loaded = load(folder, LoadOptions(activations="int15", rounding=quantize))
     assert loaded.name == f"{folder} quantised to {quantize}, group 32" and loaded.backend.shape_independent
     formats = {"int4": "Q8_0+int4 group 32", "int8": "Q8_0"}
     assert loaded.arithmetic == f"{formats[quantize]} blocks, int15 activations"
     loaded.backend.reserve(1, 64)
-    found = loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
-    own, original = (load_unpacked(folder, LoadOptions("float32", rounding=kind)) for kind in (quantize, "none"))
+    actual_logits = loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
+    rounded_model, original = (
+        load_unpacked(folder, LoadOptions("float32", rounding=kind)) for kind in (quantize, "none")
+    )
     with torch.inference_mode():
-        near, far = (kl(model(input_ids=IDS, use_cache=False).logits, found) for model in (own, original))
+        near, far = (
+            kl(model(input_ids=IDS, use_cache=False).logits, actual_logits) for model in (rounded_model, original)
+        )
     assert near < 1e-6 and near < far / 10
-    weight, first = own.model.layers[1].mlp.up_proj.weight, original.model.layers[1].mlp.up_proj.weight
+    weight, first = rounded_model.model.layers[1].mlp.up_proj.weight, original.model.layers[1].mlp.up_proj.weight
     assert torch.equal(weight, rounded(first.detach(), 4 if quantize == "int4" else 8).values())
 
 
 @kernels
 @pytest.mark.parametrize("quantize", mostly_slow(["int4", "int8"], "int4"))
-def test_texts_are_the_same_with_speculation_and_in_batches(quantize: str, folder: str) -> None:
+def test_texts_are_the_same_with_drafts_and_in_batches(quantize: str, folder: str) -> None:
     decoder = SpeculativeDecoder(folder, quantize=quantize, max_batch_size=3)
     assert decoder.reproducible and f"quantised to {quantize}, group 32" in repr(decoder)
     params = SamplingParams(max_tokens=30)
     plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
     for length in (1, 6, 15):
-        other = decoder.using("ngram", num_draft_tokens=length)
-        assert [result.token_ids for result in other.generate(PROMPTS, params)] == plain
+        drafting = decoder.using("ngram", num_draft_tokens=length)
+        assert [result.token_ids for result in drafting.generate(PROMPTS, params)] == plain
     assert len({tuple(text) for text in plain}) == len(PROMPTS)
 
 
@@ -116,15 +122,15 @@ def test_without_kernels_the_rounded_weights_are_unpacked_with_one_warning(
     monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     with caplog.at_level(logging.WARNING, "slipstream"):
         loaded = load(folder, LoadOptions(rounding="int4"))
-    said = [record.message for record in caplog.records if "unpacked" in record.message]
-    assert said == [f"{folder} is unpacked to bfloat16, which rounds its weights: SLIPSTREAM_KERNELS is off"]
+    messages = [record.message for record in caplog.records if "unpacked" in record.message]
+    assert messages == [f"{folder} is unpacked to bfloat16, which rounds its weights: SLIPSTREAM_KERNELS is off"]
     assert loaded.model.dtype == torch.bfloat16 and loaded.name.endswith("quantised to int4, group 32")
-    own = load_unpacked(folder, LoadOptions("float32", rounding="int4")).model.layers[0].mlp.up_proj.weight
+    expected = load_unpacked(folder, LoadOptions("float32", rounding="int4")).model.layers[0].mlp.up_proj.weight
     unpacked = load(folder, LoadOptions(fast=False, rounding="int4")).model.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(own.bfloat16(), unpacked)
+    assert torch.equal(expected.bfloat16(), unpacked)
 
 
-def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_quantised_are_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"quantize='int3'; allowed: none, int4, int8"):
         SpeculativeDecoder("toy", quantize="int3")
     with pytest.raises(UsageError, match=r"quantize='int4', but the toy model has no weights .*; allowed: 'none'"):
@@ -135,11 +141,11 @@ def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> Non
         SpeculativeDecoder(fresh("llama"), folder, quantize="int4")
     with pytest.raises(UsageError, match=r"quantize='int8', but model 'a.gguf' is quantised already, in GGUF"):
         load("a.gguf", LoadOptions(rounding="int8"))
-    made = write_checkpoint(tmp_path / "gptq", num_hidden_layers=1)
+    checkpoint = write_checkpoint(tmp_path / "gptq", num_hidden_layers=1)
     with pytest.raises(
         UsageError, match=r"quantize='int4', but model .* is quantised already, by gptq; allowed: 'none'"
     ):
-        load(str(made.folder), LoadOptions(rounding="int4"))
+        load(str(checkpoint.folder), LoadOptions(rounding="int4"))
     with pytest.raises(UsageError, match=r"quantize='int4' with load_options device_map; allowed: on the CPU"):
         load(folder, LoadOptions(rounding="int4", extra={"device_map": "cpu"}))
     fresh("llama").save_pretrained(tmp_path / "odd")
@@ -148,7 +154,7 @@ def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> Non
 
 
 @kernels
-def test_biases_that_the_model_has_not_are_refused_when_weights_are_rounded(folder: str, tmp_path: Path) -> None:
+def test_biases_that_the_model_lacks_are_refused_when_quantising_at_load(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "more")
     tensors, name = load_file(tmp_path / "more" / "model.safetensors"), "model.layers.0.mlp.up_proj"
     for value in (0.0, 1.0):

@@ -1,5 +1,5 @@
-/* The tiles of AMX in plain C, as Intel's manual describes its instructions, for machines without them. To be included
- * before everything else, with __AMX_INT8__ and __AMX_BF16__ defined. */
+/* The tiles of AMX in plain C, as Intel's manual describes its instructions, for machines without them. Include it
+ * first, with __AMX_INT8__ and __AMX_BF16__ defined. */
 #pragma once
 
 #include <float.h>
@@ -41,7 +41,7 @@ static inline void emulate_bytes(int sums, int left, int right) {
         }
 }
 
-/* A bfloat16 number, or a sum; numbers too small to be normal count as 0. */
+/* A bfloat16 number, or a sum; subnormal numbers count as 0. */
 static inline float emulate_flush(float x) { return fabsf(x) < FLT_MIN ? copysignf(0, x) : x; }
 static inline float emulate_number(const uint8_t *from) {
     uint32_t bits = (uint32_t)(from[0] | from[1] << 8) << 16;
@@ -50,7 +50,7 @@ static inline float emulate_number(const uint8_t *from) {
     return emulate_flush(x);
 }
 
-/* Pairs of bfloat16 numbers: those of even and of odd number are summed apart, then both are added to what was there. */
+/* Pairs of bfloat16 numbers: products at even and odd places have a sum each; then both are added to the tile. */
 static inline void emulate_pairs(int sums, int left, int right) {
     for (int row = 0; row < emulated.rows[sums]; row++)
         for (int column = 0; column < emulated.bytes[sums] / 4; column++) {

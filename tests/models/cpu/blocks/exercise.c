@@ -1,5 +1,5 @@
-/* Calls every kernel on buffers of exactly the size it needs, for a build with sanitizers: ends with 0 if none complains.
- * Prints a checksum of every result, which all sets of instructions must agree on. */
+/* Calls every kernel on buffers of exactly the size it needs, for a build with sanitizers, and prints a checksum of every
+ * result, which must be the same with all instruction sets. Exits with 0 if all results are right. */
 #include "blocks.h"
 
 #include <stdio.h>
@@ -23,7 +23,7 @@ static float *numbers(int64_t count, float scale) {
     return made;
 }
 
-/* The part that rows pack into; they are freed. */
+/* Packs rows into a part, and frees them. */
 static struct block_part packed(int64_t format, uint8_t *rows, int64_t outputs, int64_t inputs) {
     int64_t panels = round_up(outputs, LANES) / LANES * panel_bytes(format, inputs);
     uint8_t *data = aligned_alloc(64, panels);
@@ -47,7 +47,7 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
     return packed(format, rows, outputs, inputs);
 }
 
-/* The same of a kind of grouped.c: codes of 4 bits, and numbers with small exponents. */
+/* A random part of a kind of grouped.c: codes of 4 bits, and numbers with small exponents. */
 static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outputs, int64_t inputs) {
     int64_t head = kind == INT4 ? 4 : 8, format = kind + KINDS * group;
     int64_t size = kind == INT4 || kind == INT4_MINIMA ? outputs * (inputs / group) * (head + group)
@@ -62,7 +62,7 @@ static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outpu
 
 static int wrong = 0;
 
-/* FNV-1a of some bytes, in a line of its own. */
+/* Prints the FNV-1a checksum of some bytes. */
 static void print_checksum(const char *of, int64_t format, int64_t planes, int64_t count, const void *data, int64_t size) {
     uint64_t sum = 14695981039346656037u;
     for (int64_t i = 0; i < size; i++) sum = (sum ^ ((const uint8_t *)data)[i]) * 1099511628211u;
@@ -91,8 +91,8 @@ static void exercise_rows(const struct block_part *part, int64_t inputs) {
     free(to);
 }
 
-/* Panels of rows that are read from a file, which begin at a byte that is no multiple of anything, are those of rows in
- * memory; a file that ends before them is noticed. */
+/* Panels of rows read from an unaligned place of a file equal those of rows in memory; a file that is too short is
+ * noticed. */
 static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
     const struct shape *of = &SHAPES[format];
     int64_t row = inputs / of->size * of->bytes, panel = panel_bytes(format, inputs);

@@ -1,5 +1,5 @@
-/* As exercise.c, for the kernels of bfloat16 weights: buffers of the exact size, and a checksum of every result, which
- * all sets of instructions but AVX-512 agree on. */
+/* As exercise.c, for the kernels of bfloat16 weights. The checksums are the same with all instruction sets that do not
+ * multiply bfloat16 numbers themselves. */
 #include "kernels.h"
 
 #include <math.h>
@@ -39,7 +39,7 @@ static uint16_t *halves(int64_t count, float scale) {
     return made;
 }
 
-/* FNV-1a of some numbers, in a line of its own. */
+/* Prints the FNV-1a checksum of some numbers. */
 static void print_checksum(const char *of, int64_t size, int64_t count, const uint16_t *data, int64_t numbers) {
     uint64_t sum = 14695981039346656037u;
     for (int64_t i = 0; i < numbers; i++) {
@@ -69,7 +69,7 @@ static struct linear compressed(int64_t outputs, int64_t inputs, const uint16_t 
     return (struct linear){TWELVE_BITS, inputs, outputs, data, tables, offsets, exceptions, bias};
 }
 
-/* In 4 or 8 bits, with small scales. */
+/* A layer in 4 or 8 bits, with small scales. */
 static struct linear quantised(int64_t bits, int64_t outputs, int64_t inputs, const uint16_t *bias) {
     int64_t head = bits == 4 ? 4 : 2, format = bits == 4 ? INT4 + KINDS * GROUP : Q8_0, groups = outputs * inputs / GROUP;
     int64_t size = (outputs + LANES - 1) / LANES * panel_bytes(format, inputs);

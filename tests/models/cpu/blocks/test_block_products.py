@@ -1,4 +1,4 @@
-"""The blocks of GGUF files: formats against the gguf package, products against float64, bits against all."""
+"""Blocks of GGUF files: weights equal those of the gguf package, products those of float64, and bits at all widths."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ def inputs_of(block: BlockFormat) -> int:
 @over_formats
 @settings(max_examples=12)
 @given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 40), scale=st.sampled_from([1e-7, 0.01, 900.0]))
-def test_weights_are_the_files_to_the_bit(block: BlockFormat, seed: int, rows: int, scale: float) -> None:
+def test_weights_equal_those_of_the_file_to_the_bit(block: BlockFormat, seed: int, rows: int, scale: float) -> None:
     raw = random_blocks(block, rows, inputs_of(block), seed, scale)
-    found = part_of(block, raw, inputs_of(block), LIBRARY).rows(torch.arange(rows))
-    assert torch.equal(found, dequantised(block, raw))
+    weights = part_of(block, raw, inputs_of(block), LIBRARY).rows(torch.arange(rows))
+    assert torch.equal(weights, dequantised(block, raw))
 
 
 @pytest.mark.pairwise
 @over_formats
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
 @pytest.mark.parametrize("half", [0.0, -0.0, 65504.0, -65504.0, 6e-8])
-def test_extreme_blocks_too(block: BlockFormat, byte: int, half: float) -> None:
+def test_weights_of_extreme_blocks_equal_those_of_the_file(block: BlockFormat, byte: int, half: float) -> None:
     raw = numpy.full((17, 2, block.bytes), byte, numpy.uint8)
-    at, count = HALVES[block.name]
-    raw[..., at : at + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
+    offset, count = HALVES[block.name]
+    raw[..., offset : offset + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
     flat = raw.reshape(17, -1)
-    found = part_of(block, flat, 2 * block.size, LIBRARY).rows(torch.arange(17))
-    assert torch.equal(found, dequantised(block, flat))
+    weights = part_of(block, flat, 2 * block.size, LIBRARY).rows(torch.arange(17))
+    assert torch.equal(weights, dequantised(block, flat))
 
 
 @over_formats
 def test_a_scale_of_the_neighbouring_block_is_noticed(block: BlockFormat) -> None:
     raw = random_blocks(block, 16, inputs_of(block), seed=1)
     wrong = raw.reshape(16, -1, block.bytes).copy()
-    at, count = HALVES[block.name]
-    wrong[:, :-1, at : at + 2 * count] = wrong[:, 1:, at : at + 2 * count]
-    found = part_of(block, wrong.reshape(16, -1), inputs_of(block), LIBRARY).rows(torch.arange(16))
-    assert not torch.allclose(found, dequantised(block, raw), rtol=0.05)
+    offset, count = HALVES[block.name]
+    wrong[:, :-1, offset : offset + 2 * count] = wrong[:, 1:, offset : offset + 2 * count]
+    weights = part_of(block, wrong.reshape(16, -1), inputs_of(block), LIBRARY).rows(torch.arange(16))
+    assert not torch.allclose(weights, dequantised(block, raw), rtol=0.05)
 
 
 def rounded(x: Tensor, largest: int) -> Tensor:
-    """Activations as the kernels see them, float64."""
+    """Activations as the kernels round them, float64."""
     groups = x.unflatten(-1, (-1, 32))
-    most = groups.abs().amax(-1, keepdim=True)
-    times = torch.where(most > 0, largest / most, torch.zeros_like(most))
-    return ((groups * times).round().double() * (most / largest).double()).flatten(-2)
+    magnitude = groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(magnitude > 0, largest / magnitude, torch.zeros_like(magnitude))
+    return ((groups * scale).round().double() * (magnitude / largest).double()).flatten(-2)
 
 
 @pytest.mark.each_value
@@ -83,7 +83,7 @@ def test_products_are_those_of_the_rounded_activations(block: BlockFormat, activ
     expected = rounded(x, largest) @ weight.T + bias.double()
     error = (linear(x).double() - expected).abs().max()
     assert error <= 1e-5 * expected.abs().max()
-    assert (x.double() @ weight.T + bias.double() - expected).abs().max() > error  # the rounding is seen
+    assert (x.double() @ weight.T + bias.double() - expected).abs().max() > error  # the rounding makes a difference
 
 
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
@@ -95,12 +95,12 @@ def test_a_bias_stays_where_the_kernels_read_it_when_the_model_changes_its_type(
     linear = linear if outputs == 48 else linear.first(outputs)
     assert torch.equal(linear(x), torch.full((1, outputs), 5.0))
     getattr(torch.nn.Sequential(linear), change)()
-    reused = [torch.full((48,), 3e29) for _ in range(100)]  # what the system has taken back is given to others
+    reused = [torch.full((48,), 3e29) for _ in range(100)]  # these would take over freed memory
     assert torch.equal(linear(x), torch.full((1, outputs), 5.0)) and len(reused) == 100
 
 
 def mixed(isa: str, activations: str) -> BlockLinear:
-    """All formats in one layer, and outputs that are no multiple of a panel."""
+    """A layer of all formats, whose outputs fill no whole number of panels."""
     raws = [random_blocks(block, 21 + i, 512, seed=i) for i, block in enumerate(FORMATS)]
     parts = [part_of(block, raw, 512, library_of(block_recipe(isa))) for block, raw in zip(FORMATS, raws, strict=True)]
     return BlockLinear(parts, None, activations)
@@ -121,44 +121,46 @@ def test_a_token_gets_the_same_bits_at_every_width(activations: str) -> None:
 
 @pytest.mark.parametrize(("activations", "largest"), [("int8", 127), ("int15", 16319)])
 @pytest.mark.parametrize("tokens", [9, 17])
-def test_tiles_and_panels_of_which_some_are_left_over(activations: str, largest: int, tokens: int) -> None:
-    """67 panels, taken 4 at a time (3 for one token), and 33, taken 2 at a time; the last is not full."""
+def test_panels_that_fill_no_whole_tile_give_the_same_products(activations: str, largest: int, tokens: int) -> None:
+    """67 panels, taken 4 at a time (3 for one token), and 33, taken 2 at a time; the last panel is not full."""
     sizes = {"Q8_0": 66 * 16 + 5, "Q4_K": 32 * 16 + 9}
     raws = {BY_NAME[name]: random_blocks(BY_NAME[name], rows, 1024, seed=rows) for name, rows in sizes.items()}
     linear = BlockLinear([part_of(block, raw, 1024, LIBRARY) for block, raw in raws.items()], None, activations)
     x = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(6))
     whole = linear(x)
     assert torch.equal(whole, torch.cat([linear(token) for token in x.split(1)]))
-    expected = rounded(x, largest) @ torch.cat([dequantised(*one) for one in raws.items()]).double().T
-    near = 1e-5 * expected.abs().max()
-    assert ((whole.double() - expected).abs() <= near).all()
-    assert ((whole.double() - expected.roll(16, 1)).abs() > near).any(0).all()  # a control: a panel too far
+    expected = rounded(x, largest) @ torch.cat([dequantised(*item) for item in raws.items()]).double().T
+    tolerance = 1e-5 * expected.abs().max()
+    assert ((whole.double() - expected).abs() <= tolerance).all()
+    assert (
+        ((whole.double() - expected.roll(16, 1)).abs() > tolerance).any(0).all()
+    )  # negative control: shifted by a panel
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_with_its_token(number: float) -> None:
+def test_nan_and_infinity_stay_within_their_token(number: float) -> None:
     linear, x = mixed(HERE[0], "int8"), TOKENS[:6].clone()
     x[2, 100] = number
-    found = linear(x)
-    assert found[2].isnan().all() and torch.equal(found[[0, 1, 3, 4, 5]], linear(TOKENS[:6])[[0, 1, 3, 4, 5]])
+    products = linear(x)
+    assert products[2].isnan().all() and torch.equal(products[[0, 1, 3, 4, 5]], linear(TOKENS[:6])[[0, 1, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("activations", ["int8", "int15"])
-def test_tiny_and_large_activations(activations: str) -> None:
+def test_tiny_and_large_activations_are_scaled_correctly(activations: str) -> None:
     linear = mixed(HERE[0], activations)
     whole = linear(TOKENS)
     assert torch.allclose(linear(TOKENS * 2.0**80) * 2.0**-80, whole, rtol=1e-6)
     assert not linear(TOKENS * 1e-38).isnan().any() and not linear(torch.zeros(2, 512)).any()
 
 
-@pytest.mark.slow  # the others are compiled first
+@pytest.mark.slow  # compiles kernels for all instruction sets
 @pytest.mark.parametrize("activations", ["int8", "int15"])
-def test_all_instructions_give_the_same_bits(activations: str) -> None:
+def test_all_instruction_sets_give_the_same_bits(activations: str) -> None:
     expected = mixed("plain", activations)(TOKENS[:13])
     assert all(torch.equal(mixed(isa, activations)(TOKENS[:13]), expected) for isa in HERE)
 
 
-def test_the_first_outputs_and_single_rows_of_an_output_layer() -> None:
+def test_first_and_rows_select_outputs_of_an_output_layer() -> None:
     raw = random_blocks(BY_NAME["Q6_K"], 100, 256, seed=5)
     linear = BlockLinear([part_of(BY_NAME["Q6_K"], raw, 256, LIBRARY)], torch.randn(100), "int8")
     x = torch.randn(3, 256)
@@ -170,7 +172,7 @@ def test_the_first_outputs_and_single_rows_of_an_output_layer() -> None:
         linear(x.double())
 
 
-def test_the_best_instructions_are_chosen_and_others_can_be_named() -> None:
+def test_the_best_instruction_set_is_chosen_unless_another_is_named() -> None:
     names = {isa: Processor("", frozenset(flags)) for isa, flags in NEEDED.items()}
     assert all(isas_of(names[isa], None)[0] == isa for isa in NEEDED if isa not in FORCED_ONLY)
     assert isas_of(names["avx2"], "plain")[0] == "plain"
@@ -182,5 +184,5 @@ def test_the_best_instructions_are_chosen_and_others_can_be_named() -> None:
         isas_of(names["avx2"], "mmx")
 
 
-def test_the_structs_are_those_of_the_compiler() -> None:
+def test_the_layout_of_structs_is_the_compilers() -> None:
     check_layout(LIBRARY)

@@ -1,4 +1,4 @@
-"""Panels of quantised checkpoints: weights against plain numpy, products against float64, bits against all."""
+"""Panels of quantised checkpoints: weights equal those of numpy, products those of float64, and bits at all widths."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def random_matrix(kind: str, outputs: int, inputs: int, group: int, seed: int, size: float = 0.01) -> GroupedMatrix:
-    """half: float16 scales and zero points; symmetric: without them; wide: scales that no float16 number is; minima:
-    floating point ones."""
+    """half: float16 scales, and zero points; symmetric: no zero points; wide: scales beyond float16; minima: those in
+    floating point."""
     generator = numpy.random.default_rng(seed)
     codes = generator.integers(0, 16, (outputs, inputs), dtype=numpy.uint8)
     groups = -(-inputs // group)
@@ -42,15 +42,15 @@ def random_matrix(kind: str, outputs: int, inputs: int, group: int, seed: int, s
 
 
 def expected(matrix: GroupedMatrix) -> Tensor:
-    """float64, one weight after the other."""
-    out = numpy.empty(matrix.codes.shape)
+    """The weights by their formula, one by one, float64."""
+    weights = numpy.empty(matrix.codes.shape)
     for o, row in enumerate(matrix.codes.tolist()):
         for i, code in enumerate(row):
             g = i // matrix.group
-            out[o, i] = (code - int(matrix.zeros[o, g])) * float(matrix.scales[o, g])
+            weights[o, i] = (code - int(matrix.zeros[o, g])) * float(matrix.scales[o, g])
             if matrix.minima is not None:
-                out[o, i] += float(matrix.minima[o, g])
-    return torch.from_numpy(out)
+                weights[o, i] += float(matrix.minima[o, g])
+    return torch.from_numpy(weights)
 
 
 def part_of(matrix: GroupedMatrix, library: object = LIBRARY) -> BlockPart:
@@ -70,16 +70,16 @@ def test_weights_are_exactly_those_of_the_formula(
     kind: str, seed: int, rows: int, form: tuple[int, int], size: float
 ) -> None:
     matrix = random_matrix(kind, rows, *form, seed, size)
-    found = part_of(matrix).rows(torch.arange(rows))
-    assert torch.equal(found, expected(matrix).float())
-    assert torch.equal(found, matrix.values())
+    weights = part_of(matrix).rows(torch.arange(rows))
+    assert torch.equal(weights, expected(matrix).float())
+    assert torch.equal(weights, matrix.values())
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", [0, 15])
 @pytest.mark.parametrize("scale", [0.0, 65504.0, -65504.0, 2.0**-24, 1.0])
-def test_extreme_groups_too(kind: str, code: int, scale: float) -> None:
+def test_weights_of_extreme_groups_are_those_of_the_formula(kind: str, code: int, scale: float) -> None:
     matrix = random_matrix(kind, 17, 64, 32, seed=1)
     matrix.codes.fill_(code)
     matrix.scales.fill_(scale)
@@ -91,19 +91,19 @@ def test_extreme_groups_too(kind: str, code: int, scale: float) -> None:
 @pytest.mark.parametrize("kind", ["half", "wide"])
 def test_a_zero_point_off_by_one_and_swapped_codes_are_noticed(kind: str) -> None:
     matrix = random_matrix(kind, 16, 128, 64, seed=2)
-    found = part_of(matrix).rows(torch.arange(16))
+    weights = part_of(matrix).rows(torch.arange(16))
     matrix.zeros[3, 1] ^= 1
-    assert (found != expected(matrix).float()).sum() == 64
+    assert (weights != expected(matrix).float()).sum() == 64
     matrix.zeros[3, 1] ^= 1
     swapped = matrix.codes.unflatten(1, (-1, 2)).flip(-1).flatten(1)
-    assert (part_of(GroupedMatrix(4, swapped, *vars_of(matrix))).rows(torch.arange(16)) != found).float().mean() > 0.5
+    assert (part_of(GroupedMatrix(4, swapped, *vars_of(matrix))).rows(torch.arange(16)) != weights).float().mean() > 0.5
 
 
 def vars_of(matrix: GroupedMatrix) -> tuple[Tensor, Tensor, Tensor | None, int]:
     return matrix.scales, matrix.zeros, matrix.minima, matrix.group
 
 
-def test_which_formats_are_chosen() -> None:
+def test_the_format_follows_the_kind_and_group_size() -> None:
     names = {
         (kind, group): random_matrix(kind, 16, 256, group, 3).in_blocks()[0].name
         for kind in KINDS
@@ -113,10 +113,10 @@ def test_which_formats_are_chosen() -> None:
     assert names["half", 32] == names["wide", 32] == names["minima", 32] == "int4 group 32"
     codes = {kind: random_matrix(kind, 16, 256, 128, 3).in_blocks()[0].code for kind in KINDS}
     assert codes["half"] == codes["symmetric"] != codes["wide"] == codes["minima"]
-    eight = GroupedMatrix(
+    eight_bits = GroupedMatrix(
         8, *(part for part in (torch.zeros(2, 64).byte(), torch.ones(2, 1), torch.full((2, 1), 128))), None, 64
     )
-    assert eight.in_blocks()[0].name == "Q8_0"
+    assert eight_bits.in_blocks()[0].name == "Q8_0"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_which_formats_are_chosen() -> None:
         ({"owners": torch.arange(64) % 2}, "act-order"),
     ],
 )
-def test_what_no_block_holds_exactly_is_refused(changes: dict[str, object], message: str) -> None:
+def test_matrices_that_no_block_holds_exactly_are_refused(changes: dict[str, object], message: str) -> None:
     common = {
         "bits": 4,
         "codes": torch.zeros(2, 64).byte(),
@@ -146,7 +146,7 @@ def numbers_part(dtype: torch.dtype, outputs: int, inputs: int, library: object 
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_matrices_in_floating_point_stay_as_they_are(dtype: torch.dtype) -> None:
+def test_floating_point_matrices_are_stored_exactly_and_multiplied_unrounded(dtype: torch.dtype) -> None:
     part, weight = numbers_part(dtype, 37, 96)
     assert torch.equal(part.rows(torch.arange(37)), weight)
     x = torch.randn(9, 96, generator=torch.Generator().manual_seed(2))
@@ -159,11 +159,11 @@ def test_matrices_in_floating_point_stay_as_they_are(dtype: torch.dtype) -> None
 
 
 def mixed(isa: str, activations: str) -> tuple[BlockLinear, Tensor]:
-    """All kinds in one layer, outputs that are no multiple of a panel; and its weights."""
+    """A layer of all kinds, whose outputs fill no whole number of panels, and its weights."""
     library = library_of(block_recipe(isa))
     matrices = [random_matrix(kind, 21 + i, 320, group, i) for i, kind in enumerate(KINDS) for group in (32, 160)]
     for matrix in matrices:
-        if float(matrix.scales.abs().max()) < 1e-6:  # as large as the others
+        if float(matrix.scales.abs().max()) < 1e-6:  # scaled to the size of the others
             matrix.scales.mul_(2.0**30)
             if matrix.minima is not None:
                 matrix.minima.mul_(2.0**30)
@@ -178,24 +178,26 @@ TOKENS = torch.randn(17, 320, generator=torch.Generator().manual_seed(3)) * 5
 
 
 @pytest.mark.parametrize(("activations", "largest"), [("int8", 127), ("int15", 16319)])
-def test_products_and_the_same_bits_at_every_width(activations: str, largest: int) -> None:
+def test_products_are_right_and_have_the_same_bits_at_every_width(activations: str, largest: int) -> None:
     linear, weight = mixed(HERE[0], activations)
     whole = linear(TOKENS)
     groups = TOKENS.unflatten(-1, (-1, 32))
-    most = groups.abs().amax(-1, keepdim=True)
-    seen = ((groups * (largest / most)).round().double() * (most / largest).double()).flatten(-2)
-    numbers = 3 * 19  # the outputs whose activations are not rounded
-    exact = torch.cat([seen @ weight[:-numbers].T, TOKENS.double() @ weight[-numbers:].T], -1)
+    magnitude = groups.abs().amax(-1, keepdim=True)
+    rounded = ((groups * (largest / magnitude)).round().double() * (magnitude / largest).double()).flatten(-2)
+    num_unrounded = 3 * 19  # the outputs whose activations are not rounded
+    exact = torch.cat([rounded @ weight[:-num_unrounded].T, TOKENS.double() @ weight[-num_unrounded:].T], -1)
     scale = exact.abs().amax(0)
     assert ((whole.double() - exact).abs() <= 2e-5 * scale).all()
-    assert ((TOKENS.double() @ weight.T - exact).abs() > 1e-5 * scale)[:, :-numbers].any()  # the rounding is seen
+    assert ((TOKENS.double() @ weight.T - exact).abs() > 1e-5 * scale)[
+        :, :-num_unrounded
+    ].any()  # the rounding makes a difference
     for width in range(1, 17):
         assert torch.equal(linear(TOKENS[:width]), whole[:width]), width
         assert torch.equal(linear(TOKENS[-width:]), whole[-width:]), width
 
 
-@pytest.mark.slow  # the others are compiled first
+@pytest.mark.slow  # compiles kernels for all instruction sets
 @pytest.mark.parametrize("activations", ["int8", "int15"])
-def test_all_instructions_give_the_same_bits(activations: str) -> None:
-    first = mixed("plain", activations)[0](TOKENS[:13])
-    assert all(torch.equal(mixed(isa, activations)[0](TOKENS[:13]), first) for isa in HERE)
+def test_all_instruction_sets_give_the_same_bits(activations: str) -> None:
+    expected_bits = mixed("plain", activations)[0](TOKENS[:13])
+    assert all(torch.equal(mixed(isa, activations)[0](TOKENS[:13]), expected_bits) for isa in HERE)

@@ -1,7 +1,6 @@
-"""All sets of instructions give the same bits, ARM's on an emulator; the drivers are C, so it needs no Python.
+"""All instruction sets give the same bits; ARM's run in an emulator, which is why the drivers are written in C.
 
-Of the kernels for bfloat16 weights that holds for those that widen numbers to float32: not for AMX and AVX-512 with
-bfloat16.
+Exceptions are the kernels for bfloat16 weights that multiply pairs of bfloat16 numbers: AMX, and AVX-512 with bfloat16.
 """
 
 from __future__ import annotations
@@ -34,38 +33,40 @@ CROSS, EMULATOR = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "-L", "/usr/a
 BLOCKS, BFLOAT16 = (block_recipe, "exercise.c", SOURCES / "blocks"), (bfloat16_recipe, "exercise_bfloat16.c", SOURCES)
 Kernels = tuple[Callable[[str], Recipe], str, Path]
 EMULATED = Path(__file__).with_name("emulated_tiles.h")
-OF_PAIRS = ("amx", "avx512bf16")  # multiply pairs of bfloat16 numbers
+OF_PAIRS = ("amx", "avx512bf16")  # these multiply pairs of bfloat16 numbers
 of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", "bfloat16"])
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
 
 def program(command: list[str], sources: tuple[Path, ...], *linked: str) -> Path:
-    """The compiled program, kept beside the kernels until a file of it or the way it is compiled changes."""
+    """The compiled program, kept beside the kernels until its files or its compiler's options change."""
     name = version(*command, *linked, recipe=Recipe("exercise", sources, ()))
-    made = cache_folder() / "kernels" / f"exercise-{name}"
-    if not made.is_file():
-        with TemporaryDirectory(dir=made.parent) as scratch:
+    program_file = cache_folder() / "kernels" / f"exercise-{name}"
+    if not program_file.is_file():
+        with TemporaryDirectory(dir=program_file.parent) as scratch:
             compiled = [str(file) for file in sources if file.suffix == ".c"]
             build = [*command, *compiled, *linked, "-o", f"{scratch}/exercise"]
             subprocess.run(build, check=True, capture_output=True, text=True)
-            os.replace(f"{scratch}/exercise", made)
-    return made
+            os.replace(f"{scratch}/exercise", program_file)
+    return program_file
 
 
-def printed(kernels: Kernels, isa: str) -> str:
+def checksums_of(kernels: Kernels, isa: str) -> str:
     """What the driver prints: a checksum of every result."""
     recipe_of, driver, headers = kernels
     is_arm = isa == "neon"
     compiler = CROSS if is_arm else "gcc"
     recipe = recipe_of(isa)
-    if is_arm:  # not compiled for other tests too: in less time
+    if is_arm:  # used by this test alone, so compile it fast
         recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
     (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
     library = built(cache_folder() / "kernels", {"CC": compiler}, recipe)
-    made = program([compiler, *recipe.flags, f"-I{headers}"], (Path(__file__).with_name(driver),), str(library), "-lm")
-    done = subprocess.run([*(EMULATOR if is_arm else ()), str(made)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-500:]
-    return done.stdout
+    program_file = program(
+        [compiler, *recipe.flags, f"-I{headers}"], (Path(__file__).with_name(driver),), str(library), "-lm"
+    )
+    finished = subprocess.run([*(EMULATOR if is_arm else ()), str(program_file)], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout[-200:] + finished.stderr[-500:]
+    return finished.stdout
 
 
 def files_of(recipe: Recipe, driver: str) -> tuple[Path, ...]:
@@ -76,7 +77,7 @@ def files_of(recipe: Recipe, driver: str) -> tuple[Path, ...]:
 
 @cache
 def specification(kernels: Kernels) -> str:
-    return printed(kernels, "plain")
+    return checksums_of(kernels, "plain")
 
 
 def others(names: tuple[str, ...]) -> list[str]:
@@ -87,52 +88,51 @@ def others(names: tuple[str, ...]) -> list[str]:
 def test_arm_gives_the_bits_of_plain_c(kernels: Kernels) -> None:
     if missing := [name for name in (CROSS, EMULATOR[0]) if shutil.which(name) is None]:
         pytest.skip(f"needs {missing[0]}")
-    assert printed(kernels, "neon") == specification(kernels)
+    assert checksums_of(kernels, "neon") == specification(kernels)
 
 
 @of_both
-def test_this_machines_instructions_do_too(kernels: Kernels) -> None:
+def test_this_machines_instruction_sets_give_the_bits_of_plain_c(kernels: Kernels) -> None:
     names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name not in OF_PAIRS)
     for isa in others(names):
-        assert printed(kernels, isa) == specification(kernels), isa
+        assert checksums_of(kernels, isa) == specification(kernels), isa
 
 
 @pytest.mark.parametrize("variant", OF_PAIRS)
-def test_other_roundings_would_be_noticed(variant: str) -> None:
-    """Those of products of pairs."""
+def test_kernels_that_round_differently_are_noticed(variant: str) -> None:
     if missing := set(VARIANTS[variant]) - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
-    assert printed(BFLOAT16, variant) != specification(BFLOAT16)
+    assert checksums_of(BFLOAT16, variant) != specification(BFLOAT16)
 
 
 @of_both
-def test_tiles_give_what_they_should(kernels: Kernels) -> None:
-    """The kernels for AMX over tiles in plain C, and over its own where there are any."""
+def test_kernels_for_tiles_give_the_same_bits_on_emulated_tiles(kernels: Kernels) -> None:
+    """Runs the kernels for AMX on emulated tiles and compares them with the processor's own tiles, if it has any."""
     recipe_of, driver, headers = kernels
     recipe = recipe_of("avx512" if kernels is BLOCKS else "avx512bf16")
     if missing := set(NEEDED["amx"]) - {*AMX} - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
     emulated = ["-include", str(EMULATED), "-D__AMX_INT8__", "-D__AMX_BF16__", f"-I{headers}"]
     flags = ["-O2", *(flag for flag in recipe.flags if flag not in ("-O3", "-fPIC"))]
-    made = program(["gcc", *flags, *emulated], (EMULATED, *files_of(recipe, driver)), *LIBRARIES)
-    found = subprocess.run([str(made)], capture_output=True, text=True, check=True).stdout
-    assert kernels is not BLOCKS or found == specification(kernels)
-    assert not {*AMX} <= processor().flags or found == printed(kernels, "amx")
+    program_file = program(["gcc", *flags, *emulated], (EMULATED, *files_of(recipe, driver)), *LIBRARIES)
+    checksums = subprocess.run([str(program_file)], capture_output=True, text=True, check=True).stdout
+    assert kernels is not BLOCKS or checksums == specification(kernels)
+    assert not {*AMX} <= processor().flags or checksums == checksums_of(kernels, "amx")
 
 
 @of_both
 def test_sanitizers_find_nothing(kernels: Kernels) -> None:
-    """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
+    """Runs the drivers, whose buffers have the exact size, with the address and undefined behaviour sanitizers."""
     recipe_of, driver, headers = kernels
     needed = NEEDED if kernels is BLOCKS else VARIANTS
     recipe = recipe_of(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
     flags = [flag for flag in recipe.flags if flag not in ("-O3", "-fPIC")]
     checked = ["-Og", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{headers}"]
     try:
-        made = program(["gcc", *flags, *checked], files_of(recipe, driver), *LIBRARIES)
+        program_file = program(["gcc", *flags, *checked], files_of(recipe, driver), *LIBRARIES)
     except subprocess.CalledProcessError as error:
         if "cannot find -lasan" in error.stderr or "libasan" in error.stderr:
             pytest.skip("the compiler has no sanitizers")
         raise AssertionError(error.stderr) from error
-    ran = subprocess.run([str(made)], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-200:] + ran.stderr
+    finished = subprocess.run([str(program_file)], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout[-200:] + finished.stderr
