@@ -86,7 +86,7 @@ def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     ],
     ids=repr,
 )
-def test_prompt_of_another_kind_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
+def test_prompt_of_the_wrong_type_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     refused("^prompt .*; allowed: a text, a list of token ids or a list of chat messages$", toy, prompt)
 
 
@@ -102,7 +102,7 @@ def test_prompt_that_fills_the_context_is_refused(bare: SpeculativeDecoder, leng
     refused(f"^prompt has {length} tokens; allowed: at most {CONTEXT - 1}$", bare, [1] * length)
 
 
-def test_max_tokens_may_fill_the_context_and_not_more(bare: SpeculativeDecoder) -> None:
+def test_max_tokens_may_fill_the_context_but_not_exceed_it(bare: SpeculativeDecoder) -> None:
     message = rf"^max_tokens=23; allowed: at most 22 after a prompt of 10 tokens \(the model's context is {CONTEXT}\)$"
     refused(message, bare, [1] * 10, SamplingParams(max_tokens=23))
     assert len(bare.generate([1] * 10, SamplingParams(max_tokens=22)).token_ids) == 22
@@ -114,7 +114,7 @@ def test_one_bad_prompt_refuses_the_batch_before_anything_is_decoded(bare: Specu
 
 
 @subcases("count", [0, 1, 3])
-def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, count: int) -> None:
+def test_a_list_of_params_must_match_the_number_of_prompts(toy: SpeculativeDecoder, count: int) -> None:
     refused(
         f"^params: {count} given for 2 prompts; allowed: one, or one per prompt$",
         toy,
@@ -124,7 +124,7 @@ def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, c
 
 
 @subcases("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
-def test_params_of_another_kind_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
+def test_params_of_the_wrong_type_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
     refused("^params: .*; allowed: SamplingParams, or keywords such as max_tokens=10$", toy, "a", params)
 
 
@@ -157,14 +157,14 @@ def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
 
 
 @subcases("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
-def test_model_that_is_none_is_refused_by_name(source: Any) -> None:
+def test_a_source_that_is_not_a_model_is_refused_by_name(source: Any) -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder(source)
     assert str(source) in str(refusal.value) and "allowed" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_both_models() -> None:
+def test_a_draft_model_whose_tokens_have_no_known_bytes_is_refused_naming_both_models() -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder("toy", tiny(), tokenizer=words(WORDS))
     message = str(refusal.value)
@@ -173,7 +173,7 @@ def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_b
     assert "\n" not in message
 
 
-def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() -> None:
+def test_a_draft_model_of_another_size_is_refused_without_tokenizers_to_compare() -> None:
     with pytest.raises(
         UsageError, match="draft_tokenizer is given, but there is no draft model; allowed: with a draft"
     ):
@@ -182,7 +182,7 @@ def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() 
         SpeculativeDecoder(tiny(), tiny(vocab=7))
 
 
-def test_draft_with_a_padded_head_and_the_same_tokenizer_is_taken() -> None:
+def test_a_draft_model_with_a_padded_head_and_the_same_tokenizer_is_allowed() -> None:
     decoder = SpeculativeDecoder(tiny(), tiny(vocab=8), tokenizer=words(WORDS))
     assert decoder.drafter_name == "hybrid"
     params = SamplingParams(max_tokens=6)
@@ -203,20 +203,20 @@ def test_differing_tokens_are_described_in_the_order_of_the_targets_ids() -> Non
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "draft_tokenizer"])
-def test_what_is_no_tokenizer_is_refused_at_once(name: str) -> None:
+def test_an_object_that_is_not_a_tokenizer_is_refused(name: str) -> None:
     model = fresh("llama")
     for value, shown in (("smollm2", "'smollm2'"), (model, "a LlamaForCausalLM"), (5, "5")):
         with pytest.raises(UsageError, match=f"^{name}={shown}; allowed: a Hugging Face tokenizer, such as Auto"):
             SpeculativeDecoder(model, model, reproducible=False, **{name: value})
 
 
-def test_a_processors_tokenizer_serves() -> None:
+def test_a_processor_is_allowed_as_a_tokenizer() -> None:
     processor = SimpleNamespace(tokenizer=tokenizer())
     decoder = SpeculativeDecoder(fresh("llama"), tokenizer=processor, reproducible=False)
     assert decoder.encode("ab", chat=False) == tokenizer()("ab")["input_ids"]
 
 
-def test_objects_that_are_no_models_are_refused_in_one_line() -> None:
+def test_objects_that_are_not_models_are_refused_in_one_line() -> None:
     for source in (tokenizer(), [fresh("llama")], fresh("llama").config):
         with pytest.raises(UsageError, match=r"^model .{1,60} is a \w+.*; allowed: a hub id, a folder, ") as refusal:
             SpeculativeDecoder(source)
@@ -236,7 +236,7 @@ class Doubled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_an_output_layer_of_ones_own_serves(fast: bool) -> None:
+def test_a_custom_output_layer_works(fast: bool) -> None:
     model = fresh("llama")
     model.lm_head = Doubled(model.lm_head)
     decoder = SpeculativeDecoder(model, model, fast=fast, reproducible=False)
@@ -255,7 +255,7 @@ class Proposes:
 
 
 @pytest.mark.parametrize("token", [-1, -5, 61, 10**12])
-def test_ids_that_the_target_does_not_have_are_drafts_like_others(token: int) -> None:
+def test_drafted_ids_outside_the_vocabulary_are_rejected_like_other_drafts(token: int) -> None:
     model, options = fresh("llama"), {"num_draft_tokens": 2, "reproducible": False}
     for acceptance in ("match", "rejection", "block"):
         decoder = SpeculativeDecoder(model, drafter=Proposes(token), acceptance=acceptance, **options)
@@ -280,13 +280,13 @@ def ids(text: str) -> list[int]:
     return LETTERS(text)["input_ids"]
 
 
-def test_public_names() -> None:
+def test_the_package_exports_its_public_names() -> None:
     names = "Chunk Draft Drafter Policy Result Round Row SamplingParams SlipstreamError SpeculativeDecoder Stats "
     assert set(slipstream.__all__) >= set((names + "UsageError Verdict __version__").split())
     assert all(hasattr(slipstream, name) for name in slipstream.__all__)
 
 
-def test_the_constructor_takes_what_the_design_says() -> None:
+def test_the_constructor_has_the_documented_parameters_and_defaults() -> None:
     signature = inspect.signature(SpeculativeDecoder.__init__)
     found = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
     keywords = {
@@ -314,7 +314,7 @@ def test_the_constructor_takes_what_the_design_says() -> None:
     ]
 
 
-def test_every_kind_of_prompt_stands_for_its_ids(decoder: SpeculativeDecoder) -> None:
+def test_text_chat_and_ids_of_one_prompt_give_the_same_tokens(decoder: SpeculativeDecoder) -> None:
     bare = decoder.generate(ids("hello"), PARAMS)
     assert bare.prompt_token_ids == ids("hello")
     assert decoder.generate("hello", PARAMS, chat=False).token_ids == bare.token_ids
@@ -335,7 +335,7 @@ def test_a_list_of_prompts_gives_a_list_of_results_in_order(decoder: Speculative
     assert [len(r.token_ids) for r in own] == [1, 2, 3]
 
 
-def test_a_template_is_used_only_where_there_is_one() -> None:
+def test_text_is_templated_only_if_the_tokenizer_has_a_template() -> None:
     untemplated = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(template=None))
     assert untemplated.generate("hello", PARAMS).prompt_token_ids == ids("hello")
     with pytest.raises(UsageError, match="no chat template"):
@@ -385,7 +385,7 @@ def test_loaded_models_and_ids_need_no_tokenizer() -> None:
         bare.generate(prompt, SamplingParams(bad_words=["x"]))
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_options_and_objects_that_are_not_models_are_refused() -> None:
     with pytest.raises(TypeError, match="gamma"):
         SpeculativeDecoder(shared("llama"), gamma=4)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="'gamma'; allowed: temperature"):
@@ -397,7 +397,7 @@ def test_unknown_names_are_refused() -> None:
     assert issubclass(UsageError, SlipstreamError) and issubclass(UsageError, ValueError)
 
 
-def test_the_result_reports_what_happened(decoder: SpeculativeDecoder) -> None:
+def test_a_result_reports_seed_rounds_text_and_losslessness(decoder: SpeculativeDecoder) -> None:
     result = decoder.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=12))
     assert result.seed == 3 and result.stats.lossless and len(result.token_ids) == 12
     assert sum(len(done.tokens) for done in result.rounds) == 12
@@ -406,7 +406,7 @@ def test_the_result_reports_what_happened(decoder: SpeculativeDecoder) -> None:
     assert not lossy.stats.lossless
 
 
-def test_a_drafter_object_is_used_as_it_is() -> None:
+def test_a_drafter_object_is_used_unchanged() -> None:
     class Fives:
         def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
             return Draft.from_lists([[5] * length for length in lengths], sampler.device)
@@ -450,7 +450,7 @@ def test_encode_and_decode_mirror_each_other(decoder: SpeculativeDecoder) -> Non
         SpeculativeDecoder(shared("llama")).decode([3])
 
 
-def test_help_tells_every_field() -> None:
+def test_help_documents_every_field() -> None:
     for cls, settings in ((SamplingParams, SamplingParams), (SpeculativeDecoder, DecoderConfig)):
         shown = " ".join(pydoc.plain(pydoc.render_doc(cls)).replace("|", " ").split())
         for item in fields(settings):

@@ -36,7 +36,7 @@ def measured(
 
 
 @pytest.mark.slow
-def test_every_baseline_says_what_plain_decoding_says(tmp_path: Path) -> None:
+def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))
     assert [run.error for run in runs if run.error] == []
@@ -62,7 +62,7 @@ def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> Non
     assert theirs.num_forwards == 2 * max(map(len, theirs.texts))
 
 
-def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
+def test_each_row_of_a_padded_batch_has_its_own_end(tmp_path: Path) -> None:
     decoder = pair()
     texts = [reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS]
     end = texts[0][4]
@@ -73,7 +73,7 @@ def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
     assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
 
 
-def test_arms_share_the_objects_they_can_share() -> None:
+def test_arms_share_models() -> None:
     decoder = pair()
     lineup = Lineup(decoder, parse_arms("none,none.plain,hf,hf-assisted"), PARAMS)
     baselines = lineup._baselines
@@ -83,7 +83,7 @@ def test_arms_share_the_objects_they_can_share() -> None:
 
 
 @pytest.mark.slow
-def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Path) -> None:
+def test_baselines_of_a_packed_model_use_an_unpacked_copy(tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     decoder = SpeculativeDecoder(str(tmp_path / "model"), reproducible=False, fast=True)
@@ -96,7 +96,7 @@ def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Pat
     assert {v for run in runs for v in run.verdicts} <= {"reference", "identical", "tie"}
 
 
-def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
     drafted: list[int] = []
@@ -134,7 +134,7 @@ def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     assert not model._forward_pre_hooks
 
 
-def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
+def test_a_call_does_not_change_the_assistants_generation_config() -> None:
     assistant = fresh("llama")
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
     assistant.generation_config.num_assistant_tokens = 2
@@ -150,7 +150,7 @@ def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
     assert assistant.generation_config is before
 
 
-def test_defaults_of_the_model_do_not_come_in() -> None:
+def test_baselines_ignore_the_models_generation_defaults() -> None:
     model = fresh("llama")
     expected = reference(model, [5, 6, 7, 5, 6, 7], 16)
     model.generation_config.repetition_penalty = 3.0
@@ -164,7 +164,7 @@ def test_defaults_of_the_model_do_not_come_in() -> None:
 
 
 @pytest.mark.slow
-def test_sampled_baselines_are_seeded_and_not_compared(tmp_path: Path) -> None:
+def test_sampled_baselines_are_seeded_but_not_compared(tmp_path: Path) -> None:
     params = replace(PARAMS, temperature=1.0, seed=4)
     lineup = Lineup(pair(), parse_arms("none,hf,hf-assisted,hf-lookup"), params)
     runs = measured(tmp_path, lineup, params, repeats=2)

@@ -48,7 +48,7 @@ def go_on(folder: Path, delay: float | None = None) -> None:
     list(runs)
 
 
-def test_a_kill_loses_nothing_finished(tmp_path: Path) -> None:
+def test_a_killed_benchmark_keeps_every_finished_run(tmp_path: Path) -> None:
     rng, kept = random.Random(7), b""
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         for _ in range(5):

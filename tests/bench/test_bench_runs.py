@@ -73,7 +73,7 @@ def spied(folder: Path, arms: str, repeats: int = 2) -> tuple[Spy, Runner]:
     return spy, Runner(spy, plan(chosen, PROMPTS[:2], [1], repeats), folder)
 
 
-def test_each_run_is_in_its_turn_warm_and_from_an_empty_memory(tmp_path: Path) -> None:
+def test_runs_take_turns_after_a_warm_up_and_each_starts_from_an_empty_cache(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     runs = list(runner.run([]))
     names, ids = ("none", "ngram"), ("birds/1", "fish/1")
@@ -84,7 +84,7 @@ def test_each_run_is_in_its_turn_warm_and_from_an_empty_memory(tmp_path: Path) -
     assert spy.events == [*first, *later]
 
 
-def test_the_memory_of_an_earlier_run_is_not_used(tmp_path: Path) -> None:
+def test_a_run_does_not_use_the_cache_of_an_earlier_one(tmp_path: Path) -> None:
     runs = measured(tmp_path, toy(), "none,ngram", repeats=2)
     decoder = toy()
     fed = []
@@ -96,7 +96,7 @@ def test_the_memory_of_an_earlier_run_is_not_used(tmp_path: Path) -> None:
     assert fed[0] == fed[1] > 0
 
 
-def test_a_failed_arm_is_an_error_line_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_arm_is_an_error_line_and_the_others_continue(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram", repeats=1)
     spy.broken["ngram"] = RuntimeError("out of memory\nin a long trace")
     runs = list(runner.run([]))
@@ -118,16 +118,14 @@ def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Pat
 
 
 @pytest.mark.parametrize("arms,batch", [("ngram,model@4", 1), ("none,ngram", 3)])
-def test_a_reference_is_made_where_the_arm_none_does_not_decode_a_prompt_alone(
-    tmp_path: Path, arms: str, batch: int
-) -> None:
+def test_a_reference_is_decoded_if_no_plain_arm_of_batch_size_1_does(tmp_path: Path, arms: str, batch: int) -> None:
     runs = measured(tmp_path, toy(), arms, batches=[batch])
     assert {run.arm for run in runs} == set(arms.split(","))
     assert {v for run in runs for v in run.verdicts} == {"identical"}
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
+def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -> None:
     params = replace(GREEDY, temperature=0.9 if sampled else 0.0, seed=1)
     decoder = toy().using(acceptance=load_wrong_rule("first-mismatch-kept"))
     runs = measured(tmp_path, decoder, "model@4", params)
@@ -136,7 +134,7 @@ def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
     assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
 
 
-def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tmp_path: Path) -> None:
+def test_sampled_texts_are_compared_only_under_the_match_rule(tmp_path: Path) -> None:
     arms = "none,ngram,model@4,model@4/block,model@4/rejection,ngram/rejection,none~0.5"
     runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
     found = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
@@ -148,7 +146,7 @@ def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tm
 
 
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
-def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> None:
+def test_only_drafters_that_declare_sampling_have_draft_probabilities(name: str) -> None:
     """Under rules other than `match`: such drafts are then accepted as one-hot."""
     options: dict[str, Any] = {"drafter": name, "num_draft_tokens": 3}
     bridged = drafters.traits(name).other_vocabulary
@@ -165,7 +163,7 @@ def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> No
     assert seen and any(seen) == decoder.traits.samples
 
 
-def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:
+def test_a_planted_difference_under_sampling_is_caught(tmp_path: Path) -> None:
     class Forger(Lineup):
         def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Any:
             output = super().generate(arm, prompts, params)
@@ -180,7 +178,7 @@ def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:
     assert verdicts(runs, "ngram") == ["different"] * 3
 
 
-def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     whole = []
     for run in runner.run([]):
@@ -204,14 +202,14 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
         ("hf-lookup", replace(GREEDY, presence_penalty=1.0), "arm 'hf-lookup' with presence_penalty=1.0"),
     ],
 )
-def test_arms_that_cannot_be_are_refused_before_anything_runs(arms: str, params: SamplingParams, message: str) -> None:
+def test_impossible_arms_are_refused_before_anything_runs(arms: str, params: SamplingParams, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Lineup(toy(), parse_arms(arms), params)
     with pytest.raises(UsageError, match="needs a draft model"):
         Lineup(SpeculativeDecoder("toy"), parse_arms("none,model"), GREEDY)
 
 
-def test_a_run_with_a_failed_arm_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_with_a_failed_arm_resumes_where_it_stopped(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     spy.broken["ngram"] = RuntimeError("out of memory")
     made = runner.run([])

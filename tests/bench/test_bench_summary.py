@@ -24,7 +24,7 @@ def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]
 
 
 @pytest.mark.parametrize(("repeats", "jitter"), mostly_slow([(1, 0.0), (3, 0.05)], (1, 0.0)))
-def test_intervals_cover_the_truth_as_often_as_they_say(repeats: int, jitter: float) -> None:
+def test_intervals_cover_the_truth_in_95_percent_of_experiments(repeats: int, jitter: float) -> None:
     tokens, covered, widths = [10] * GROUPS, 0, []
     for seed in range(EXPERIMENTS):
         own, base = experiment(seed, repeats, jitter)
@@ -37,19 +37,19 @@ def test_intervals_cover_the_truth_as_often_as_they_say(repeats: int, jitter: fl
     assert np.mean(widths) == pytest.approx(2 * 1.96 * SPREAD / GROUPS**0.5, rel=0.12)
 
 
-def test_intervals_are_the_same_every_time() -> None:
+def test_intervals_are_deterministic() -> None:
     own, base = experiment(0, 3, 0.1)
     assert speed_up([5] * GROUPS, own, [5] * GROUPS, base) == speed_up([5] * GROUPS, own, [5] * GROUPS, base)
 
 
-def test_values_come_from_medians_over_repeats() -> None:
+def test_values_are_computed_from_medians_over_repeats() -> None:
     found = speed([10, 30], [[1.0, 2.0, 90.0], [3.0, 2.0, 90.0]])
     assert found.value == 40 / (2.0 + 3.0)
     ratio = speed_up([10, 30], [[1.0, 9.0, 2.0], [1.0]], [10, 20], [[8.0, 0.1, 9.0], [2.0]])
     assert ratio.value == pytest.approx(((8.0 / 2.0) * (30 / 20 * 2.0)) ** 0.5)
 
 
-def test_what_slows_both_arms_does_not_widen_the_ratio() -> None:
+def test_slow_prompts_do_not_widen_the_interval_of_a_ratio() -> None:
     slow = [[1.0, 5.0, 2.0], [3.0, 1.0, 8.0]]
     ratio = speed_up([4, 4], slow, [4, 4], [[2 * s for s in row] for row in slow])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
@@ -84,7 +84,7 @@ def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
     assert values == {"a": pytest.approx(2.0), "b": pytest.approx(0.5)}
 
 
-def test_a_failed_run_leaves_no_number_but_those_of_other_families() -> None:
+def test_a_failed_run_removes_the_numbers_of_its_family_only() -> None:
     broken = run("hf", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     runs = [run("none", "a/1", 1.0), broken, run("none", "b/1", 1.0), run("hf", "b/1", 2.0)]
     none, baseline = summarise(runs, "none")
@@ -93,13 +93,13 @@ def test_a_failed_run_leaves_no_number_but_those_of_other_families() -> None:
     assert list(baseline.families) == ["b"] and baseline.verdicts["identical"] == 1
 
 
-def test_without_the_references_times_there_is_no_ratio() -> None:
+def test_there_is_no_ratio_if_the_reference_failed() -> None:
     broken = run("none", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     ngram = summarise([broken, run("ngram", "a/1", 1.0)], "none")[1]
     assert ngram.speed is not None and ngram.speed.speed_up is None and ngram.speed.tokens_per_second.value == 10
 
 
-def test_of_several_repeats_the_worst_verdict_counts() -> None:
+def test_the_worst_verdict_of_several_repeats_counts() -> None:
     good, bad = stats(2, 1, Seconds(total=1.0)), stats(2, 1, Seconds(total=1.0), lossless=False)
     verdicts = ["identical", "different", "tie"]
     runs = [run("ngram", "a/1", 1.0, i, verdicts=[v], stats=good) for i, v in enumerate(verdicts)]
@@ -118,7 +118,7 @@ def test_time_is_split_into_shares_of_the_measured_seconds() -> None:
     )
 
 
-def test_overhead_of_a_round_leaves_prompts_out() -> None:
+def test_overhead_of_a_round_excludes_prompts() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
     (one,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
     assert one.round_overhead == pytest.approx(0.5 / 6) == one.to_dict()["round_overhead"]
@@ -126,7 +126,7 @@ def test_overhead_of_a_round_leaves_prompts_out() -> None:
     assert baseline.round_overhead is None
 
 
-def test_statistics_add_up() -> None:
+def test_statistics_of_several_runs_add_up() -> None:
     parts = Seconds(total=1.0)
     one, two = stats(4, 2, parts), stats(2, 2, parts)
     total = total_stats([one, two])

@@ -44,7 +44,7 @@ def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
-def test_texts_are_prompts_too() -> None:
+def test_compare_accepts_plain_texts_as_prompts() -> None:
     params = SamplingParams(max_tokens=6)
     named, texts = (list(slipstream.compare(pair(), given, params)) for given in (PROMPTS, [p.prompt for p in PROMPTS]))
     for one, other in zip(named, texts, strict=True):
@@ -65,14 +65,14 @@ def test_texts_are_prompts_too() -> None:
         ("stop", ["a"]),
     ],
 )
-def test_options_that_hugging_face_would_not_apply_are_refused_by_name(name: str, value: Any) -> None:
+def test_options_that_hugging_face_does_not_apply_are_refused_by_name(name: str, value: Any) -> None:
     params = SamplingParams(max_tokens=8, **{name: value})
     with pytest.raises(UsageError, match=f"arm 'hf generate' with {name}"):
         next(compare(pair(), PROMPTS, params, with_hf=True))
     assert next(compare(pair(), PROMPTS, params)).runs.keys() == {PLAIN, SPECULATIVE}
 
 
-def test_sampled_text_of_a_rule_that_does_not_couple_draws_is_not_called_different() -> None:
+def test_sampled_text_is_compared_only_under_the_match_rule() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     for rule, compared in (("rejection", False), ("match", True)):
         counts = summarise(list(compare(pair(acceptance=rule), PROMPTS, params)))["arms"][SPECULATIVE]
@@ -107,7 +107,7 @@ def timed(plain: tuple[float, ...], fast: tuple[float, ...]) -> Comparison:
     return Comparison(NamedPrompt("A"), runs)
 
 
-def test_a_speed_up_has_the_interval_of_its_repeats() -> None:
+def test_the_interval_of_a_speed_up_comes_from_its_repeats() -> None:
     measured = speed_up([timed((2.0, 2.2, 1.8), (1.0, 1.1, 0.9))], SPECULATIVE)
     assert measured.value == pytest.approx(2.0) and measured.low == pytest.approx(2.0) == measured.high
     measured = speed_up([timed((1.0, 1.0, 1.0), (0.9, 1.1, 1.0))], SPECULATIVE)
@@ -120,7 +120,7 @@ def test_a_speed_up_has_the_interval_of_its_repeats() -> None:
     assert alone.value == pytest.approx(2.0) and alone.low is None and not within_noise(alone)
 
 
-def test_two_equal_arms_are_called_different_as_rarely_as_promised() -> None:
+def test_two_equal_arms_are_called_different_in_5_percent_of_runs() -> None:
     """5 of 100 intervals of 95 % may miss the truth; three repeats, and noise as large as half the time."""
     rng, runs = np.random.default_rng(0), 2000
     missed = 0
@@ -131,5 +131,5 @@ def test_two_equal_arms_are_called_different_as_rarely_as_promised() -> None:
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)])
-def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+def test_student_quantiles_equal_published_tables(freedom: int, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, abs=0.012)

@@ -91,7 +91,7 @@ def baseline(name: str, ends: tuple[int, ...] = ()) -> tuple[LlamaBaseline, Made
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-lookup@1", "llama-lookup@4", "llama-lookup"])
-def test_the_text_is_the_models_own_choice_whatever_is_drafted(name: str) -> None:
+def test_the_text_is_the_models_choice_whatever_is_drafted(name: str) -> None:
     made, model = baseline(name)
     (text,), parts = made.generate([PROMPT], [SamplingParams(max_tokens=40)])
     assert text == expected(PROMPT, 40)
@@ -103,7 +103,7 @@ def test_the_text_is_the_models_own_choice_whatever_is_drafted(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-lookup@4"])
-def test_texts_end_where_ours_do(name: str) -> None:
+def test_texts_of_llama_cpp_end_where_ours_do(name: str) -> None:
     text = expected(PROMPT, 12)
     (ended, short), _ = baseline(name, (text[7],))[0].generate([PROMPT, PROMPT], [SamplingParams(max_tokens=40)] * 2)
     assert ended == short == text[: text.index(text[7]) + 1]
@@ -138,7 +138,9 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: bool) -> li
     return list(Runner(lineup, plan(lineup.arms, prompts, [1, 2], 1), folder).run([]))
 
 
-def test_its_texts_are_compared_and_its_prompts_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_llama_cpp_are_compared_and_its_prompts_timed_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=False)
     assert not any(run.error for run in runs)
     theirs = [run for run in runs if run.arm != "none"]
@@ -152,14 +154,16 @@ def test_its_texts_are_compared_and_its_prompts_counted_apart(tmp_path: Path, mo
     assert read_records(tmp_path)[1] == runs
 
 
-def test_other_texts_are_told_and_are_no_failure_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_texts_of_llama_cpp_are_reported_but_not_counted_as_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=True)
     found = summarise(runs, "none")
     assert {one.verdicts["different"] for one in found if one.arm.startswith("llama")} == {2}
     assert wrong_texts(found) == [] and not any(run.error for run in runs)
 
 
-def test_names_of_the_arms() -> None:
+def test_names_of_llama_arms_are_parsed_and_labelled() -> None:
     arms = parse_arms("none,llama,llama-lookup,llama-lookup@2")
     assert [arm.num_draft_tokens for arm in arms] == [None, None, 7, 2] and reference_of(arms, "llama") == "llama"
     assert [runs_in_batches(arm) for arm in arms] == [True, False, False, False]
@@ -170,7 +174,7 @@ def test_names_of_the_arms() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 0.8), ("repetition_penalty", 1.2), ("stop", ["a"])])
-def test_options_that_it_does_not_apply_are_refused(field: str, value: Any) -> None:
+def test_options_that_llama_arms_do_not_apply_are_refused(field: str, value: Any) -> None:
     params: dict[str, Any] = {field: value}
     with pytest.raises(
         UsageError, match=rf"arm 'llama', which is greedy, with {field}=.*; allowed: ignore_eos, max_tok"
@@ -178,7 +182,7 @@ def test_options_that_it_does_not_apply_are_refused(field: str, value: Any) -> N
         Lineup(SpeculativeDecoder("toy"), parse_arms("none,llama"), SamplingParams(**params))
 
 
-def test_it_needs_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_arms_need_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms, file = parse_arms("none,llama-lookup"), tmp_path / "a.gguf"
     with pytest.raises(UsageError, match=r"^arm 'llama-lookup' needs a \.gguf file; target 'toy' is none$"):
         require_llama(arms, "toy")
@@ -195,6 +199,8 @@ def test_it_needs_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytes
     require_llama(parse_arms("none,hf"), "toy")
 
 
-def test_the_command_says_so_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_refuses_a_llama_arm_for_the_toy_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _, said = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
     assert code == 2 and said.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"

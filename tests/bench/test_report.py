@@ -91,7 +91,7 @@ def test_a_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
     assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.75)
 
 
-def test_a_ratio_without_anything_below_is_none_and_one_prompt_has_no_interval() -> None:
+def test_a_ratio_over_zero_is_none_and_one_prompt_has_no_interval() -> None:
     assert total_ratio([1, 2], [0, 0]) is None and total_ratio([], []) is None
     single = total_ratio([3], [4])
     assert single is not None and (single.value, single.low, single.high) == (0.75, None, None)
@@ -107,7 +107,7 @@ def test_acceptance_counts_tokens_over_all_runs() -> None:
 # charts
 
 
-def test_every_kind_of_chart_comes_out_of_runs_and_says_its_units(folder: Path) -> None:
+def test_every_kind_of_chart_is_drawn_and_names_its_units(folder: Path) -> None:
     found = charts(load(folder))
     kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
     assert {c.name for c in found} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
@@ -119,7 +119,7 @@ def test_every_kind_of_chart_comes_out_of_runs_and_says_its_units(folder: Path) 
         assert any(p.low is not None for p in points)
 
 
-def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
+def test_charts_by_draft_length_begin_with_plain_decoding(folder: Path) -> None:
     chart = next(c for c in charts(load(folder)) if c.name == "speed_by_draft_length_batch_1")
     assert {line.name: [p.x for p in line.points] for line in chart.lines} == {
         "ngram": [0, 2],
@@ -128,14 +128,14 @@ def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
     }
 
 
-def test_of_many_arms_the_fastest_of_each_kind_is_shown() -> None:
+def test_only_the_fastest_of_each_kind_is_shown_if_there_are_many_arms() -> None:
     runs = [run for n in range(1, 9) for run in timed(f"ngram@{n}", [1.0 + abs(n - 5)])] + timed("none", [2.0])
     summaries = summarise_by_temperature(runs, "none")
     assert [one.arm for one in selected(summaries)] == ["ngram@5", "none"]
     assert len(selected(summaries[:6])) == 6
 
 
-def test_plots_are_files_that_open_and_come_out_the_same_twice(folder: Path, tmp_path: Path) -> None:
+def test_plots_are_valid_files_and_deterministic(folder: Path, tmp_path: Path) -> None:
     found = charts(load(folder))[:2]
     files = plots.save(found, tmp_path / "a")
     assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in found for ending in ("png", "svg")]
@@ -149,7 +149,7 @@ def test_plots_are_files_that_open_and_come_out_the_same_twice(folder: Path, tmp
         plots.save(found, files[0])
 
 
-def test_inline_charts_share_a_page() -> None:
+def test_inline_charts_on_one_page_share_no_ids() -> None:
     lines = (Line("a", (Point(0, 1, 0.9, 1.1), Point(1, 2)), 0), Line("costs $5 & <more>", (Point(0, 1),), 1))
     one, two = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
     ids = re.findall(r'\bid="([^"]+)"', one)
@@ -185,7 +185,7 @@ def test_lengths_are_whole_numbers_and_only_measured_neighbours_are_joined(lengt
         assert axes.get_legend_handles_labels()[1] == ["a"]
 
 
-def test_charts_of_one_kind_are_equally_high_on_the_page(page: str) -> None:
+def test_charts_of_one_batch_size_have_the_same_size(page: str) -> None:
     boxes = [re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', part) for part in page.split('<div class="plots">')[1:]]
     assert len(boxes) == 2 and all(len(set(block)) == 1 and len(block) > 1 for block in boxes)
 
@@ -217,7 +217,7 @@ def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_promp
     assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # of two prompts and of one
 
 
-def test_every_number_of_the_headline_stands_in_a_table() -> None:
+def test_every_number_of_the_headline_is_in_a_table() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("auto", [1.0, 1.1]), ("hf", [4.0, 8.0]))
     page = render(data, [], None)
     rows = {row[0]: row for row in Reader(page).tables[0]}
@@ -227,7 +227,7 @@ def test_every_number_of_the_headline_stands_in_a_table() -> None:
     assert "Batch size 1, 2 prompts" in page
 
 
-def test_advice_is_chosen_among_all_arms_and_says_what_is_not_certain() -> None:
+def test_advice_considers_every_arm_and_says_if_it_is_uncertain() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.6]))
     (found,) = advice(data)
     assert found.sentence.startswith("Batch size 1: use auto, ") and found.flags == "--drafter auto"
@@ -276,7 +276,7 @@ def test_a_missing_matplotlib_is_one_line_with_the_command(folder: Path, monkeyp
 # samples
 
 
-def test_recorded_rounds_show_what_the_loop_had_made(folder: Path) -> None:
+def test_rounds_restored_from_records_give_the_text_of_the_run(folder: Path) -> None:
     _, runs = read_records(folder)
     for run in (run for run in runs if run.rounds):
         for row, text in enumerate(run.texts):
@@ -288,7 +288,7 @@ def test_recorded_rounds_show_what_the_loop_had_made(folder: Path) -> None:
             assert "".join(piece.text for piece in found) == ToyTokenizer().decode(text)
 
 
-def test_samples_take_every_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
+def test_samples_show_each_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
     _, runs = read_records(folder)
     found = sampled_texts(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
     assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in found.values()] == [
@@ -297,7 +297,7 @@ def test_samples_take_every_prompt_once_and_only_runs_that_drafted(folder: Path)
     assert sampled_texts([run for run in runs if run.arm == "none"], ["none"], 2) == {}
 
 
-def test_a_sample_marks_accepted_and_rejected_tokens_and_says_its_parity(folder: Path) -> None:
+def test_a_sample_marks_accepted_and_rejected_tokens_and_shows_its_verdict(folder: Path) -> None:
     _, runs = read_records(folder)
     run = next(run for run in runs if run.arm == "model@3" and run.stats["num_rejected_rounds"])
     shown = sample(run, 0, ToyTokenizer())
@@ -308,7 +308,7 @@ def test_a_sample_marks_accepted_and_rejected_tokens_and_says_its_parity(folder:
 # the page
 
 
-def test_the_page_needs_nothing_else(page: str) -> None:
+def test_the_report_loads_nothing_from_elsewhere(page: str) -> None:
     reader = Reader(page)
     assert all(load.split("=", 1)[1].startswith("#") for load in reader.loads)
     assert not {"script", "img", "link", "iframe", "object"} & set(reader.tags)
@@ -316,12 +316,12 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
 
 
-def test_whatever_the_runs_hold_is_escaped(page: str) -> None:
+def test_names_and_texts_of_the_runs_are_escaped(page: str) -> None:
     assert "<script" not in page and "alert(" in page and "<b>fish" not in page
     assert "&lt;script&gt;" in page
 
 
-def test_every_speed_stands_beside_its_parity(page: str) -> None:
+def test_every_speed_stands_beside_the_verdict_on_its_texts(page: str) -> None:
     overall = Reader(page).tables[0]
     assert overall[0][:5] == ["arm", "tokens per second", "speed-up", "over", "texts"]
     rows = {row[0]: row for row in overall[1:]}
@@ -334,11 +334,11 @@ def test_every_speed_stands_beside_its_parity(page: str) -> None:
     assert all(cell.endswith("; 2 of 2") for row in families[1:5] for cell in row[1:])
 
 
-def test_lossy_arms_are_named_as_such(page: str) -> None:
+def test_lossy_arms_are_marked_as_lossy(page: str) -> None:
     assert "model, 3 tokens, topk:2 rule is lossy: its text is not the target&#39;s own." in page
 
 
-def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) -> None:
+def test_the_report_lists_settings_versions_and_the_machine(page: str, folder: Path) -> None:
     header, _ = read_records(folder)
     for name in ("target", "arms", "sampling", "longest answer", "prompts", "processor", "cores", "PyTorch", "GPU"):
         assert f"<dt>{name}</dt>" in page
@@ -347,7 +347,7 @@ def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) ->
     assert not re.search(r">(null|None|true|false|\{|\[)", page[page.index("<h2>Settings") :])
 
 
-def test_settings_that_are_not_the_defaults_are_told(folder: Path) -> None:
+def test_the_report_lists_settings_that_differ_from_the_defaults(folder: Path) -> None:
     header, _ = read_records(folder)
     changed = {
         "config": header.settings["config"] | {"fast": False},
@@ -359,7 +359,7 @@ def test_settings_that_are_not_the_defaults_are_told(folder: Path) -> None:
     assert all(describe(name) for name in (*BASELINES, "auto@chain", "model@4x2/match.plain", "auto.predicted"))
 
 
-def test_the_prompt_stands_beside_its_answer_and_the_command_can_be_repeated(tmp_path: Path) -> None:
+def test_the_report_shows_prompts_beside_answers_and_the_command(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     data = load(folder)
     page = render(
@@ -382,7 +382,7 @@ def test_the_command_is_kept_without_the_folder_of_its_results(monkeypatch: pyte
         assert command_line() == "slipstream bench --arms none,hf --prompt-file 'a b'"
 
 
-def test_a_chart_has_three_points_or_more() -> None:
+def test_charts_with_fewer_than_three_points_are_left_out() -> None:
     runs = timed("none", [2.0], drafted=0) + timed("ngram@7", [1.0])
     data = Data(
         Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "ngram@7": "none"}
@@ -405,7 +405,7 @@ def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> Non
     ]
 
 
-def test_wrong_texts_are_the_first_thing_said(tmp_path: Path) -> None:
+def test_the_report_warns_about_wrong_texts(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     data = load(folder)
     assert 'class="bad"' not in render(data, [], None)
@@ -431,7 +431,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, content: str | None, m
         write_report(tmp_path)
 
 
-def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
+def test_arms_that_tune_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
     """`tune` names in its header the arms of its screening only."""
     header, runs = read_records(folder)
     start(tmp_path, replace(header, settings=header.settings | {"arms": ["none", "ngram@2"]}))
@@ -442,7 +442,7 @@ def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_
     assert label("model@3") in write_report(tmp_path, ToyTokenizer()).read_text()
 
 
-def test_the_command_writes_the_report_without_loading_weights(capsys, monkeypatch, folder: Path) -> None:
+def test_report_loads_no_weights(capsys, monkeypatch, folder: Path) -> None:
     assert any(one.callback is report_command for one in app.registered_commands)
     monkeypatch.setattr(report, "charts", lambda data: [])  # drawn and tested above
     for arguments, in_ids in (((), False), (("--ids",), True)):

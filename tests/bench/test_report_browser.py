@@ -98,7 +98,7 @@ def measured(page: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
 
 
 @pytest.mark.parametrize("width", [NARROW, PHONE, WIDE])
-def test_the_report_is_filled_drawn_and_fits(measured, width: int) -> None:
+def test_the_report_has_no_empty_cells_draws_its_charts_and_fits_the_window(measured, width: int) -> None:
     found = measured(width)
     assert found["window"] == width and found["page"] <= width and found["outside"] == 0
     assert found["rows"] >= 15 and found["empty"] == 0
@@ -109,20 +109,20 @@ def test_the_report_is_filled_drawn_and_fits(measured, width: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_schemes(measured, scheme: str) -> None:
+def test_text_is_readable_in_both_colour_schemes(measured, scheme: str) -> None:
     found = measured(PHONE, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
     assert (found["paper"] > 0.5) == (scheme == "light")
     assert found["contrast"] >= 4.5  # WCAG 2.2, 1.4.3
     assert found["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
 
 
-def test_the_probe_sees_a_page_that_is_too_wide(measured) -> None:
+def test_the_browser_probe_notices_a_page_that_is_too_wide(measured) -> None:
     found = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
     assert found["page"] > PHONE
 
 
 @pytest.mark.parametrize("width", [PHONE, WIDE])
-def test_a_picture_of_the_page_can_be_taken(page: Path, tmp_path: Path, width: int) -> None:
+def test_a_screenshot_of_the_report_can_be_taken(page: Path, tmp_path: Path, width: int) -> None:
     picture = tmp_path / "page.png"
     browse(page, tmp_path, f"--window-size={width},900", f"--screenshot={picture}")
     content = picture.read_bytes()

@@ -26,7 +26,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
-def test_every_figure_is_that_of_the_summary(folder: Path) -> None:
+def test_figures_of_the_table_equal_those_of_the_summary(folder: Path) -> None:
     text = markdown(load(folder))
     found = {row[0]: row[1:] for row in rows(text)}
     model = next(one for one in load(folder).summaries if (one.arm, one.batch) == ("model@3", 1))
@@ -42,7 +42,7 @@ def test_every_figure_is_that_of_the_summary(folder: Path) -> None:
     assert found["tokens per forward"][2] == f"{model.stats.block_efficiency:.2f}"
 
 
-def test_settings_machine_and_versions_are_said(folder: Path) -> None:
+def test_the_text_names_settings_machine_and_versions(folder: Path) -> None:
     header, _ = read_records(folder)
     text = markdown(load(folder))
     assert "toy with toy:2 as draft model, dtype auto, greedy, up to 24 tokens, 4 prompts, 2 repeats" in text
@@ -51,7 +51,7 @@ def test_settings_machine_and_versions_are_said(folder: Path) -> None:
     assert text.count("| geometric mean |") == 2 and "\n\n| batch size 2 |" in text
 
 
-def test_another_reference_is_computed_and_not_divided(folder: Path) -> None:
+def test_ratios_to_another_reference_are_recomputed_from_the_runs(folder: Path) -> None:
     data = load(folder)
     other = against(data, "model@3")
     assert other.summaries == summarise(data.runs, "model@3")
@@ -84,7 +84,9 @@ def test_a_failed_arm_has_no_figure(tmp_path: Path) -> None:
         (("--reference", "none"), 2, "--reference none without --markdown"),
     ],
 )
-def test_the_command_prints_it_and_writes_nothing(capsys, monkeypatch, folder: Path, arguments, code, message) -> None:
+def test_report_markdown_prints_the_table_and_writes_nothing(
+    capsys, monkeypatch, folder: Path, arguments, code, message
+) -> None:
     monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
     with pytest.raises(SystemExit) as done:
         cli.main()

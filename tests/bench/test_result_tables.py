@@ -66,7 +66,7 @@ def test_no_word_and_no_figure_is_broken(name: str, width: int) -> None:
     assert "".join(lines).count("…") == 0
 
 
-def test_a_broken_word_would_be_noticed() -> None:
+def test_a_table_laid_out_by_rich_breaks_words() -> None:
     """The check above fails for a table as rich lays it out by itself."""
     from rich.table import Table as RichTable
 
@@ -79,7 +79,7 @@ def test_a_broken_word_would_be_noticed() -> None:
     assert not found <= pieces(overall())
 
 
-def test_the_table_keeps_what_it_can(subtests: pytest.Subtests) -> None:
+def test_a_narrow_table_drops_optional_columns_before_intervals(subtests: pytest.Subtests) -> None:
     small = Table("", ("arm", "tok/s", "alpha"), [["none", Cell("650.5", "612.3", "930.6"), "1%"]], optional=["alpha"])
     below = " 612.3-930.6"
     for width, header, interval in ((60, "alpha", "650.5  612.3-930.6"), (24, "alpha", below), (17, "", below)):
@@ -89,12 +89,12 @@ def test_the_table_keeps_what_it_can(subtests: pytest.Subtests) -> None:
     assert printed(small, 10)[0].strip() == "none"  # a list of entries, where not even this fits
 
 
-def test_every_figure_of_a_row_is_listed_where_columns_do_not_fit() -> None:
+def test_figures_are_listed_if_columns_do_not_fit() -> None:
     text = "\n".join(printed(families(), NARROW))
     assert text.count("12.52x") == len(ARMS) * len(FAMILIES) and text.count("hf-assisted-tuned@4") >= len(FAMILIES)
 
 
-def test_positions_stand_on_lines_of_their_own() -> None:
+def test_accepted_shares_are_listed_by_position_on_a_line_per_arm() -> None:
     text = accepted_by_position([("none", []), ("ngram@3", [0.5, 0.25])]).plain
     assert (
         text.splitlines()[:2] == ["accepted at draft position 1, 2, ...", "  ngram@3: 50% 25%"] and "none" not in text

@@ -84,7 +84,7 @@ def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> Non
     assert [one.lost for one in advice.others] == ["drafts too rarely accepted"]
 
 
-def test_what_never_pays_is_not_advised_and_the_reason_is_what_it_costs() -> None:
+def test_drafters_that_do_not_pay_are_not_advised_and_the_reason_is_named() -> None:
     dear, rare = timed("model@4", scaled(1.4), draft=0.6), timed("ngram@3", scaled(1.3), draft=0.02)
     advice = advise(1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *dear, *rare])
     assert advice.best is None and advice.expected is None
@@ -98,12 +98,12 @@ def test_what_never_pays_is_not_advised_and_the_reason_is_what_it_costs() -> Non
     ("factor", "noise", "lost"),
     [(0.99, 0.0, "gains less than 2%"), (1.0, 0.3, "no difference beyond the noise"), (0.9, 0.6, "beyond the noise")],
 )
-def test_a_gain_that_is_small_or_within_the_noise_is_no_reason_to_speculate(factor, noise, lost: str) -> None:
+def test_a_gain_that_is_small_or_within_the_noise_is_not_advised(factor, noise, lost: str) -> None:
     advice = advise(1, entries("suffix@4"), [*timed("none", PLAIN), *timed("suffix@4", scaled(factor, noise))])
     assert advice.best is None and advice.others[0].lost.endswith(lost)
 
 
-def test_a_large_gain_whose_interval_reaches_1_is_no_reason_either() -> None:
+def test_a_large_gain_whose_interval_reaches_1_is_not_advised() -> None:
     uneven = [time / ratio for time, ratio in zip(PLAIN, [6.0, 0.8, 0.9, 0.9, 1.0, 0.9, 0.8, 1.1], strict=True)]
     advice = advise(1, entries("suffix@4"), [*timed("none", PLAIN), *timed("suffix@4", uneven)])
     (one,) = advice.others
@@ -115,7 +115,7 @@ def test_a_large_gain_whose_interval_reaches_1_is_no_reason_either() -> None:
     )
 
 
-def test_of_equals_the_simpler_wins_and_the_other_lost_by_nothing() -> None:
+def test_the_simpler_of_two_equal_drafters_wins() -> None:
     same = scaled(0.6, 0.05)
     advice = advise(
         1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *timed("model@4", same), *timed("ngram@3", same)]
@@ -124,7 +124,7 @@ def test_of_equals_the_simpler_wins_and_the_other_lost_by_nothing() -> None:
     assert [one.lost for one in advice.others] == ["no difference beyond the noise"]
 
 
-def test_the_advised_figure_is_less_than_the_measured_one_where_luck_chose() -> None:
+def test_the_advised_speed_up_is_corrected_for_choosing_the_luckiest() -> None:
     names = [f"ngram@{n}" for n in range(1, 6)]
     noisy = [made for n, name in enumerate(names) for made in timed(name, scaled(0.6, 0.2, n))]
     advice = advise(1, entries(*names), [*timed("none", PLAIN), *noisy])
@@ -133,7 +133,7 @@ def test_the_advised_figure_is_less_than_the_measured_one_where_luck_chose() -> 
     assert advice.expected.value == pytest.approx(advice.best.measured.value * np.exp(-advice.optimism))
 
 
-def test_the_correction_takes_off_most_of_what_choosing_the_best_adds() -> None:
+def test_the_correction_removes_most_of_the_bias_of_choosing_the_best() -> None:
     rng, raw, corrected = np.random.default_rng(1), [], []
     for _ in range(100):
         logs = rng.normal(0, 0.3, 16) + rng.normal(0, 0.15, (4, 16))  # four arms that are equally good: 0 is right
@@ -145,7 +145,7 @@ def test_the_correction_takes_off_most_of_what_choosing_the_best_adds() -> None:
     assert optimism(np.array([[1.0, 0.0], [0.0, 0.5]])) == pytest.approx((0.5 + 0.25) / 4, abs=0.01)
 
 
-def test_logs_of_speed_ups_pair_the_prompts_and_fall_back_to_repeats() -> None:
+def test_log_speed_ups_are_paired_by_prompt_or_else_by_repeat() -> None:
     runs = [*timed("none", [1.0, 4.0]), *timed("a", [0.5, 1.0]), *timed("b", [1.0])]
     assert np.exp(log_speed_ups(runs, ["a"], "none")).tolist() == [pytest.approx([2.0, 4.0])]
     assert np.exp(log_speed_ups(runs, ["a", "b"], "none")).tolist() == [
@@ -154,7 +154,7 @@ def test_logs_of_speed_ups_pair_the_prompts_and_fall_back_to_repeats() -> None:
     ]
 
 
-def test_an_arm_whose_text_differs_or_that_broke_is_never_advised() -> None:
+def test_an_arm_that_failed_or_whose_text_differs_is_never_advised() -> None:
     wrong = timed("model@4", scaled(0.3), verdict="different")
     broken = [replace(one, error="RuntimeError: no memory", texts=[], verdicts=[]) for one in timed("ngram@3", PLAIN)]
     runs = [*timed("none", PLAIN), *wrong, *broken, *timed("suffix@4", scaled(0.8))]
@@ -187,13 +187,13 @@ def costs(step: float) -> Costs:
         (5.0, 0.02, 1, "drafts too rarely accepted"),
     ],
 )
-def test_stage_one_takes_the_best_predicted_length_and_says_what_it_leaves_out(step, alpha, length, out) -> None:
+def test_screening_takes_the_best_predicted_length_and_says_why_a_drafter_is_out(step, alpha, length, out) -> None:
     entry = Screened(Candidate("model", draft="d"), Acceptance.by_position([alpha] * 8), costs(step)).entry(1, 8)
     assert entry.candidate == Candidate("model", length, "d") and entry.out == out
     assert entry.predicted is not None and (entry.predicted < 0.8) == (out is not None)
 
 
-def test_what_cannot_be_predicted_is_measured_all_the_same() -> None:
+def test_drafters_without_a_prediction_are_still_measured() -> None:
     known = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
     unknown, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
     assert [one.candidate.setting for one in shortlist([known, unknown], [], 1, 8)] == ["suffix@7", "ngram@7", "auto"]
@@ -231,7 +231,7 @@ def arms_of(*names: str) -> list[Arm]:
     return [parse_arm(name) for name in names]
 
 
-def test_the_beaten_leave_and_it_ends_when_the_best_is_known_well_enough() -> None:
+def test_the_search_drops_beaten_arms_and_ends_once_the_best_is_known() -> None:
     meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, left=500)
     runs = search(meter, arms_of("none", "ngram@3", "model@4", "suffix@4"), GROUPS, 1, 1e9)
     lineups = [names for names, _, _ in meter.asked]
@@ -241,7 +241,7 @@ def test_the_beaten_leave_and_it_ends_when_the_best_is_known_well_enough() -> No
     assert meter.asked[8][2] == 2 and len(runs) == sum(map(len, lineups))
 
 
-def test_it_ends_when_only_plain_decoding_is_left_or_the_time_is_over() -> None:
+def test_the_search_ends_when_only_plain_decoding_or_no_time_is_left() -> None:
     meter = Scripted({"none": 1.0, "ngram@3": 1.5}, left=500)
     search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)
     assert len(meter.asked) == FIRST_RUNG
@@ -249,14 +249,14 @@ def test_it_ends_when_only_plain_decoding_is_left_or_the_time_is_over() -> None:
     assert len(search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)) == 60 and len(meter.asked) == 30
 
 
-def test_noise_beats_nobody_and_settles_nothing() -> None:
+def test_differences_within_the_noise_drop_no_arm_and_end_no_search() -> None:
     runs = [*timed("none", PLAIN), *timed("a", scaled(0.95, 0.3, 1)), *timed("b", scaled(0.9, 0.3, 2))]
     assert survivors(runs, ["none", "a", "b"]) == ["none", "a", "b"] and not settled(runs, ["none", "a", "b"])
     clear = [*timed("none", PLAIN), *timed("a", scaled(0.5)), *timed("b", scaled(0.8, 0.05))]
     assert survivors(clear, ["none", "a", "b"]) == ["none", "a"] and settled(clear, ["none", "a"])
 
 
-def test_every_family_comes_early() -> None:
+def test_the_first_groups_cover_every_family() -> None:
     named = [Group((prompt,)) for prompt in name_prompts(builtin_prompts())]
     first = [group.family for group in in_turn(named)[:8]]
     assert len(set(first)) == 8 and sorted(g.ids[0] for g in in_turn(named)) == sorted(g.ids[0] for g in named)

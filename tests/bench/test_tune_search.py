@@ -31,7 +31,7 @@ def tuned(
     return tune(space, meter, prompts, [1, 2], longest), budget, space
 
 
-def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
+def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
     names = {
         one.name: one.candidate
@@ -47,7 +47,7 @@ def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
         SearchSpace(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+def test_screened_candidates_have_predictions_and_measured_costs(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1)
     assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
     assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
@@ -61,9 +61,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert all((one.predicted is None) == (one.candidate.length is None) for one in every)
 
 
-def test_costs_are_those_of_chains_which_are_all_that_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_measured_for_chains_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = list[int | str]()
 
     def noted(decoder: SpeculativeDecoder, *given: Any, **options: Any) -> Any:
@@ -75,9 +73,7 @@ def test_costs_are_those_of_chains_which_are_all_that_is_predicted(
     assert set(lengths) == {"chain"}
 
 
-def test_ragged_forwards_are_timed_with_the_first_drafter_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_costs_of_the_first_drafter_are_used_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = list[Costs]()
 
     def with_ragged(*given: Any, **options: Any) -> Costs:
@@ -107,7 +103,7 @@ def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: floa
         tuned(tmp_path, seconds, tick=0.004)
 
 
-def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_unit_that_exceeds_the_budget_is_not_begun(tmp_path: Path) -> None:
     params, prompts = SamplingParams(max_tokens=4, seed=0), name_prompts(PROMPTS)
     space = SearchSpace(SpeculativeDecoder("toy"), [], params)
     start(tmp_path, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))

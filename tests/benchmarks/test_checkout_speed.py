@@ -27,7 +27,7 @@ def checkout_speed() -> Any:
     return module
 
 
-def test_every_measurement_is_compared_with_its_own_kind(checkout_speed: Any) -> None:
+def test_measurements_are_compared_by_arm_prompt_batch_and_repeat(checkout_speed: Any) -> None:
     def runs(*seconds: float) -> dict[Any, Any]:
         keys = [("none", "one", 1, 0), ("auto", "one", 1, 0), ("none", "two", 1, 0)]
         return {key: checkout_speed.Measured(taken, [[1]]) for key, taken in zip(keys, seconds, strict=False)}
@@ -49,7 +49,7 @@ def test_an_arm_that_became_too_slow_is_an_error(
     assert ended.value.code == code
 
 
-def test_each_checkout_runs_the_plan_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_each_checkout_runs_the_plan_in_its_own_process(tmp_path: Path) -> None:
     plan, found = tmp_path / "plan.json", tmp_path / "found.json"
     plan.write_text(json.dumps({"target": "toy", "arms": ["none", "ngram@4"], "limit": 1, "max_tokens": 4}))
     options = ["--plan", plan, "--turns", "1", "--least", "1000", "--json", found]

@@ -16,7 +16,7 @@ SMALL = Cluster(speed=100.0, start=0.0, block=0.0, noticed=15.0, between_deaths=
 BLOCKS = [[10, 20, 30, 40]] * 60
 
 
-def test_without_costs_the_job_takes_its_tokens_over_all_speeds() -> None:
+def test_without_overhead_a_job_takes_its_tokens_divided_by_the_total_speed() -> None:
     assert Simulation(SMALL, 1, BLOCKS).run().seconds == pytest.approx(60.0)
     assert Simulation(SMALL, 4, BLOCKS).run().seconds == pytest.approx(15.0, rel=0.05)
     late = Simulation(replace(SMALL, start=20.0), 4, BLOCKS).run().seconds
@@ -27,7 +27,7 @@ def test_a_block_does_not_end_before_its_longest_request() -> None:
     assert Simulation(SMALL, 1, [[1, 1, 1, 100]]).run().seconds == pytest.approx(4.0)
 
 
-def test_the_driver_is_the_limit_of_many_nodes() -> None:
+def test_the_driver_limits_the_speed_of_many_nodes() -> None:
     slow = replace(SMALL, block=0.5)
     for nodes in (2, 10, 50):
         done = Simulation(slow, nodes, BLOCKS).run()
@@ -35,7 +35,7 @@ def test_the_driver_is_the_limit_of_many_nodes() -> None:
     assert done.seconds == pytest.approx(30.0, rel=0.1)  # 50 nodes, and no faster than the driver
 
 
-def test_nothing_is_lost_where_nodes_die() -> None:
+def test_no_token_is_lost_when_nodes_die() -> None:
     frail = replace(SMALL, between_deaths=40.0, start=5.0)
     done = Simulation(frail, 4, BLOCKS, seed=1).run()
     whole = Simulation(replace(SMALL, start=5.0), 4, BLOCKS).run()

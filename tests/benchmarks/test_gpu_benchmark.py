@@ -16,7 +16,7 @@ from tests.support.command_line import run_main
 pytestmark = pytest.mark.slow
 
 
-def test_the_benchmark_runs_on_tiny_models(
+def test_the_gpu_benchmark_runs_on_tiny_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, out = logging.getLogger("slipstream"), tmp_path / "result.json"
@@ -48,7 +48,7 @@ def test_the_benchmark_runs_on_tiny_models(
     assert again.splitlines()[-1] == printed.splitlines()[-1] and "tokens/s" not in again  # nothing is measured twice
 
 
-def test_a_failed_arm_of_the_benchmark_is_a_line_and_not_a_number() -> None:
+def test_a_failed_arm_of_the_gpu_benchmark_is_reported_without_a_number() -> None:
     def broken(_: int) -> list[list[int]]:
         raise RuntimeError("no memory\nat all")
 

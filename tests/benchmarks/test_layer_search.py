@@ -33,7 +33,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("layers", [(0, 1), (1, 3), (0, 1, 2, 3)])
-def test_the_search_counts_what_drafts_from_the_targets_memory_would_get_right(
+def test_the_search_counts_the_accepted_drafts_of_every_choice_of_layers(
     search: Any, llama: Any, layers: tuple[int, ...]
 ) -> None:
     texts, depth, length = [prompts((n,), seed=n)[0] for n in (9, 17)], 3, 12
@@ -51,7 +51,7 @@ def test_the_search_counts_what_drafts_from_the_targets_memory_would_get_right(
     assert (found.agreement == 1) == (len(layers) == 4) and found.agreement >= found.accepted[-1]
 
 
-def test_layers_are_left_out_one_by_one_the_least_missed_first(search: Any) -> None:
+def test_layers_are_removed_one_by_one_the_least_useful_first(search: Any) -> None:
     class Truth:
         def judge(self, layers: Sequence[int]) -> Any:
             worth = sum((0.1, 0.4, 0.2, 0.3)[i] for i in layers)
@@ -63,7 +63,7 @@ def test_layers_are_left_out_one_by_one_the_least_missed_first(search: Any) -> N
     assert search.spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
 
 
-def test_the_prediction_is_slipstreams_own(search: Any) -> None:
+def test_the_search_predicts_speed_ups_as_slipstream_does(search: Any) -> None:
     costs = Costs({1: {1: 10.0, 2: 11.0, 3: 12.0}}, {1: {1: 1.0, 2: 1.0, 3: 1.0}}, {1: 0.0}, {1: 0.0})
     prices = search.Prices(costs, one=0.1, count=4)
     best = prices.value(search.Candidate((0, 2), 0.7, (0.8, 0.7)))

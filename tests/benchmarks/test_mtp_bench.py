@@ -21,7 +21,7 @@ def layers_are_read_as_ever_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)
 
 
-def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_arm_is_measured_with_the_right_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     mtp.main(layers=2, json_file=out, **SMALL)
     seconds = json.loads(out.read_text())["seconds_per_token"]
@@ -29,7 +29,7 @@ def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 of 2" in capsys.readouterr().out
 
 
-def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_text_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write = mtp.write_model
     monkeypatch.setattr(mtp, "write_model", lambda *of: write(*of)[::-1])
     with pytest.raises(SystemExit) as end:

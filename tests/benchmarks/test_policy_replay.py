@@ -64,7 +64,7 @@ def seconds(
 @pytest.mark.each_value
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("step", [1.0, 5.0, 15.0])
-def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
+def test_auto_lengths_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
     records, table = texts(accepted), costs(step=step)
     fixed = [seconds(records, table, "model", n) for n in range(STEPS + 1)]
     assert seconds(records, table, "model", None) < 1.08 * min(fixed)
@@ -72,14 +72,14 @@ def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step:
 
 @pytest.mark.parametrize("batch", [4])
 @pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
-def test_and_in_batches(accepted: float, batch: int) -> None:
+def test_auto_lengths_come_near_the_best_fixed_length_in_batches(accepted: float, batch: int) -> None:
     records, table = texts(accepted), costs(column=0.3)
     fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
     assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
 
 
 @pytest.mark.parametrize("drafter", ["suffix:outputs=0", "ngram", "ngram_table", "model"])
-def test_random_tokens_cost_next_to_nothing(drafter: str) -> None:
+def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
     rng = random.Random(1)
     records = texts(0.0, count=6)
     for record in records:
@@ -103,7 +103,7 @@ def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
 
 
 @pytest.mark.parametrize("column", [1.0, 4.0])
-def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None:
+def test_auto_lengths_adapt_when_a_text_begins_and_ends_a_quotation(column: float) -> None:
     rng = random.Random(2)
     prompt, prose = ([rng.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
@@ -128,7 +128,7 @@ def test_a_recording_is_replayed_with_every_setting(
     assert code == 0 and "batch 1, 6 texts" in out and out.count("1.00") >= 3
 
 
-def test_what_is_measured_can_be_off() -> None:
+def test_measured_costs_can_be_given_an_error() -> None:
     table = costs()
     assert replay.cost_model_of(table).measured == table.target[1]
     off = [taken / table.target[1][width] for width, taken in replay.cost_model_of(table, 0.1).measured.items()]
@@ -136,7 +136,7 @@ def test_what_is_measured_can_be_off() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
-def test_what_is_no_recording_is_refused_in_one_line(
+def test_a_file_that_is_not_a_recording_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     file = tmp_path / "file.jsonl"

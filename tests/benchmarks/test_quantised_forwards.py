@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_measured_as_int15_and_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0", "ffn_down": "Q6_K"})
     out = tmp_path / "out.json"
@@ -35,7 +35,7 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
 
 
-def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_quantised_at_load_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -45,9 +45,7 @@ def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
 
 
-def test_the_weights_of_a_draft_model_stand_beside_those_quantised_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantised_draft_model_is_measured_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -62,12 +60,12 @@ def test_the_weights_of_a_draft_model_stand_beside_those_quantised_at_load(
         quantised_forwards.main("a.gguf", draft_dtype="int4")
 
 
-def test_other_models_are_refused() -> None:
+def test_models_that_are_not_files_are_refused() -> None:
     with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file, or a folder"):
         quantised_forwards.main("smollm2")
 
 
-def test_llama_cpp_is_compared_by_its_distance_alone(tmp_path: Path) -> None:
+def test_llama_cpp_is_compared_only_by_its_kl_divergence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="llama_cpp without kl; allowed: both"):
         quantised_forwards.main(str(tmp_path / "tiny.gguf"), llama_cpp=True)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})

@@ -38,7 +38,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_costs_are_printed_whole_and_in_parts(benchmark: Any, prompts: str, tmp_path: Path) -> None:
+def test_costs_are_printed_in_total_and_by_part(benchmark: Any, prompts: str, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     small = ("--max-tokens", "6", "--repeats", "2", "--calibrations", "2", "--json", str(file))
     out = run(benchmark("reproducible_cost"), "toy", prompts, "--draft", "toy:2", *small)
@@ -52,7 +52,7 @@ def test_costs_are_printed_whole_and_in_parts(benchmark: Any, prompts: str, tmp_
     assert out.count(" by prompt); a round ") == out.count(", reading the prompt ") == 3
 
 
-def test_ratios_are_of_medians_and_costs_their_geometric_mean(benchmark: Any) -> None:
+def test_ratios_compare_medians_and_costs_are_their_geometric_mean(benchmark: Any) -> None:
     module = benchmark("reproducible_cost")
     kept = [module.Parts(2.0, 3.0, 9.0), module.Parts(2.0, 3.0, 1.1), module.Parts(8.0, 3.0, 1.1)]
     ratio = module.Parts.ratio(kept, [module.Parts(1.0, 2.0, 1.0)] * 3)

@@ -28,7 +28,7 @@ def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
     assert all(one.times == sorted(one.times) and one.begun < one.times[0] for one in answers)
 
 
-def test_a_whole_answer_comes_at_once() -> None:
+def test_a_whole_answer_has_a_single_time() -> None:
     with running_server() as server:
         load = run_load(server.url, "toy", ["A heron", "The wren"], Load(2), FIELDS | {"stream": False})
         answers = asyncio.run(load)
@@ -53,7 +53,7 @@ async def _answers_with(told: bytes, *, stream: bool = True) -> Answer:
         return (await run_load(f"http://{host}:{port}", "m", ["A heron"], Load(1), FIELDS | {"stream": stream}))[0]
 
 
-def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noticed() -> None:
+def test_an_answer_in_pieces_is_joined_and_a_broken_one_is_an_error() -> None:
     events = [b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n' % word for word in (b"The ", b"wren")]
     chunks = [b"%x\r\n%s\r\n" % (len(event), event) for event in events]
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -66,7 +66,7 @@ def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noti
         asyncio.run(_answers_with(b'HTTP/1.1 200 OK\r\n\r\n{"choices": ', stream=False))
 
 
-def test_figures_are_those_of_the_times() -> None:
+def test_figures_are_computed_from_the_times_of_answers() -> None:
     answers = [Answer("a", 0.0, "x", [1.0, 1.5, 2.0], 5), Answer("b", 1.0, "x", [1.5, 4.0], 5)]
     found = figures(answers)
     assert found["tokens"] == 10 and found["seconds"] == 4.0 and found["tokens_per_second"] == 2.5
@@ -74,7 +74,7 @@ def test_figures_are_those_of_the_times() -> None:
     assert found["per_token_ms_p50"] == pytest.approx((250 + 625) / 2)
 
 
-def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_noticed() -> None:
+def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_caught() -> None:
     options = argparse.Namespace(requests=60, seed=3, at_once=8, longest=60)
     with running_server() as server:
         found = server_soak.measure(server.url, options)

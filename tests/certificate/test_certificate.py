@@ -54,7 +54,7 @@ def test_no_wrong_rule_is_certified(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["topk:5", "typical"])
-def test_lossy_rules_do_not_keep_the_distribution(rule: str) -> None:
+def test_lossy_rules_fail_the_distribution_test(rule: str) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", acceptance=rule)
     assert not decoder.lossless
     target = Target.of(decoder, decoder.encode("The heron was", chat=False))
@@ -70,7 +70,7 @@ BLIND: dict[str, tuple[type[BatchProcessor], Callable[..., None]]] = {
 
 
 @pytest.mark.parametrize("name", BLIND)
-def test_an_option_that_does_not_see_the_draft_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_ignores_the_draft_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=6)
     texts = TextChecks(decoder, PROMPTS, max_tokens=40, budget=0.0)
     assert texts.option(name).outcome == "pass"
@@ -79,13 +79,13 @@ def test_an_option_that_does_not_see_the_draft_is_found_out(name: str, monkeypat
     assert texts.option(name).outcome == "FAIL"
 
 
-def test_a_blind_test_of_distributions_is_reported_as_having_no_power() -> None:
+def test_a_distribution_test_without_drafts_is_reported_as_powerless() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     failed = [check.name for check in checks(decoder) if check.failed]
     assert failed == ["power: first-mismatch-kept is caught", "power: bonus-from-raw-logits is caught"]
 
 
-def test_a_test_that_misses_the_subtle_error_has_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypatch: pytest.MonkeyPatch) -> None:
     # options that change nothing: a bonus token from the raw logits is then right, and cannot be told from the others
     params = replace(sampled_frequencies.PARAMS, top_k=0, temperature=1.0, max_tokens=2)
     monkeypatch.setattr(sampled_frequencies, "PARAMS", params)

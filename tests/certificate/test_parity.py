@@ -49,7 +49,7 @@ def judged(gap: float, errors: list[float], dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.parametrize(
     ("expected", "got", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [1], 0)]
 )
-def test_first_difference(expected: list[int], got: list[int], at: int | None) -> None:
+def test_the_first_difference_is_found_by_position(expected: list[int], got: list[int], at: int | None) -> None:
     assert first_difference(expected, got) == at
 
 
@@ -64,7 +64,7 @@ def test_a_lucky_position_does_not_hide_the_rounding_of_its_neighbours() -> None
 
 
 @pytest.mark.parametrize("gap", [0.2, 1.0, 3.0])
-def test_a_gap_beyond_rounding_is_no_tie(gap: float) -> None:
+def test_a_gap_beyond_rounding_is_not_a_tie(gap: float) -> None:
     assert not judged(gap, [0.04, 0.05, 0.03, 0.05]).tie
 
 
@@ -73,7 +73,7 @@ def test_no_rounding_explains_a_gap_above_the_ceiling() -> None:
     assert not judged(CEILING[torch.float32] * 2, [9.0] * 4, torch.float32).tie
 
 
-def test_a_text_that_goes_on_after_the_others_end_is_no_tie() -> None:
+def test_a_text_that_continues_after_the_end_of_the_other_is_not_a_tie() -> None:
     found = explain(PROMPT, [5], [5, 6], lambda ids, n: exact(0).expand(n, -1), lambda ids: exact(0), torch.bfloat16)
     assert found == Difference(1, None, 6)
     assert explain(PROMPT, [5], [5], lambda ids, n: exact(0), lambda ids: exact(0), torch.bfloat16) is None
@@ -103,7 +103,7 @@ def nearly(text: list[int], at: int, token: int) -> list[int]:
 
 
 @over_options
-def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(given: dict) -> None:
+def test_the_highest_score_belongs_to_the_token_of_plain_decoding(given: dict) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
     text = plain.generate(TOKENS, params).token_ids
     judge = TieJudge(plain)
@@ -114,7 +114,7 @@ def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(g
 
 @pytest.mark.slow
 @over_options
-def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_a_tie_only_within_rounding(given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
     text = plain.generate(TOKENS, params).token_ids
     judge, at = TieJudge(plain), min(3, len(text) - 1)
@@ -148,7 +148,7 @@ def test_raw_logits_would_judge_penalised_text_wrongly() -> None:
     assert found is not None and found.position == at and found.expected_gap == 0.0 and found.got_gap > 0
 
 
-def test_sampled_text_is_compared_where_draws_are_coupled_only() -> None:
+def test_sampled_text_is_compared_only_if_draws_are_coupled() -> None:
     judge, params = TieJudge(decoder()), SamplingParams(temperature=1.0, seed=1, max_tokens=3)
     found = judge.judge(TOKENS, [7, 8, 9], [7, 9, 9], params, coupled=False)
     assert found is not None and not found.compared and verdict(found) == "differs at 1, as sampled text may"

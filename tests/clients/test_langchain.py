@@ -23,9 +23,7 @@ ARGUMENTS = {
 }
 
 
-def test_every_kind_of_call_comes_back_as_the_decoders_own_text(
-    server: RunningServer, decoder: SpeculativeDecoder
-) -> None:
+def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     plain = decoder.using("none", num_draft_tokens="auto")
     params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end
     expected = plain.generate(MESSAGES, params).text

@@ -43,7 +43,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_its_logits_are_ours_but_for_rounding(file: Path) -> None:
+def test_logits_of_llama_cpp_equal_ours_up_to_rounding(file: Path) -> None:
     theirs, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
     expected = torch.stack([ours.next_logits(IDS[: n + 1]) for n in range(len(IDS))]).float()
     got = torch.from_numpy(theirs.forward(IDS, 0).copy())
@@ -57,7 +57,7 @@ def test_its_logits_are_ours_but_for_rounding(file: Path) -> None:
     theirs.close()
 
 
-def test_a_prompt_of_several_batches_and_a_cache_that_grows(file: Path) -> None:
+def test_a_prompt_of_several_batches_gives_the_same_logits_after_the_cache_grew(file: Path) -> None:
     model, long = LlamaCppModel(file, 1), (IDS * 120)[:1100]
     whole = torch.from_numpy(model.read(long).copy())
     model.reserve(6000)
@@ -65,7 +65,7 @@ def test_a_prompt_of_several_batches_and_a_cache_that_grows(file: Path) -> None:
     model.close()
 
 
-def test_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
+def test_llama_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     lineup = Lineup(
         SpeculativeDecoder(str(file)), parse_arms("none,ngram@3,llama,llama-lookup@3"), SamplingParams(max_tokens=16)
     )
@@ -79,7 +79,7 @@ def test_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     assert "llama.cpp" in versions("a test")
 
 
-def test_what_it_cannot_read_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_llama_cpp_cannot_read_is_one_line(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(SlipstreamError, match=r"^llama\.cpp cannot read '.*damaged\.gguf': \S.*$"):

@@ -27,19 +27,19 @@ def found() -> Any:
         return run_script("lm_eval", "lm_eval_runs.py", server.url, "smollm2", folder, str(TASKS), folder=TASKS)
 
 
-def test_scores_are_those_of_lm_evals_own_model(found: Any) -> None:
+def test_scores_equal_those_of_lm_evals_own_model(found: Any) -> None:
     own, ours, remote = (found[name]["scores"] for name in ("hf", "server", "remote tokenizer"))
     assert ours == own and {"facts_choice acc,none", "facts_choice acc_norm,none"} < set(own)
     assert remote.items() <= own.items() and 0 < own["facts_choice acc,none"] < 1  # some right, some wrong
 
 
-def test_texts_are_the_same(found: Any) -> None:
+def test_texts_equal_those_of_lm_evals_own_model(found: Any) -> None:
     own, ours = (found[name]["answers"]["facts_text"] for name in ("hf", "server"))
     assert ours == own and len({str(one) for one in own}) > 4
 
 
 @pytest.mark.parametrize("name", ["server", "remote tokenizer"])
-def test_log_likelihoods_are_the_same_but_for_rounding(found: Any, name: str) -> None:
+def test_log_likelihoods_equal_those_of_lm_evals_own_model_up_to_rounding(found: Any, name: str) -> None:
     own, ours = (found[one]["answers"]["facts_choice"] for one in ("hf", name))
     for one, other in zip(own, ours, strict=True):
         for ((told, greedy),), ((expected, likeliest),) in zip(other, one, strict=True):

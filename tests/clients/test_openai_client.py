@@ -37,7 +37,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def test_completions_whole_and_streamed_are_the_decoders_own(
+def test_completions_equal_the_decoders_texts_whole_and_streamed(
     client: openai.OpenAI, decoder: SpeculativeDecoder
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "logit_bias": ENDLESS}
@@ -56,7 +56,7 @@ def test_completions_whole_and_streamed_are_the_decoders_own(
     assert chunks[-1].usage.completion_tokens == 80
 
 
-def test_log_probabilities_of_completions_add_up_with_their_echo(client: openai.OpenAI) -> None:
+def test_log_probabilities_with_an_echo_cover_prompt_and_text(client: openai.OpenAI) -> None:
     told = client.completions.create(model="tiny", prompt="A heron", max_tokens=5, temperature=0, logprobs=2, echo=True)
     found = told.choices[0].logprobs
     assert "".join(found.tokens) == told.choices[0].text and found.token_logprobs[0] is None
@@ -94,7 +94,7 @@ def test_the_streaming_helper_collects_calls(client: openai.OpenAI) -> None:
     assert done.name == "add" and Measure.model_validate(done.parsed_arguments)
 
 
-def test_a_call_is_answered_and_the_conversation_goes_on(client: openai.OpenAI, server: RunningServer) -> None:
+def test_a_tool_call_can_be_answered(client: openai.OpenAI, server: RunningServer) -> None:
     options: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "max_tokens": 200}
     first = client.chat.completions.create(
         messages=ASKED, tool_choice="required", parallel_tool_calls=False, seed=2, **options
@@ -117,7 +117,7 @@ def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
     assert again.usage.completion_tokens_details.accepted_prediction_tokens > 20
 
 
-def test_many_are_asked_at_once_and_each_has_its_own_answer(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_concurrent_requests_get_their_own_answers(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     prompts = [f"{name} sat" for name in ("cat", "dog", "heron", "wren", "owl")]
 
     async def ask() -> list[str]:
@@ -138,7 +138,7 @@ def test_many_are_asked_at_once_and_each_has_its_own_answer(server: RunningServe
     assert asyncio.run(ask()) == [one.text for one in expected]
 
 
-def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: RunningServer) -> None:
+def test_closing_a_stream_ends_its_request(client: openai.OpenAI, server: RunningServer) -> None:
     stream = client.completions.create(model="tiny", prompt="A heron", max_tokens=900, stream=True, logit_bias=ENDLESS)
     next(stream)
     stream.close()
@@ -155,7 +155,7 @@ def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: Running
         ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, openai.APIStatusError, None),
     ],
 )
-def test_errors_have_their_class_and_name_the_field(
+def test_errors_raise_openais_classes_and_name_the_field(
     client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str | None
 ) -> None:
     with pytest.raises(error) as caught:

@@ -21,7 +21,7 @@ from tests.support.training_cases import TOKENS, small, write_target
 pytestmark = [pytest.mark.slow, needs("speculators")]
 
 
-def test_a_trained_head_loads_and_computes_the_same(tmp_path: Path) -> None:
+def test_speculators_loads_a_trained_head_and_computes_the_same(tmp_path: Path) -> None:
     target, head, steps = write_target(tmp_path / "target"), tmp_path / "head", tmp_path / "steps.safetensors"
     with small(), patch.object(training_job, "SIZES", (40,)):
         job = TrainingJob(TrainingSettings(str(target), head, num_tokens=TOKENS, num_steps=5))
@@ -43,7 +43,7 @@ def test_a_trained_head_loads_and_computes_the_same(tmp_path: Path) -> None:
         assert not any(same_logits([x[token_ids] for x in drafted], list(expected.roll(1, -1))))
 
 
-def test_the_recorded_heads_are_what_speculators_computes(tmp_path: Path) -> None:
+def test_recorded_heads_equal_what_speculators_computes(tmp_path: Path) -> None:
     kinds = run_script("speculators", "speculators_record.py", str(tmp_path))
     assert set(kinds) == {path.parent.name for path in RECORDED.glob("*/steps.safetensors")}
     assert set(kinds.values()) == {"eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"}

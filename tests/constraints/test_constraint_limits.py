@@ -58,7 +58,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
-def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) -> None:
+def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str, case: str) -> None:
     constraint, limits = CASES[case]
     given = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
     plain = [outcome(texts("none", [params], limits)[0]) for params in given]
@@ -69,7 +69,7 @@ def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) ->
     assert not any("<state>" in error or "lexer" in error for error in errors) and plain[-1][1] == "length"
 
 
-def test_a_smaller_limit_is_seen() -> None:
+def test_a_smaller_limit_changes_the_outcome() -> None:
     """The comparison above would notice a text that fails one token earlier."""
     constraint, limits = CASES["cost"]
     given = [request(constraint, seed) for seed in range(4)]
@@ -88,7 +88,7 @@ def limited(limits: Limits) -> CompiledGrammars:
     return CompiledGrammars(grammars().model, VOCAB, limits)
 
 
-def test_a_lexer_that_has_stopped_is_never_given_to_another_row() -> None:
+def test_a_lexer_stopped_by_a_limit_is_never_reused_for_another_row() -> None:
     made, ends = limited(Limits(lexer_cost=300_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     first, other = made.constraint(WORDS, ends), made.constraint(WORDS, ends)
     path = walk(first, 0, 200)
@@ -100,7 +100,7 @@ def test_a_lexer_that_has_stopped_is_never_given_to_another_row() -> None:
         assert (allowed(later.masks(short, [])) == allowed(expected)).all()
 
 
-def test_rejected_drafts_do_not_count() -> None:
+def test_rejected_drafts_do_not_count_towards_limits() -> None:
     made, ends = limited(Limits(lexer_cost=150_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     path = walk(made.constraint(WORDS, ends), 0, 200)
     assert made.constraint(WORDS, ends).problem(path)
@@ -115,7 +115,7 @@ def test_rejected_drafts_do_not_count() -> None:
     assert failed_at == len(path) and drafted.problem(path) == made.constraint(WORDS, ends).problem(path)
 
 
-def test_what_cannot_begin_is_refused_at_once() -> None:
+def test_a_schema_without_a_finite_text_is_refused_at_once() -> None:
     for schema, why in (
         (NEVER, "it demands a text without an end, or a very long one; allowed: a smaller or simpler one"),
         ({"$defs": {"A": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"}, "no text satisfies it; allowed: one that"),
@@ -125,7 +125,7 @@ def test_what_cannot_begin_is_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_alternatives() -> None:
+def test_constraints_with_thousands_of_alternatives_work() -> None:
     words = [f"word {at}" for at in range(3000)]
     properties = {f"p{at}": {"type": "null"} for at in range(600)}
     optional = {"type": "object", "properties": properties, "additionalProperties": False}
@@ -139,7 +139,7 @@ def test_thousands_of_alternatives() -> None:
         assert record.finish_reason in ("stop", "length"), record.error
 
 
-def test_what_is_saved_is_bounded_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_grammars_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ends = limited(Limits()), frozenset((tokenizer().eos_token_id,))
     for at in range(3):
         constraint = Constraint(regex=f"a{at}")
@@ -148,7 +148,7 @@ def test_what_is_saved_is_bounded_by_its_size(monkeypatch: pytest.MonkeyPatch) -
     assert [json.loads(text)["grammars"][0]["lark_grammar"] for text in made._saved] == ["start: /a1/", "start: /a2/"]
 
 
-def test_what_llguidance_says_is_told_as_a_sentence() -> None:
+def test_errors_of_llguidance_become_readable_sentences() -> None:
     from slipstream.constraints.grammar_text import reason
 
     raw: dict[str, Any] = {

@@ -63,7 +63,7 @@ def lines(draft: Draft) -> list[Context]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_illegal_token_of_a_sampled_draft_stays_its_last(rule: str) -> None:
+def test_a_sampled_draft_that_ends_with_its_first_illegal_token_keeps_the_distribution(rule: str) -> None:
     for seed in range(5):
         p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
         proposals = drawn(q)
@@ -74,7 +74,7 @@ def test_an_illegal_token_of_a_sampled_draft_stays_its_last(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_leaving_it_out_is_caught(rule: str) -> None:
+def test_dropping_the_illegal_token_of_a_sampled_draft_is_caught(rule: str) -> None:
     worst = 0.0
     for seed in range(5):
         p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
@@ -83,7 +83,7 @@ def test_leaving_it_out_is_caught(rule: str) -> None:
     assert worst > WRONG_BY
 
 
-def test_the_smallest_example_of_it() -> None:
+def test_three_tokens_show_why_the_illegal_token_must_stay() -> None:
     p, q = np.array([0.9, 0.1, 0.0]), np.array([0.2, 0.2, 0.6])
 
     def once(drafts: list[tuple[Context, float]]) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_the_smallest_example_of_it() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -> None:
+def test_forced_tokens_after_a_sampled_draft_keep_the_distribution(rule: str) -> None:
     for seed in range(5):
         p, q = (masked(random_distribution(seed, tag), forcing) for tag in "pq")
         short = [(tokens, weight) for tokens, weight in drawn(q, stop=lambda context: len(context) == 2)]
@@ -123,13 +123,13 @@ def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -
         assert error(case, load_rule(rule).distributions) < EXACT
 
 
-def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_goes_on_with_what_is_forced() -> None:
+def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_extended_by_forced_ones() -> None:
     made = edited([(0, 1, 0), (0, 0, 2), (1, 2, 0), (2, 0, 0)], forcing, None)
     assert lines(made) == [(0, 1, 2), (0, 0), (1, 2, 0), ()]
     assert [row.forced for row in made.rows] == [(0, 1), (0, 0), (0, 0), (0, 0)]
 
 
-def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -> None:
+def test_forced_tokens_are_proposed_first_and_the_drafter_continues_from_them() -> None:
     row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
@@ -144,7 +144,7 @@ def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -
     assert lines(made) == [(2, 0, 0)] and made.rows[0].forced == (1, 0)
 
 
-def test_a_tree_grows_behind_what_is_forced() -> None:
+def test_a_tree_is_attached_after_the_forced_tokens() -> None:
     row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
@@ -154,7 +154,7 @@ def test_a_tree_grows_behind_what_is_forced() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"max_tokens": 1}])
-def test_a_row_that_drafts_nothing_gets_nothing(options: dict[str, int]) -> None:
+def test_a_row_without_drafts_gets_no_forced_tokens(options: dict[str, int]) -> None:
     row = Row(0, [0, 1], SamplingParams(**{"max_tokens": 50, **options}), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)

@@ -35,7 +35,7 @@ def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
 
 
 @subcases("name", CONSTRAINTS)
-def test_masks_after_steps_a_fresh_start_and_a_draft_are_the_same(name: str) -> None:
+def test_masks_do_not_depend_on_whether_the_state_is_stepped_fresh_or_drafted(name: str) -> None:
     constraint, rng = CONSTRAINTS[name], random.Random(name)
     for seed in range(3):
         path, stepwise = walk(constraint, seed), state(constraint)
@@ -81,7 +81,7 @@ def test_forced_tokens_are_the_only_ones_their_masks_allow(name: str) -> None:
     assert forced
 
 
-def test_whatever_it_was_asked_before_does_not_matter() -> None:
+def test_answers_of_a_state_do_not_depend_on_earlier_questions() -> None:
     rng, asked = random.Random(0), state(FIRST)
     paths = [walk(FIRST, seed) for seed in range(4)]
     for _ in range(60):
@@ -98,7 +98,7 @@ def test_whatever_it_was_asked_before_does_not_matter() -> None:
             assert asked.forced(path[:at], 8) == fresh.forced(path[:at], 8)
 
 
-def test_further_end_tokens_are_allowed_where_the_text_may_end_and_nowhere_else() -> None:
+def test_further_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
     end, further = tokenizer().eos_token_id, VOCAB - 1
     constraint = CONSTRAINTS["regex"]
     plain, more = state(constraint), state(constraint, further)
@@ -111,14 +111,14 @@ def test_further_end_tokens_are_allowed_where_the_text_may_end_and_nowhere_else(
     assert more.forced(path[:-1], 8) == []  # two ends to choose from
 
 
-def test_a_text_outside_the_grammar_leaves_nothing_and_says_why() -> None:
+def test_a_text_outside_the_grammar_allows_no_token_and_says_why() -> None:
     here, wrong = state(CONSTRAINTS["choice"]), tokenizer().encode("zz")
     assert not here.masks(wrong, []).any() and here.forced(wrong, 8) == []
     assert here.problem(wrong) == f"token {wrong[0]} of the text is not one that the constraint allows"
     assert here.problem([]) is None and here.masks([], []).any()
 
 
-def test_a_limit_that_a_draft_exceeds_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_exceeds_a_limit_does_not_affect_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     path = walk(FIRST, 3)
     expected, after = state(FIRST).masks(path[:2], path[2:4]), state(FIRST).masks(path[:3], [])
     broken = state(FIRST)
@@ -137,7 +137,7 @@ class _Exceeding:
         assert not matcher.consume_token(VOCAB - 1) and matcher.is_error()
 
 
-def test_grammars_stay_compiled_but_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_grammars, "SAVED", 2)
     saved = grammars()._saved
     one = Constraint(regex="abc")

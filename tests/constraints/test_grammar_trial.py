@@ -33,7 +33,7 @@ def dies() -> subprocess.Popen[str]:
     )
 
 
-def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_read(
+def test_a_grammar_that_kills_its_process_is_refused_and_the_next_one_is_compiled(
     trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -47,7 +47,7 @@ def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_read(
     trials.close()
 
 
-def test_the_message_says_what_was_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_a_costly_grammar_names_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = GrammarTrials()
     monkeypatch.setattr(grammar_trial, "_trials", lambda: made)
     monkeypatch.setattr(grammar_trial, "_start_process", dies)
@@ -56,7 +56,7 @@ def test_the_message_says_what_was_too_much(monkeypatch: pytest.MonkeyPatch) -> 
         Constraint(regex="[a-z]{2,7}x")
 
 
-def test_a_process_has_the_limits_and_reads_what_it_is_sent() -> None:
+def test_the_compiling_process_applies_the_limits() -> None:
     made = GrammarTrials()
     refused = made.of('start: "a" start')
     many = made.of("start: " + " | ".join(f'"{at}"' for at in range(LIMITS.row_items + 5)))
@@ -65,7 +65,7 @@ def test_a_process_has_the_limits_and_reads_what_it_is_sent() -> None:
     made.close()
 
 
-def test_ordinary_constraints_are_compiled_at_once() -> None:
+def test_only_ordinary_constraints_count_as_small() -> None:
     schema = '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}'
     assert is_small("json_schema", schema) and is_small("regex", r"\d+") and is_small("choice", 'start: "a" | "b"')
     assert not is_small("regex", r"(\w{1,20} ?){1,25}") and not is_small("choice", "x" * 5000)
@@ -79,7 +79,7 @@ SOME = ("multiples", "names")  # of time and of memory
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in HUGE]
 )
-def test_what_would_take_hours_is_refused(name: str) -> None:
+def test_a_constraint_that_would_take_hours_to_compile_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"takes more than 2 seconds or 256 MB to compile; allowed"):
         Constraint(**HUGE[name])
     assert Constraint(regex="[a-z]{2,7}").megabytes >= 0

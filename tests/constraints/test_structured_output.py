@@ -66,14 +66,14 @@ def is_valid(result: Result, constraint: Constraint | None) -> bool:
     return re.fullmatch(pattern, result.text) is not None
 
 
-def test_every_finished_text_is_what_was_demanded(plain: list[Result]) -> None:
+def test_every_finished_text_satisfies_its_constraint(plain: list[Result]) -> None:
     for result, own in zip(plain, MIXED, strict=True):
         assert result.finish_reason == ("length" if own.constraint is None else "stop"), result.error
         assert is_valid(result, own.constraint), result.text
     assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts are their own
 
 
-def test_without_a_constraint_the_same_prompt_gives_something_else() -> None:
+def test_the_prompt_without_a_constraint_does_not_satisfy_it() -> None:
     free = texts("none", given=[SamplingParams(max_tokens=8)])
     assert not is_valid(free[0], Constraint(choice=["red", "reddish"]))
 
@@ -88,20 +88,20 @@ def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[R
 
 
 @pytest.mark.parametrize("acceptance", mostly_slow(["auto", "block", "rejection"], "rejection"))
-def test_sampled_drafts_give_valid_texts_and_greedy_rows_their_own(acceptance: str, plain: list[Result]) -> None:
+def test_sampled_drafts_give_valid_texts_and_leave_greedy_rows_unchanged(acceptance: str, plain: list[Result]) -> None:
     for result, own, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
         assert own.constraint is None or (result.finish_reason == "stop" and is_valid(result, own.constraint))
         if own.temperature == 0:
             assert result.token_ids == expected.token_ids
 
 
-def test_alone_and_in_a_batch_texts_are_the_same(plain: list[Result]) -> None:
+def test_constrained_texts_are_the_same_alone_and_in_a_batch(plain: list[Result]) -> None:
     for own, expected in list(zip(MIXED, plain, strict=True))[::5]:
         assert texts("suffix", given=[own])[0].token_ids == expected.token_ids
 
 
 @pytest.mark.slow
-def test_frequencies_of_sampled_texts_are_those_of_plain_decoding() -> None:
+def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
     """Choices between few texts: their frequencies against the product of masked probabilities."""
     words, count = ["ab", "ac", "b"], 600
     own = SamplingParams(max_tokens=8, temperature=1.5, constraint=Constraint(choice=words))
@@ -137,7 +137,7 @@ def probabilities(words: list[str], temperature: float) -> dict[str, float]:
     return total
 
 
-def test_forced_tokens_are_told_apart_and_are_no_drafters() -> None:
+def test_forced_tokens_are_counted_apart_from_drafted_ones() -> None:
     (result,) = texts("suffix", given=[params("call")])
     origins = [origin for done in result.rounds for origin in done.origins]
     stats = result.stats
@@ -150,7 +150,7 @@ def test_forced_tokens_are_told_apart_and_are_no_drafters() -> None:
     assert "forced by the constraint" in str(result.debug())
 
 
-def test_plain_decoding_and_rows_that_draft_nothing_are_forced_nothing(plain: list[Result]) -> None:
+def test_plain_decoding_and_rows_without_drafts_force_no_tokens(plain: list[Result]) -> None:
     assert sum(one.stats.num_forced_tokens + one.stats.num_draft_tokens for one in plain) == 0
     nothing = decoder().using("suffix", num_draft_tokens=0)
     (result,) = nothing.generate([PROMPT], [params("call")], chat=False)
@@ -167,7 +167,7 @@ class Stubborn:
         return Draft.from_lists([[end, 3, end, 447][:n] for n in lengths], sampler.device)
 
 
-def test_illegal_drafts_change_nothing(plain: list[Result]) -> None:
+def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
     for acceptance in ("match", "rejection"):
         stubborn = decoder().using(Stubborn(), acceptance=acceptance, num_draft_tokens=4)
         given = [own for own in MIXED if own.temperature == 0]
@@ -176,7 +176,7 @@ def test_illegal_drafts_change_nothing(plain: list[Result]) -> None:
         assert [one.token_ids for one in found] == expected
 
 
-def test_a_dead_end_ends_its_row_alone(plain: list[Result]) -> None:
+def test_a_dead_end_fails_its_row_alone(plain: list[Result]) -> None:
     digits = {token: float("-inf") for token in range(448) if any(c.isdigit() for c in tokenizer().decode([token]))}
     for name in ("none", "suffix", "model"):
         dead = texts(name, given=[MIXED[0], params("all_of", logit_bias=digits), MIXED[1]])
@@ -187,7 +187,7 @@ def test_a_dead_end_ends_its_row_alone(plain: list[Result]) -> None:
             decoder(name, "match").generate(PROMPT, params("all_of", logit_bias=digits), chat=False)
 
 
-def test_a_processor_that_overrules_the_constraint_ends_the_row() -> None:
+def test_a_processor_that_overrules_the_constraint_fails_its_row() -> None:
     def overrule(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(scores).index_fill_(-1, torch.tensor([7]), 1.0)
 
@@ -197,7 +197,7 @@ def test_a_processor_that_overrules_the_constraint_ends_the_row() -> None:
         assert result.error == "token 7 of the text is not one that the constraint allows"
 
 
-def test_lengths_stop_strings_and_least_lengths() -> None:
+def test_max_tokens_stop_strings_and_min_tokens_apply_under_a_constraint() -> None:
     for name in ("none", "suffix"):
         (cut,) = texts(name, given=[params("record", max_tokens=7)])
         assert cut.finish_reason == "length" and len(cut.token_ids) == 7
@@ -210,7 +210,7 @@ def test_lengths_stop_strings_and_least_lengths() -> None:
         assert never.finish_reason == "error" and "leave no token" in str(never.error)
 
 
-def test_several_texts_and_log_probabilities_of_the_raw_logits() -> None:
+def test_several_constrained_texts_have_logprobs_of_the_raw_logits() -> None:
     for name in ("none", "suffix"):
         found = decoder(name, "match").generate(
             PROMPT, params("record", temperature=1.0, seed=3, n=3, logprobs=2), chat=False
@@ -226,7 +226,7 @@ def test_several_texts_and_log_probabilities_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "suffix", "model"])
-def test_penalties_and_bad_words_act_on_what_is_left(name: str) -> None:
+def test_penalties_and_bad_words_apply_under_a_constraint(name: str) -> None:
     options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "bad_words": [tokenizer().encode("e")]}
     given = [params("regex", **options), params("record", temperature=1.0, seed=1, **options)]
     found = texts(name, given=given)
@@ -242,7 +242,7 @@ def test_trees_are_verified_under_a_constraint(plain: list[Result]) -> None:
     assert any(done.parents is not None for one in found for done in one.rounds)
 
 
-def test_streams_and_cancelled_rows() -> None:
+def test_streams_and_cancelled_rows_work_under_a_constraint() -> None:
     chunks = list(decoder("suffix", "match").stream(PROMPT, params("record"), chat=False))
     assert is_valid(texts("none", given=[params("record")])[0], CONSTRAINTS["record"])
     assert "".join(chunk.text for chunk in chunks) == texts("none", given=[params("record")])[0].text
@@ -283,7 +283,7 @@ def test_a_model_without_end_or_tokenizer_is_refused() -> None:
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name", ["suffix", pytest.param("token_recycling", marks=pytest.mark.exhaustive)])
-def test_smollm2_writes_what_was_demanded(name: str) -> None:
+def test_smollm2_satisfies_constraints(name: str) -> None:
     target = loaded().using("none")
     given = [params("record"), params("call"), params("nested", temperature=0.7, seed=1), SamplingParams(max_tokens=20)]
     prompt = "Describe a person or a place as JSON."

@@ -55,7 +55,7 @@ def test_any_split_into_forwards_gives_the_same_logits(name: str, widths: list[i
 
 
 @everywhere
-def test_a_forward_without_logits_still_writes(name: str) -> None:
+def test_a_forward_without_logits_still_writes_the_cache(name: str) -> None:
     backend = make(name)
     tokens = text(backend)
     assert backend.forward(tokens[:, :20], [0], first_slot=0, logits=False).numel() == 0
@@ -63,7 +63,7 @@ def test_a_forward_without_logits_still_writes(name: str) -> None:
 
 
 @everywhere
-def test_leftovers_and_padding_are_never_seen(name: str) -> None:
+def test_leftovers_and_padding_do_not_affect_logits(name: str) -> None:
     backend = make(name)
     tokens, other = text(backend), text(backend, seed=1)
     backend.forward(other.repeat(1, 2), [0], first_slot=0, logits=False)  # longer than the text: leftovers after it
@@ -87,7 +87,7 @@ def test_rows_with_ragged_starts_are_independent(name: str) -> None:
 
 
 @everywhere
-def test_first_slot_addresses_a_slot_and_leaves_the_others(name: str) -> None:
+def test_first_slot_selects_the_slots_to_write(name: str) -> None:
     backend = make(name, rows=3)
     rows = [text(backend, seed=seed) for seed in (1, 2, 3)]
     for slot in (2, 0, 1):
@@ -99,7 +99,7 @@ def test_first_slot_addresses_a_slot_and_leaves_the_others(name: str) -> None:
 
 
 @everywhere
-def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
+def test_copy_copies_the_beginning_of_another_slot(name: str) -> None:
     backend = make(name, rows=2)
     tokens, other = text(backend), text(backend, seed=1)
     backend.forward(tokens[:, :12], [0], first_slot=1, logits=False)
@@ -113,7 +113,7 @@ def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
 @pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("size", [(3, 10), (1, ATTENDED_UNIT * 2 + 1), (4, ATTENDED_UNIT + 9)])
-def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:
+def test_reserve_keeps_the_cached_tokens(name: str, size: tuple[int, int]) -> None:
     backend = make(name, rows=1, length=LENGTH)
     tokens = text(backend)
     backend.forward(tokens[:, :12], [0], first_slot=0, logits=False)
@@ -125,7 +125,7 @@ def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
-def test_crossing_the_boundary_of_the_attended_view_changes_nothing(name: str) -> None:
+def test_crossing_the_boundary_of_the_attended_view_does_not_change_logits(name: str) -> None:
     backend = make(name, length=2 * ATTENDED_UNIT)
     tokens = text(backend, ATTENDED_UNIT + 8)
     backend.forward(tokens[:, : ATTENDED_UNIT - 3], [0], first_slot=0, logits=False)
@@ -136,7 +136,7 @@ def test_crossing_the_boundary_of_the_attended_view_changes_nothing(name: str) -
     close(torch.cat(parts), whole(name, tokens)[ATTENDED_UNIT - 3 :])
 
 
-def test_the_specification_itself_is_the_model() -> None:
+def test_the_specification_gives_the_models_logits() -> None:
     tokens = text(HFBackend(shared("gemma3")), 40)
     with torch.inference_mode():
         close(whole("gemma3", tokens), shared("gemma3")(input_ids=tokens).logits[0])

@@ -103,14 +103,14 @@ def test_proposing_changes_no_row(name: str, coupled: bool, params: list[Samplin
 
 
 @contract
-def test_asked_for_nothing_a_drafter_proposes_nothing(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_a_drafter_asked_for_no_tokens_proposes_none(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     drafter = make(name, coupled)
     draft = propose(drafter, make_rows(params), [0] * 4)
     assert draft.lengths == (0,) * 4 and draft.tokens.shape == (4, 0) and draft.probs is None
 
 
 @contract
-def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_a_proposal_depends_only_on_its_row(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     together = propose(make(name, coupled), make_rows(params), [4, 3, 4, 2])
     for i, length in enumerate([4, 3, 4, 2]):
         alone = propose(make(name, coupled), [make_rows(params)[i]], [length])
@@ -121,7 +121,7 @@ def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: l
 
 
 @contract
-def test_rows_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_rows_may_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     rows, drafter = make_rows(params), make(name, coupled)
     seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
     own = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
@@ -146,14 +146,16 @@ def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
         drafters.load(f"{name}:no such thing", drafters.Setup(CPU, 7, Session(HashBackend())))
 
 
-def test_help_shows_the_arguments_of_drafters_that_there_are_and_no_other_takes_one() -> None:
+def test_only_drafters_with_a_documented_argument_take_one() -> None:
     assert drafters.ARGUMENTS.keys() <= set(drafters.names())
     for name in set(drafters.names()) - drafters.ARGUMENTS.keys():
         with pytest.raises(drafters.UsageError, match="allowed"):
             drafters.load(f"{name}:3", drafters.Setup(CPU, VOCAB_SIZE, Session(ToyBackend())))
 
 
-def test_a_file_that_begins_with_an_underscore_is_no_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_name_begins_with_an_underscore_is_not_a_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = drafters.names()
     for name in ("_shared", "echo"):
         (tmp_path / f"{name}.py").touch()
@@ -170,7 +172,7 @@ FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # draft nothing, or on
 
 
 @pytest.mark.parametrize("name", sorted(set(drafters.names()) - FROM_ROUNDS))
-def test_a_drafter_drafts(name: str) -> None:
+def test_every_drafter_that_can_draft_from_a_text_does(name: str) -> None:
     """Empty drafts keep every other promise."""
     draft = propose(make(name, coupled=True), make_rows(PARAMS[0]), [4] * 4)
     assert sum(draft.lengths) > 0

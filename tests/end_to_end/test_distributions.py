@@ -85,14 +85,14 @@ def runs(name: str, drafter: str, rule: str) -> Runs:
 @pytest.mark.pairwise
 @over_models
 @over_ways
-def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
+def test_joint_frequencies_follow_the_target(name: str, drafter: str, rule: str) -> None:
     assert runs(name, drafter, rule).p_value > SUSPICIOUS
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
+def test_joint_frequencies_over_all_drafters_and_rules_follow_the_target(name: str) -> None:
     texts = [text for way in WAYS for text in runs(name, *way).texts]
     assert len(texts) == len(WAYS) * RUNS
     assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
@@ -101,7 +101,7 @@ def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: st
 @pytest.mark.pairwise
 @over_models
 @over_ways
-def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:
+def test_drafts_are_often_accepted_and_often_rejected(name: str, drafter: str, rule: str) -> None:
     rounds = runs(name, drafter, rule).rounds
     kept = sum(done.num_accepted_tokens for done in rounds)
     refused = sum(done.rejected for done in rounds)
@@ -128,7 +128,7 @@ def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, siz
 @over_models
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))
 @pytest.mark.parametrize(("length", "size"), mostly_slow([(1, 64), (6, 5), (3, 1)], (6, 5)))
-def test_matched_text_is_that_of_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
+def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
     params = [replace(OPTIONS[name], seed=seed, max_tokens=LONGER) for seed in range(SOME)]
     made = decoder(name, drafter, "match", num_draft_tokens=length, max_batch_size=size)
     results = made.generate([PROMPT] * SOME, params)
@@ -227,13 +227,13 @@ def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
 
 @pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))
 @pytest.mark.parametrize("how", mostly_slow([likeliest, colder], likeliest))
-def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str) -> None:
+def test_drafts_not_drawn_from_their_declared_distribution_are_caught(how: Draw, rule: str) -> None:
     assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
+def test_dropping_a_sampled_token_because_of_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
 
 
@@ -262,7 +262,7 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_keeping_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
 

@@ -90,7 +90,7 @@ def check_neighbours(drafter: Any, message: str, acceptance: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("acceptance", ["auto", "rejection"])
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_draft_ends_its_row_alone_and_is_named(kind: str, acceptance: str) -> None:
+def test_an_invalid_draft_fails_its_row_alone_and_names_the_drafter(kind: str, acceptance: str) -> None:
     message, change = WRONG[kind]
     check_neighbours(Changing(change), f"^drafter Changing {message}", acceptance)
 
@@ -106,7 +106,7 @@ def test_a_wrong_draft_ends_its_row_alone_and_is_named(kind: str, acceptance: st
     ],
     ids=["append", "pop", "reverse rows", "pop rows", "clear lengths"],
 )
-def test_a_drafter_that_writes_to_what_it_reads_changes_no_text(message: str, write: Any) -> None:
+def test_a_drafter_that_modifies_its_inputs_changes_no_text(message: str, write: Any) -> None:
     check_neighbours(Writing(write), message, "auto")
 
 
@@ -143,13 +143,13 @@ def rule(**changes: Any) -> Rule:
         (r"returned next_token \[1, 60\]; allowed: a tensor \[1, 61\]", {"next_token": lambda probs: probs[:, :-1]}),
     ],
 )
-def test_a_rule_that_returns_something_else_is_named(message: str, changes: dict[str, Any]) -> None:
+def test_a_rule_with_an_invalid_result_is_refused_by_name(message: str, changes: dict[str, Any]) -> None:
     decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", num_draft_tokens=4).using(acceptance=rule(**changes))
     with pytest.raises(UsageError, match=f"^acceptance rule mine {message}"):
         decoder.generate(PROMPTS[0], GREEDY)
 
 
-def test_a_rule_accepts_no_more_than_was_drafted() -> None:
+def test_a_rule_cannot_accept_more_than_was_drafted() -> None:
     """A lossy rule that accepts every column meets rows with shorter drafts."""
 
     def all_columns(keep: Any) -> Any:

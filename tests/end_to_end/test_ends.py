@@ -53,7 +53,7 @@ def ended(ends: int | tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("position", [0, 3, 6, 7])  # of blocks of seven: first, inside, bonus, first of the second
-def test_the_text_ends_with_end_of_sequence_wherever_it_falls(drafter: str, position: int) -> None:
+def test_the_text_ends_at_end_of_sequence_wherever_it_falls_in_a_block(drafter: str, position: int) -> None:
     at = first_new(position)
     result = run(drafter, SamplingParams(max_tokens=COUNT), ends=text()[at])
     assert result.token_ids == text()[: at + 1]
@@ -82,7 +82,7 @@ def test_a_round_cut_by_an_end_counts_as_rejected_only_if_its_rejection_was_reac
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_first_of_several_ends_wins(drafter: str) -> None:
+def test_the_earliest_of_several_end_tokens_ends_the_text(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
     both = [text()[late], text()[early]]
     assert run(drafter, SamplingParams(max_tokens=COUNT), ends=both).token_ids == text()[: early + 1]
@@ -93,7 +93,7 @@ def test_the_first_of_several_ends_wins(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_ignore_eos_goes_on_but_stop_ids_still_count(drafter: str) -> None:
+def test_ignore_eos_still_honours_stop_token_ids(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
     on = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     result = run(drafter, on, ends=text()[early])
@@ -103,7 +103,7 @@ def test_ignore_eos_goes_on_but_stop_ids_still_count(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_min_tokens_holds_the_end_back_as_generate_does(drafter: str) -> None:
+def test_min_tokens_delays_the_end_as_generate_does(drafter: str) -> None:
     end = text()[first_new(3)]
     model = ended(end)
     result = run(drafter, SamplingParams(max_tokens=COUNT, min_tokens=12), ends=end)

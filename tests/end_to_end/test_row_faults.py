@@ -179,7 +179,7 @@ def without_fault(made: Any, place: int) -> list[Result]:
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
 @pytest.mark.parametrize("fault", (LATER | AT_ONCE).values(), ids=LATER | AT_ONCE)
 @pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy))
-def test_a_fault_ends_its_row_alone(made: Any, fault: Any, place: int) -> None:
+def test_a_fault_fails_its_row_alone(made: Any, fault: Any, place: int) -> None:
     prompts, params = ordered(place)
     wanted = without_fault(made, place)
     decoder = made()
@@ -198,7 +198,7 @@ def test_a_fault_ends_its_row_alone(made: Any, fault: Any, place: int) -> None:
 
 
 @pytest.mark.parametrize("made", [toy, model_pair])
-def test_what_neighbours_have_cached_stays(made: Any) -> None:
+def test_a_fault_keeps_the_caches_of_neighbours(made: Any) -> None:
     def read(decoder: SpeculativeDecoder) -> int:
         decoder.generate(prompts, params)
         return decoder.num_prefilled_tokens
@@ -210,13 +210,13 @@ def test_what_neighbours_have_cached_stays(made: Any) -> None:
     assert faulty == read(made())
 
 
-def test_without_keeping_it_the_neighbours_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exchange_the_neighbours_prompts_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_engine, "exchange", lambda *_: None)
     with pytest.raises(AssertionError):
-        test_what_neighbours_have_cached_stays(toy)
+        test_a_fault_keeps_the_caches_of_neighbours(toy)
 
 
-def test_a_fault_that_passes_ends_nobody() -> None:
+def test_a_fault_that_does_not_recur_fails_no_row() -> None:
     prompts, params = ordered(1)
     wanted, decoder, calls = toy().generate(prompts, params), toy(), iter(range(1000))
 
@@ -230,7 +230,7 @@ def test_a_fault_that_passes_ends_nobody() -> None:
     assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
 
 
-def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
+def test_a_prompt_that_cannot_be_read_beside_others_fails_alone() -> None:
     long = [[BAD, *range(3, 60)] * 12, [*range(3, 60)] * 12]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -253,7 +253,7 @@ def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
     assert [rows[0].output, rows[2].output] == [wanted[0].output, wanted[2].output]
 
 
-def test_a_single_prompt_raises_what_it_failed_with() -> None:
+def test_a_single_prompt_raises_its_error() -> None:
     decoder = toy()
     with in_drafter(decoder):
         with pytest.raises(Broken):
@@ -265,14 +265,14 @@ def test_a_single_prompt_raises_what_it_failed_with() -> None:
         assert tokens == toy().generate(PROMPTS[1], MIXED[1]).token_ids[: len(tokens)] and len(tokens) >= AT
 
 
-def test_what_fails_for_a_plain_row_as_well_is_raised() -> None:
+def test_a_fault_that_hits_every_row_is_raised() -> None:
     decoder = toy()
     with patched(decoder.drafter, "propose", raising(Broken("always"))), pytest.raises(Broken):
         decoder.generate(PROMPTS, MIXED)
     assert decoder.generate(PROMPTS, MIXED)[0].token_ids == toy().generate(PROMPTS, MIXED)[0].token_ids
 
 
-def test_an_interrupt_is_nobodys_fault() -> None:
+def test_a_keyboard_interrupt_is_raised() -> None:
     decoder = toy()
     with patched(decoder.drafter, "propose", raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         decoder.generate(PROMPTS, MIXED)
@@ -295,7 +295,9 @@ def alarm(number: int, frame: object) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="the system has no alarms")
 @pytest.mark.parametrize("fault", [in_drafter, in_forward, in_prompt, in_options])
 @pytest.mark.parametrize("handler", [alarm, Alarm().method, Alarm()], ids=["function", "method", "object"])
-def test_what_a_signal_raises_reaches_the_caller(handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_from_a_signal_handler_reaches_the_caller(
+    handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A caller's alarm comes once, so a round that is repeated would hide it."""
     prompts, params = ordered(1)
     wanted, decoder = toy().generate(prompts, params), toy()

@@ -32,24 +32,24 @@ def texts(**settings: object) -> list[list[int]]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", ["auto", "chain", 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "hybrid", "layer_skip:1"])
-def test_a_seed_has_the_text_of_plain_decoding(drafter: str, length: int | str) -> None:
+def test_a_seed_gives_the_text_of_plain_decoding_with_every_drafter(drafter: str, length: int | str) -> None:
     draft = None if drafter == "layer_skip:1" else perturbed("llama")
     assert texts(draft=draft, drafter=drafter, num_draft_tokens=length) == texts(**PLAIN)
 
 
-def test_block_is_for_those_who_ask_for_it() -> None:
+def test_the_block_rule_is_used_only_on_request() -> None:
     by_block = texts(draft=perturbed("llama"), drafter="model", num_draft_tokens=4, acceptance="block")
     assert by_block != texts(**PLAIN)
 
 
-def test_tokens_that_a_drafter_has_sampled_are_not_taken_for_the_targets_draws() -> None:
+def test_a_drafter_that_samples_by_itself_is_not_coupled_to_the_targets_draws() -> None:
     assert not SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1).coupled
     own = texts(drafter=OwnDraws(), num_draft_tokens=1)
     assert own == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
     assert own != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
 
 
-def test_a_drafter_object_that_declares_not_to_sample_leaves_the_draws_to_the_target() -> None:
+def test_a_drafter_object_that_declares_not_to_sample_gives_the_text_of_plain_decoding() -> None:
     class Echo:
         traits = Traits(samples=False, needs_forwards=False)
 

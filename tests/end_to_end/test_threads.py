@@ -163,7 +163,7 @@ def test_streams_interleave_in_one_thread() -> None:
     assert found == alone
 
 
-def test_a_stream_that_is_left_alone_keeps_nobody_waiting() -> None:
+def test_a_paused_stream_does_not_block_other_calls() -> None:
     decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
     paused = decoder.stream(TEXTS[0], params)
     next(paused)
@@ -312,7 +312,7 @@ def test_a_closed_decoder_refuses_in_one_line(use: str) -> None:
     assert repr(decoder) == "SpeculativeDecoder(closed)" and decoder.drafter_name == "suffix"
 
 
-def test_closing_frees_models_and_memory_and_leaves_derived_decoders_open() -> None:
+def test_closing_frees_models_but_leaves_derived_decoders_open() -> None:
     import weakref
 
     model = fresh("llama")

@@ -64,19 +64,19 @@ NEUTRAL = {"renormalize_logits": True, "remove_invalid_values": True, "use_cache
 
 @pytest.mark.slow
 @subcases("option", OPTIONS)
-def test_greedy_options_one_by_one(option: str) -> None:
+def test_each_greedy_option_gives_the_text_of_generate(option: str) -> None:
     ours, plain = both({option.partition(" ")[0]: OPTIONS[option]()})
     assert torch.equal(ours, plain)
     assert not torch.equal(plain, expected("llama")), "an option without effect proves nothing"
 
 
 @pytest.mark.parametrize("option", NEUTRAL)
-def test_options_that_change_nothing(option: str) -> None:
+def test_neutral_options_are_accepted_without_effect(option: str) -> None:
     ours, plain = both({option: NEUTRAL[option]})
     assert torch.equal(ours, plain)
 
 
-def test_options_together_keep_the_order_of_generate() -> None:
+def test_options_are_applied_in_the_order_of_generate() -> None:
     names = ("sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens")
     ours, plain = both({name: OPTIONS[name]() for name in names} | {"logits_processor": [Forbid()]})
     assert torch.equal(ours, plain)
@@ -113,7 +113,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_the_distribution_of_every_row_is_the_one_generate_would_sample_from(name: str) -> None:
+def test_sampling_options_give_every_row_the_distribution_of_generate(name: str) -> None:
     options, used = SAMPLING[name]
     kept: dict[str, Any] = {}
 

@@ -66,7 +66,7 @@ def wait_for(path: Path, lines: int, job: subprocess.Popen[str]) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
+def test_a_killed_driver_and_a_killed_node_lose_and_duplicate_no_line(
     cluster: Any, alone: dict[str, str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     nodes, address = cluster
@@ -96,7 +96,7 @@ def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
 
 @needs_ray
 @pytest.mark.slow
-def test_a_cluster_that_is_not_there_is_told_in_one_line(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_cluster_is_reported_in_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", LINES[:2])
     command = [*COMMAND, str(source), str(tmp_path / "out.jsonl"), *TOY, "--ray", "127.0.0.1:1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -128,7 +128,7 @@ def read(lines: Iterator[str]) -> tuple[str, bool]:
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cluster: Cluster) -> None:
+def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> None:
     """And requests that come after it are answered, at last by as many replicas as before."""
     body = {"prompt": "The heron", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "num_draft_tokens": 0}
     wanted = SpeculativeDecoder("toy", drafter="suffix").generate(
@@ -173,7 +173,7 @@ def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:
     assert str(told.value).startswith(why)
 
 
-def test_the_ready_configuration_is_one() -> None:
+def test_the_example_configuration_is_valid() -> None:
     yaml = pytest.importorskip("yaml")
     (application,) = yaml.safe_load((ROOT / "examples" / "ray_serve.yaml").read_text())["applications"]
     module, _, name = application["import_path"].partition(":")

@@ -165,7 +165,7 @@ def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("multinomial", marks=pytest.mark.exhaustive), "warm nucleus"])
-def test_skipping_the_adjustment_is_caught_and_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipping_the_adjustment_is_caught_and_announced_as_lossy(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         texts, stats = observe(name, 2 * RUNS, skip_sample_adjustment=True)
     assert not matches(texts, name) and not any(stat.lossless for stat in stats)
@@ -187,7 +187,7 @@ def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatc
     assert not matches(observe("own draws", 2 * RUNS)[0], "own draws")
 
 
-def test_the_chapters_decoder_samples_the_full_softmax() -> None:
+def test_decode_samples_from_the_full_softmax() -> None:
     torch.manual_seed(3)
     decoder = SpeculativeDecoder(model("llama"), close("llama"), draft_tokens=2)
     texts = [decoder.decode(torch.tensor([PROMPT]), COUNT)[0, len(PROMPT) :].tolist() for _ in range(RUNS // 2)]
@@ -196,7 +196,7 @@ def test_the_chapters_decoder_samples_the_full_softmax() -> None:
 
 
 @pytest.mark.parametrize("name", ["multinomial", "top-k", "nucleus", "both"])
-def test_native_options_have_the_distribution_of_the_processor(name: str) -> None:
+def test_a_processor_run_as_native_options_has_the_same_distribution(name: str) -> None:
     """The fast path is the slow one: frequencies could not tell small differences apart."""
     processor = PROCESSORS[name][0]
     assert distribution._native(processor) is not None
@@ -219,7 +219,7 @@ def _distribution(params: SamplingParams, logits: Tensor) -> Array:
     return sampler.probs(sampler.scores(logits[:, None], nothing))[:, 0].numpy()
 
 
-def test_one_prompt_is_a_batch_of_one() -> None:
+def test_a_single_prompt_gives_the_result_of_a_batch_of_one() -> None:
     for name in ("plain", "warm nucleus", "own draws"):
         both = []
         for one in (True, False):

@@ -45,7 +45,7 @@ def test_models_are_freed_with_their_last_user() -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_a_decoder_is_built_once_and_anew_where_the_models_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_is_reused_until_its_models_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
     original = decoder_cache._DecoderInsideGenerate
     monkeypatch.setattr(decoder_cache, "_DecoderInsideGenerate", lambda *a, **k: built.append(a) or original(*a, **k))
@@ -63,7 +63,7 @@ def test_a_decoder_is_built_once_and_anew_where_the_models_changed(monkeypatch: 
     assert len(built) == 2  # a model of another type is looked at anew by the decoder that it has
 
 
-def test_copies_and_pickles_of_a_model_go_without_its_decoder() -> None:
+def test_copies_and_pickles_of_a_model_do_not_carry_its_decoder() -> None:
     target = fresh("llama")
     before = target.state_dict().keys()
     speculative_generate(PROMPTS[0], target, target)
@@ -84,7 +84,7 @@ def test_heads_padded_differently_need_the_tokenizer() -> None:
 # debug output
 
 
-def test_debug_tells_accepted_from_rejected_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_output_distinguishes_accepted_from_rejected_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
     ids, rate = greedy(PROMPTS[1], tokenizer=WORDS, debug=True)
     out, err = capsys.readouterr()
     said = re.findall(r"(accepted|rejected|unused|recovered|bonus|plain) (\[.*?\])(?=,|$)", err, re.MULTILINE)
@@ -103,7 +103,7 @@ def test_debug_shows_ids_without_a_tokenizer(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_debug_marks_drafts_behind_the_end_as_unused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_output_marks_drafts_after_the_end_as_unused(capsys: pytest.CaptureFixture[str]) -> None:
     target = shared("qwen2")
     plain = reference(target, PROMPTS[0], 9)
     speculative_generate(PROMPTS[0], target, target, gamma=8, max_gen_len=9, eos_tokens_id=plain[2], debug=True)
@@ -158,7 +158,7 @@ class OwnDraw(MultinomialProcessor):
         ({"models": (shared("qwen2"), "gpt2")}, "target is a str; allowed: a loaded"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         greedy(PROMPTS[0], **options)
 
@@ -185,7 +185,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         (lambda: chapter(torch.ones(1, 96).long(), 1), "input_ids has 96 tokens; allowed: at most 95"),
     ],
 )
-def test_wrong_inputs_are_named(make: Callable[[], Any], message: str) -> None:
+def test_invalid_inputs_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
 

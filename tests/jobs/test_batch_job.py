@@ -19,7 +19,7 @@ def decoder() -> SpeculativeDecoder:
     return toy()
 
 
-def test_every_text_is_that_of_the_request_alone_and_of_plain_decoding(
+def test_every_answer_of_a_job_equals_plain_decoding_of_its_request_alone(
     decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_job, "WINDOW", 8)  # several windows
@@ -40,7 +40,7 @@ def test_every_text_is_that_of_the_request_alone_and_of_plain_decoding(
 
 
 @pytest.mark.slow
-def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp_path: Path) -> None:
+def test_order_batch_size_and_drafter_do_not_change_a_byte(tmp_path: Path) -> None:
     lines = [*requests(14), chat("c", "The heron", temperature=0.9), chat("d", "A sparrow", logprobs=True)]
     toy().batch(lines, tmp_path / "one.jsonl")
     random.Random(1).shuffle(lines)
@@ -54,7 +54,7 @@ def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp
     assert sorted(texts[0]) != sorted(texts[1])
 
 
-def test_an_answer_of_openais_format_is_the_servers_without_what_differs_from_run_to_run(
+def test_an_answer_in_openais_format_equals_the_servers_without_times_and_metrics(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     lines = [
@@ -114,7 +114,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_a_bad_line_is_told_with_its_number_and_the_others_are_answered(
+def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     good = {"id": "r1", "prompt": "The heron", "max_tokens": 4}
@@ -133,7 +133,7 @@ def test_a_bad_line_is_told_with_its_number_and_the_others_are_answered(
     assert report.errors[0] == f"{source}, line 2: {REFUSED[0][1]}"
 
 
-def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
+def test_a_row_that_fails_fails_alone_and_is_retried_by_the_next_run(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     banned = {str(token): -1e9 for token in range(257)}
@@ -150,7 +150,7 @@ def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_a_line_that_is_nested_too_deep_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_a_line_nested_too_deeply_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line's object is one more
     lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
     lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
@@ -163,7 +163,7 @@ def test_a_line_that_is_nested_too_deep_is_refused_alone(decoder: SpeculativeDec
     assert counts(report) == (3, 0, 1, 2) and report.errors[0] == f"the list of requests, line 2: {too_deep}"
 
 
-def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_a_dictionary_that_is_not_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
     report = decoder.batch(lines, tmp_path / "out.jsonl")
     assert counts(report) == (3, 0, 1, 2)
@@ -183,7 +183,7 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch(tmp_path / "absent.jsonl", out)
 
 
-def test_listed_requests_may_name_token_ids_by_number_or_by_text(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_listed_requests_may_give_token_ids_as_numbers_or_texts(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     biases: dict[str, dict[object, float]] = {"int": {101: 20.0}, "str": {"101": 20.0}, "bool": {True: 1.0}}
     biases |= {"float": {1.5: 1.0}, "negative": {-1: 1.0}, "mixed": {5: 1.0, "6": 1.0}}
     lines = [{"id": id, "prompt": "The", "max_tokens": 3, "logit_bias": bias} for id, bias in biases.items()]
@@ -212,9 +212,7 @@ def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: Specula
     ]
 
 
-def test_token_ids_and_logprobs_are_reported_where_they_are_asked_for(
-    decoder: SpeculativeDecoder, tmp_path: Path
-) -> None:
+def test_token_ids_and_logprobs_are_reported_on_request(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     line = {"id": "a", "prompt": "The heron", "max_tokens": 5, "logprobs": 1}
     decoder.batch([line], tmp_path / "out.jsonl", token_ids=True)
     (found,) = read(tmp_path / "out.jsonl")
@@ -235,7 +233,7 @@ def test_requests_may_have_constraints_and_predictions(decoder: SpeculativeDecod
     assert found["b"] == decoder.generate("The heron", SamplingParams(max_tokens=20)).text
 
 
-def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first(
+def test_requests_with_a_common_prefix_run_in_sequence_and_the_longest_run_first(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     from slipstream.jobs.job_lines import Line

@@ -49,7 +49,7 @@ def go_on(folder: str, max_forwards: int | None = None) -> None:
     decoder.batch(LINES, Path(folder) / "out.jsonl")
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_changes_no_result(tmp_path: Path) -> None:
     rng, kept, kills = random.Random(3), b"", 0
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         while kills < 6 and kept.count(b"\n") < len(LINES) // 2:

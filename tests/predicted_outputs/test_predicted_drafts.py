@@ -53,18 +53,18 @@ def _sampler(row: Row) -> Sampler:
 @pytest.mark.parametrize(
     ("probs", "theirs"), [((0.995,) * 20, True), ((0.5, 0.2), False), (None, False)], ids=["surer", "worse", "untold"]
 )
-def test_the_draft_that_promises_more_is_taken(probs: Sequence[float] | None, theirs: bool) -> None:
+def test_the_draft_with_more_expected_tokens_is_taken(probs: Sequence[float] | None, theirs: bool) -> None:
     draft = proposed(others := Others(probs), free=True)
     assert others.asked == [[20]]
     assert draft.tokens[0, 0] == (7 if theirs else OLD[8]) and (draft.records[0].source == "prediction") != theirs
 
 
-def test_a_drafter_whose_drafts_cost_forwards_is_not_asked_beside_a_prediction() -> None:
+def test_a_drafter_that_needs_forwards_is_not_asked_beside_a_prediction() -> None:
     draft = proposed(others := Others((0.995,) * 20), free=False)
     assert others.asked == [[0]] and draft.tokens[0, 0] == OLD[8]
 
 
-def test_where_costs_do_not_decide_a_prediction_ends_where_it_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_ends_at_unlikely_tokens_unless_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     likely, unlikely = [0.9, 0.8, FLOOR], [FLOOR / 2] * 4
     said = Proposal(OLD[8:15], [*likely, *unlikely])
     monkeypatch.setattr(RowPredictions, "proposal", lambda self, row: said)

@@ -41,7 +41,7 @@ def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> R
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
 @pytest.mark.parametrize("count", mostly_slow([8, "auto"], 8))
-def test_the_text_is_plain_decodings_beside_every_drafter(
+def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
     count: int | str, drafter: str, params: SamplingParams
 ) -> None:
     decoder = toy(drafter, acceptance="match", num_draft_tokens=count)
@@ -60,7 +60,7 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
 )
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_plain_decodings_beside_a_draft_model(
+def test_predictions_keep_the_text_of_plain_decoding_with_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]
 ) -> None:
     made = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter=drafter, acceptance="match", **settings)
@@ -74,7 +74,7 @@ def test_the_text_is_plain_decodings_beside_a_draft_model(
 
 
 @pytest.mark.parametrize("draft", ["toy:2", None])
-def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(draft: str | None) -> None:
+def test_trees_are_drafted_beside_predictions(draft: str | None) -> None:
     if draft is None:
         decoder = SpeculativeDecoder("toy", drafter="token_recycling", num_draft_tokens="4x2")
     else:
@@ -89,7 +89,7 @@ def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(
     assert any(done.parents for result in results for done in result.rounds)  # trees beside chains of a prediction
 
 
-def test_a_wrong_prediction_takes_the_place_of_no_draft() -> None:
+def test_a_wrong_prediction_replaces_no_retrieved_draft() -> None:
     """What retrieval drafts goes before first guesses; a right one still comes to its turn."""
     decoder = toy("ngram", num_draft_tokens=8)
     prompt, params = "A heron stood. A heron stood. A heron", replace(GREEDY, max_tokens=40)
@@ -101,7 +101,7 @@ def test_a_wrong_prediction_takes_the_place_of_no_draft() -> None:
     assert wrong.stats.num_rounds <= without.stats.num_rounds and right.stats.num_rounds < without.stats.num_rounds
 
 
-def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:
+def test_rows_without_a_prediction_are_drafted_as_if_alone() -> None:
     decoder = toy("ngram", num_draft_tokens=5)
     alone = decoder.generate("A sparrow", GREEDY)
     text = plain(decoder, "The heron", GREEDY).text
@@ -112,7 +112,7 @@ def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
-def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) -> None:
+def test_a_seed_with_a_prediction_repeats_its_text_under_every_rule(acceptance: str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
     prompt = prompts((6,))[0]
     guess = plain(decoder, prompt, SAMPLED).token_ids
@@ -125,7 +125,7 @@ def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) ->
     assert (first.stats.accepted_prediction_tokens or 0) > 0
 
 
-def test_stop_strings_logprobs_and_several_texts_are_those_without_a_prediction() -> None:
+def test_a_prediction_does_not_change_stop_strings_logprobs_or_several_texts() -> None:
     decoder, text = toy("suffix"), plain(toy(), "The heron", GREEDY).text
     params = replace(SAMPLED, n=2, logprobs=2, stop=[text[30:34]])
     without = decoder.generate("The heron", params)
@@ -159,7 +159,7 @@ def _toy(drafter: str) -> SpeculativeDecoder:
     return toy(drafter, max_batch_size=2)
 
 
-def test_a_loop_that_kept_the_prediction_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a rule that accepts whatever a prediction says changes the text."""
     from slipstream.core import acceptance, session
 
@@ -175,7 +175,7 @@ def test_a_loop_that_kept_the_prediction_unseen_would_be_noticed(monkeypatch: py
     assert decoder.generate("The heron", replace(GREEDY, prediction=WRONG)).token_ids != expected.token_ids
 
 
-def test_counts_are_those_of_the_rounds_and_every_round_says_what_it_took_from_the_prediction() -> None:
+def test_counts_of_prediction_tokens_are_summed_over_rounds() -> None:
     decoder = toy("ngram")
     text = plain(decoder, "The heron", GREEDY).text
     result = decoder.generate("The heron", replace(GREEDY, prediction=edited(text)))
@@ -189,7 +189,7 @@ def test_counts_are_those_of_the_rounds_and_every_round_says_what_it_took_from_t
     assert result.debug().plain.count(" prediction") == sum(bool(done.num_prediction_tokens) for done in rounds)
 
 
-def test_drafts_grow_long_where_the_prediction_keeps_being_right() -> None:
+def test_drafts_grow_long_while_the_prediction_is_right() -> None:
     decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", reproducible=False, num_draft_tokens=64)
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     prompt = prompts((6,))[0]
@@ -199,7 +199,7 @@ def test_drafts_grow_long_where_the_prediction_keeps_being_right() -> None:
     assert max(done.num_draft_tokens for done in result.rounds) > 30
 
 
-def test_a_number_of_draft_tokens_bounds_predictions_too() -> None:
+def test_num_draft_tokens_also_bounds_predictions() -> None:
     text = plain(toy(), "The heron", GREEDY).text
     for decoder, params in (
         (toy("ngram", num_draft_tokens=3), GREEDY),
@@ -210,7 +210,7 @@ def test_a_number_of_draft_tokens_bounds_predictions_too() -> None:
         assert result.stats.accepted_prediction_tokens == result.stats.num_accepted_tokens
 
 
-def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
+def test_the_drafters_policy_learns_nothing_from_predictions() -> None:
     decoder = toy("ngram", num_draft_tokens="auto")
     text = plain(decoder, "The heron", GREEDY).text
     decoder.generate("The heron", replace(GREEDY, prediction=text))
@@ -221,7 +221,7 @@ def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
     assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds of its own do teach it
 
 
-def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
+def test_a_wrong_prediction_costs_few_rounds_and_few_tokens() -> None:
     params = SamplingParams(max_tokens=300)
     decoder = toy("ngram", num_draft_tokens=5)
     without = decoder.generate("The heron", params).stats
@@ -239,14 +239,14 @@ def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
         ({}, {"prediction": "a", "num_draft_tokens": 0}, "prediction with num_draft_tokens=0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(made: Any, params: dict[str, Any], message: str) -> None:
+def test_an_invalid_constraint_is_refused_in_one_line(made: Any, params: dict[str, Any], message: str) -> None:
     decoder = SpeculativeDecoder("toy", **made)
     with pytest.raises(UsageError) as refusal:
         decoder.generate("The heron", SamplingParams(**params))
     assert message in str(refusal.value) and "allowed" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_text_needs_a_tokenizer() -> None:
+def test_a_prediction_as_text_needs_a_tokenizer() -> None:
     decoder = SpeculativeDecoder(shared("llama"))
     with pytest.raises(UsageError, match="there is no tokenizer; allowed: a list of token ids"):
         decoder.generate([1, 2, 3], SamplingParams(prediction="text"))
@@ -254,7 +254,7 @@ def test_a_text_needs_a_tokenizer() -> None:
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_edit_by_a_real_model_is_plain_decodings(temperature: float) -> None:
+def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:
     decoder = loaded().using("suffix")
     old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=1, prediction=old)

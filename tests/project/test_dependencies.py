@@ -48,7 +48,7 @@ DECLARED = names(PROJECT["dependencies"])
 MODULES = {module: {normalised(name) for name in owners} for module, owners in packages_distributions().items()}
 
 
-def test_every_package_that_is_imported_is_installed() -> None:
+def test_every_imported_package_is_declared() -> None:
     optional = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
     allowed = with_requirements(DECLARED) | optional
     imported = {module.split(".")[0] for name in FILES for module in imports(name)}
@@ -56,7 +56,7 @@ def test_every_package_that_is_imported_is_installed() -> None:
     assert imported >= {"torch", "rich", "fastapi", "filelock"} and undeclared == set()
 
 
-def test_commands_need_no_extra() -> None:
+def test_modules_import_no_extra_at_top_level() -> None:
     """All that the packages import, but for what an extra's own file imports in a function."""
     optional = names([text for extra in PROJECT["optional-dependencies"].values() for text in extra]) - {
         "slipstream-lm"
@@ -67,7 +67,7 @@ def test_commands_need_no_extra() -> None:
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
-def test_names_that_the_oldest_transformers_lacks_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_missing_from_the_oldest_transformers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the oldest version that is allowed; what it lacks was found by importing every module beside it."""
     from transformers import cache_utils
 
@@ -79,7 +79,7 @@ def test_names_that_the_oldest_transformers_lacks_are_not_needed(monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_library_works_with_four_packages(tmp_path: Path) -> None:
+def test_the_library_works_with_its_four_core_packages_only(tmp_path: Path) -> None:
     blocked = with_requirements(DECLARED) - with_requirements(set(CORE))
     modules = sorted(module for module, owners in MODULES.items() if owners <= blocked)
     assert {"fastapi", "uvicorn", "gguf", "llguidance", "prompt_toolkit"} <= set(modules)

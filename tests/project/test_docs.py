@@ -50,7 +50,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 @pytest.mark.smollm2
 @subcases("page", WITH_PYTHON, ids=lambda page: page.stem)
-def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = tmp_path / "small"
     fresh("llama", hidden_size=64, intermediate_size=128).save_pretrained(small)
@@ -104,7 +104,7 @@ def problem_of(line: str) -> str | None:
 
 
 @subcases("page", [page for page in PAGES if blocks(page, "sh")], ids=lambda page: page.stem)
-def test_options_of_shell_lines_exist(page: Path) -> None:
+def test_commands_and_options_in_shell_blocks_exist(page: Path) -> None:
     lines = [
         part
         for code in blocks(page, "sh")
@@ -117,12 +117,12 @@ def test_options_of_shell_lines_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["slipstream generate --no-such-option", "make nothing", "python benchmarks/gpu.py --nosuch", "frobnicate"]
 )
-def test_a_wrong_line_would_be_noticed(line: str) -> None:
+def test_a_wrong_shell_line_is_caught(line: str) -> None:
     assert problem_of(line) is not None
 
 
 @subcases("page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem)
-def test_lines_of_json_are_json(page: Path) -> None:
+def test_json_blocks_are_valid_json(page: Path) -> None:
     for code in blocks(page, "json"):
         for line in code.splitlines():
             json.loads(line)
@@ -155,24 +155,24 @@ def test_links_and_their_anchors_exist(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def test_a_broken_anchor_would_be_noticed(tmp_path: Path) -> None:
+def test_a_broken_anchor_is_caught(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("# Title\n[a](#title) [b](#nothing) [c](other.md)\n")
     assert broken_links(tmp_path / "page.md") == ["#nothing", "other.md"]
 
 
 @subcases("page", [page for page in PAGES if page.name not in ("results.md", "README.md")], ids=lambda page: page.stem)
-def test_figures_of_speed_stand_on_the_results_page_alone(page: Path) -> None:
+def test_speed_figures_are_only_on_the_results_page(page: Path) -> None:
     assert FIGURE.findall(prose(page)) == []
 
 
-def test_figures_of_the_readme_are_those_of_the_results_page() -> None:
+def test_figures_of_the_readme_are_also_on_the_results_page() -> None:
     readme, results = prose(ROOT / "README.md"), (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     figures = re.findall(r"\| \**(\d+\.\d+)\** \|", readme)
     assert figures and all(figure in results for figure in figures)
     assert FIGURE.findall(readme) == []
 
 
-def test_a_figure_would_be_noticed() -> None:
+def test_a_speed_figure_in_prose_is_caught() -> None:
     for text in ("it is 1.7x plain", "runs 2.03 times as fast", "322 tokens per second"):
         assert FIGURE.findall(text), text
     assert not FIGURE.findall("`4x2` is a tree, 0x00, and 2 x layers")
@@ -183,7 +183,7 @@ def words_of(page: Path) -> int:
     return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
 
 
-def test_every_picture_is_on_a_page() -> None:
+def test_every_picture_is_used_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     pictures = [file for file in (ROOT / "docs" / "images").iterdir() if file.suffix in (".png", ".svg")]
     assert pictures and [file.name for file in pictures if f"images/{file.name})" not in text] == []
@@ -195,7 +195,7 @@ def test_the_documentation_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install './slipstream[docs]'")
     pytest.importorskip("mkdocstrings")
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -89,7 +89,7 @@ def leaks(text: str) -> list[str]:
 
 
 @pytest.mark.smollm2
-def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
+def test_getting_started_compares_speeds_with_identical_texts() -> None:
     said = executed("getting_started")
     race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", said, flags=re.MULTILINE)
     assert race == ["True"] * 3
@@ -101,7 +101,7 @@ def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
 
 
 @pytest.mark.smollm2
-def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_acceptance_shows_an_exact_and_a_different_text(monkeypatch: pytest.MonkeyPatch) -> None:
     said = read_here("top_k_acceptance", monkeypatch)
     assert "exact is identical to plain: True" in said
     assert "top 10 is identical to plain: False" in said
@@ -117,7 +117,7 @@ def test_the_longest_matching_prefix_gives_the_greedy_text(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_say_what_they_say_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batches_notebook_gives_the_texts_of_single_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     said = read_here("batches", monkeypatch, TOY)
     assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
     assert "greedy text identical to plain: True" in said
@@ -142,7 +142,7 @@ def test_every_draft_length_is_measured_and_plotted(draft: str, monkeypatch: pyt
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("draft", ["", "smollm2"])
-def test_the_script_prints_its_text_and_its_acceptance_rate(
+def test_the_script_prints_text_and_acceptance_rate(
     draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for variable, value in (SETTINGS | {"SLIPSTREAM_DRAFT": draft}).items():
@@ -157,7 +157,7 @@ def test_the_script_prints_its_text_and_its_acceptance_rate(
 
 
 @pytest.mark.slow
-def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_fails_if_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, cell in (("good", "print('fine')"), ("bad", "raise ValueError('on purpose')")):
         nbformat.write(notebook(cell), tmp_path / f"{name}.ipynb")
     before = (tmp_path / "bad.ipynb").read_bytes()
@@ -168,7 +168,7 @@ def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.Capt
     assert nbformat.read(tmp_path / "good.ipynb", 4).cells[0].outputs[0].text == "fine\n"
 
 
-def test_the_runner_fails_where_a_script_fails_and_passes_settings_on(tmp_path: Path) -> None:
+def test_the_runner_fails_if_a_script_fails_and_passes_settings(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise SystemExit('no such model')")
     (tmp_path / "good.py").write_text(
         "import os; print(os.environ['SLIPSTREAM_TARGET'], os.environ['SLIPSTREAM_DRAFT'])"
@@ -195,7 +195,7 @@ def test_wrong_use_of_the_runner_is_one_clear_line(
     assert line in capsys.readouterr().err
 
 
-def test_the_examples_are_these() -> None:
+def test_every_example_is_known_and_listed_in_the_readme() -> None:
     assert {path.stem for path in NOTEBOOKS} == set(NAMES)
     assert [path.stem for path in run.examples(FOLDER)] == sorted([*NAMES, "speculative_generate"])
     said = (FOLDER / "README.md").read_text()
@@ -233,12 +233,12 @@ def test_notebooks_import_public_names_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["target: /srv/models/a", "C:\\models\\a", "~/models/a", str(ROOT)])
-def test_a_path_of_this_machine_would_be_noticed(text: str) -> None:
+def test_a_path_of_this_machine_is_caught(text: str) -> None:
     assert leaks(text)
 
 
 @pytest.mark.parametrize(
     "text", ["https://arxiv.org/abs/2211.17192", "Qwen/Qwen3-14B", "3/5 50%", "<b>a</b>/x", "a / b"]
 )
-def test_links_and_hub_ids_are_no_paths(text: str) -> None:
+def test_links_and_hub_ids_do_not_count_as_paths(text: str) -> None:
     assert not leaks(text)

@@ -79,7 +79,7 @@ def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
         "tempfile.NamedTemporaryFile('w')",
     ],
 )
-def test_the_reader_of_calls_sees_each_form(call: str) -> None:
+def test_the_check_for_utf8_sees_each_form_of_call(call: str) -> None:
     assert len(list(locale_dependent(call))) == 1
     separator = "" if call.endswith("()") else ", "
     assert not list(locale_dependent(f"{call[:-1]}{separator}encoding='utf-8')"))
@@ -88,7 +88,7 @@ def test_the_reader_of_calls_sees_each_form(call: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
+def test_a_batch_job_runs_without_unix_modules(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
     arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
     done = subprocess.run(
@@ -98,7 +98,7 @@ def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
 
 
-def test_commands_do_not_show_that_a_lock_is_a_file_whichever_library_asks_first() -> None:
+def test_importing_filelock_without_unix_modules_prints_no_warning() -> None:
     script = f"{WITHOUT_THEM[: -len('main()')]}\ntry:\n    main()\nfinally:\n    import filelock"
     done = subprocess.run(
         [sys.executable, "-c", script, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=False
@@ -117,7 +117,7 @@ def address(log: IO[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folder(tmp_path: Path) -> None:
+def test_a_server_starts_without_unix_modules_and_locks_its_folder(tmp_path: Path) -> None:
     arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
     pipe = subprocess.PIPE
     with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stderr=pipe, text=True, encoding="utf-8") as server:

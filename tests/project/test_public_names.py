@@ -1,6 +1,6 @@
 """The public interface, name by name, is what `public_names.txt` says: a change to it is a change of that file.
 
-`python -m tests.project.test_public_names > tests/project/public_names.txt` writes the file anew.
+`python -m tests.project.test_the_package_exports_its_public_names > tests/project/public_names.txt` writes the file anew.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def _annotations(cls: type) -> dict[str, Any]:
     return inspect.get_annotations(cls)
 
 
-def test_the_public_interface_is_the_one_on_file() -> None:
+def test_the_public_interface_equals_public_names_txt() -> None:
     found = listing()
     print(found)
     assert found.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
         "the public interface has changed; if that is meant, say so in the documentation and write the file anew: "
-        "python -m tests.project.test_public_names > tests/project/public_names.txt"
+        "python -m tests.project.test_the_package_exports_its_public_names > tests/project/public_names.txt"
     )
 
 
@@ -106,7 +106,7 @@ def test_keywords_of_generate_are_the_fields_of_sampling_params() -> None:
     assert declared == SamplingParams.__annotations__ and not SamplingOptions.__required_keys__
 
 
-def test_what_is_listed_is_there_and_says_what_it_does() -> None:
+def test_every_name_in_dir_exists_and_has_a_docstring() -> None:
     decoder = SpeculativeDecoder("toy")
     for name in dir(decoder):
         assert hasattr(decoder, name), name
@@ -132,7 +132,7 @@ decoder.generate("x", temperature="warm")
 
 
 @pytest.mark.slow
-def test_type_checkers_know_what_calls_return_and_take(tmp_path: Path) -> None:
+def test_mypy_infers_return_types_and_finds_wrong_arguments(tmp_path: Path) -> None:
     from mypy import api
 
     file = tmp_path / "typed.py"

@@ -175,7 +175,7 @@ def test_every_wrong_call_is_refused_in_one_clear_line(subtests: pytest.Subtests
             assert expected in str(error) and "\n" not in str(error) and len(str(error)) <= LONGEST
 
 
-def test_what_is_right_is_not_refused() -> None:
+def test_valid_calls_are_not_refused() -> None:
     right = (
         "decoder.generate('a', max_tokens=2)",
         "Constraint(regex='a')",

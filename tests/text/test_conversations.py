@@ -53,7 +53,7 @@ def test_chat_and_streams_give_the_text_of_generate(decoder: SpeculativeDecoder)
     assert facts(decoder.chat(alone, **OPTIONS)) == facts(decoder.generate("hello", **OPTIONS))
 
 
-def test_parts_of_a_content_are_read_as_their_text(decoder: SpeculativeDecoder) -> None:
+def test_content_parts_are_read_as_their_text(decoder: SpeculativeDecoder) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     whole = [{"role": "user", "content": "hello"}]
     assert facts(decoder.chat(parts, **OPTIONS)) == facts(decoder.chat(whole, **OPTIONS))
@@ -72,7 +72,9 @@ def test_parts_of_a_content_are_read_as_their_text(decoder: SpeculativeDecoder) 
         (5, "^message 0 has the content 5; allowed: a text, or a list of text parts$"),
     ],
 )
-def test_other_parts_are_refused_in_one_line(decoder: SpeculativeDecoder, content: Any, message: str) -> None:
+def test_parts_that_are_not_text_are_refused_in_one_line(
+    decoder: SpeculativeDecoder, content: Any, message: str
+) -> None:
     for ask in (decoder.chat, decoder.generate, decoder.encode):
         with pytest.raises(UsageError, match=message):
             ask([{"role": "user", "content": content}])  # type: ignore[operator]
@@ -101,7 +103,7 @@ class Says:
         return forced
 
 
-def test_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
+def test_tool_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
     length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
     says = Says(length, decoder.encode(f"so {CALL}"))
     answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says])
@@ -130,6 +132,8 @@ def test_alternatives_have_their_own_calls(decoder: SpeculativeDecoder) -> None:
         (None, (), "no chat template"),
     ],
 )
-def test_a_model_that_cannot_serve_is_refused(template: str | None, tools: Any, message: str) -> None:
+def test_tools_and_chats_without_a_suitable_template_are_refused(
+    template: str | None, tools: Any, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         decoder_with(template).chat(CHAT, tools=tools)

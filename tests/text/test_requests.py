@@ -44,13 +44,13 @@ SEVERAL: dict[str, Any] = {
 
 
 @subcases("form", ONE)
-def test_one_prompt_in_every_form(form: str) -> None:
+def test_one_prompt_is_read_in_every_form(form: str) -> None:
     found = read_prompts(ONE[form])
     assert found.items == [IDS] and found.single and all(type(token) is int for token in found.items[0])
 
 
 @subcases("form", SEVERAL)
-def test_several_prompts_in_every_form(form: str) -> None:
+def test_several_prompts_are_read_in_every_form(form: str) -> None:
     found = read_prompts(SEVERAL[form])
     assert found.items == [IDS, OTHER] and not found.single
 
@@ -92,7 +92,7 @@ def test_several_prompts_in_every_form(form: str) -> None:
         ([{"role": "user", "content": "\udcff"}], r"^prompt \(a chat message\) has '\\udcff'"),
     ],
 )
-def test_other_forms_are_refused_in_one_line(prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_refused_in_one_line(prompt: Any, message: str) -> None:
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), drafter="none")
     with pytest.raises(UsageError, match=message) as refusal:
         decoder.generate(prompt, SamplingParams(max_tokens=2))
@@ -125,7 +125,7 @@ def test_messages_are_rendered_as_transformers_renders_them() -> None:
 @pytest.mark.parametrize(
     "template", ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 'u' + messages[0].content }}"]
 )
-def test_a_template_for_texts_alone_is_given_the_text_of_parts(template: str) -> None:
+def test_a_template_that_reads_only_texts_gets_the_text_of_parts(template: str) -> None:
     words = tokenizer(extra="\n", template=template)
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
     parts, text = CHATS[2], [{"role": "user", "content": "hi\nthere"}]
@@ -133,7 +133,7 @@ def test_a_template_for_texts_alone_is_given_the_text_of_parts(template: str) ->
     assert "hi" in words.decode(decoder.encode(parts)) and "type" not in words.decode(decoder.encode(parts))
 
 
-def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:
+def test_a_tokenizers_output_is_a_valid_prompt() -> None:
     words, params = tokenizer(), SamplingParams(max_tokens=5)
     words.padding_side = "left"
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")

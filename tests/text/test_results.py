@@ -24,7 +24,7 @@ ROUNDS = [
 ]
 
 
-def test_totals_are_those_of_the_rounds() -> None:
+def test_totals_are_summed_over_rounds() -> None:
     stats = Stats.of(ROUNDS)
     assert stats.num_rounds == stats.num_steps == 5
     assert stats.num_output_tokens == 5 + 3 + 1 + 1 + 2
@@ -40,7 +40,7 @@ def test_ratios_follow_their_definitions() -> None:
     assert stats.block_efficiency == pytest.approx(12 / 5)  # output tokens per target forward
 
 
-def test_counts_per_position_are_those_of_the_drafts() -> None:
+def test_counts_per_position_add_up_to_the_totals() -> None:
     stats = Stats.of(ROUNDS)
     assert stats.drafted_per_position == [4, 4, 4, 3]
     assert stats.accepted_per_position == [3, 3, 1, 1]
@@ -54,7 +54,7 @@ def test_counts_per_position_grow_with_a_longer_draft_that_comes_later() -> None
     assert stats.accepted_per_position == [2, 0, 0]
 
 
-def test_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
+def test_the_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
     rounds = [make_round(2, 1, 2, rejected=True, step=step, row=row) for step in (7, 9) for row in range(3)]
     stats = Stats.of(rounds)
     assert (stats.num_rounds, stats.num_steps) == (6, 2)
@@ -75,7 +75,7 @@ def test_statistics_of_rows_add_up_to_those_of_the_batch() -> None:
     assert whole.total_seconds == parts[0].total_seconds
 
 
-def test_nothing_drafted_has_no_acceptance_and_nothing_decoded_no_speed() -> None:
+def test_ratios_are_none_or_zero_if_nothing_was_drafted_or_decoded() -> None:
     plain, nothing = Stats.of([make_round(0, 0, 1, rejected=False)]), Stats.of([])
     assert plain.acceptance_rate is None and plain.alpha is None
     assert plain.block_efficiency == 1.0
@@ -87,12 +87,12 @@ def test_overhead_is_never_negative() -> None:
     assert Stats.of([done]).overhead_seconds == 0.0
 
 
-def test_lossy_statistics_say_so() -> None:
+def test_statistics_of_a_lossy_rule_say_so() -> None:
     assert Stats.of(ROUNDS).lossless
     assert not Stats.of(ROUNDS, lossless=False).to_dict()["lossless"]
 
 
-def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
+def test_the_dictionary_has_every_total_and_ratio_and_is_json() -> None:
     stats = Stats.of(ROUNDS)
     values = json.loads(json.dumps(stats.to_dict()))
     assert values["alpha"] == stats.alpha and values["acceptance_rate"] == stats.acceptance_rate
@@ -110,5 +110,5 @@ def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
         (ROUNDS[4], ["accepted"] * 2),
     ],
 )
-def test_origins_tell_where_each_token_came_from(done: Round, origins: list[str]) -> None:
+def test_origins_say_where_each_token_came_from(done: Round, origins: list[str]) -> None:
     assert list(done.origins) == origins

@@ -47,7 +47,7 @@ def test_there_is_no_result_before_the_end(decoder: SpeculativeDecoder, num_read
     assert decoder.generate(PROMPT, PARAMS).finish_reason == "length", "the models are free again"
 
 
-def test_coroutines_read_the_same_chunks_while_the_event_loop_goes_on(decoder: SpeculativeDecoder) -> None:
+def test_coroutines_read_the_same_chunks_without_blocking_the_event_loop(decoder: SpeculativeDecoder) -> None:
     expected = list(decoder.stream(PROMPT, PARAMS))
     threads = set()
 
@@ -106,7 +106,7 @@ def test_a_coroutine_may_stop_early_and_errors_reach_it(decoder: SpeculativeDeco
     assert decoder.generate(PROMPT, PARAMS).finish_reason == "length"
 
 
-def test_a_chunk_that_was_given_up_on_goes_to_the_next_who_waits(decoder: SpeculativeDecoder) -> None:
+def test_a_chunk_whose_reader_gave_up_goes_to_the_next_reader(decoder: SpeculativeDecoder) -> None:
     expected = decoder.generate(PROMPT, PARAMS)
 
     async def read_impatiently() -> tuple[str, int]:
@@ -129,7 +129,7 @@ def test_a_chunk_that_was_given_up_on_goes_to_the_next_who_waits(decoder: Specul
     assert text == expected.text and num_timeouts >= 20
 
 
-def test_threads_share_the_chunks_of_a_stream_and_one_may_close_it(decoder: SpeculativeDecoder) -> None:
+def test_a_thread_may_close_a_stream_that_another_one_reads(decoder: SpeculativeDecoder) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     def wait(input_ids: Any, scores: Any) -> Any:

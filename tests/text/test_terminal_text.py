@@ -47,7 +47,7 @@ def test_control_characters_become_pictures() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("control", ["27", "7", "13", "9", "12", "155", "127"])
 @pytest.mark.parametrize("several", [(), ("-p", "A sparrow")])
-def test_a_pipe_gets_the_text_as_it_is(
+def test_a_pipe_gets_control_characters_unchanged(
     control: str, several: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, printed, _ = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *several)
@@ -69,7 +69,7 @@ def test_a_terminal_gets_no_control_characters(
 
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("arguments", [("compare", *BIASED, "27=1000"), ("compare", *BIASED, "27=1000", "--debug")])
-def test_nor_do_the_views_of_a_comparison(
+def test_the_views_of_a_comparison_print_no_control_characters(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, printed, told = run(capsys, monkeypatch, *arguments)
@@ -77,7 +77,9 @@ def test_nor_do_the_views_of_a_comparison(
 
 
 @pytest.mark.usefixtures("terminal")
-def test_nor_does_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_prints_no_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         sys, "stdin", io.StringIO(f"/debug on\nhi {ESCAPE}[2J\n/set stop {ESCAPE}]0;x{BELL}\n/{ESCAPE}c\n")
     )
@@ -87,7 +89,7 @@ def test_nor_does_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch
     assert code == 0 and not controls(re.sub(OF_RICH, "", printed) + told) and "␛␛␛" in printed
 
 
-def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_print_neither_control_characters_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"[/x]{ESCAPE}[31m"
     table = Table("the prompts")
     table.add_row(name)  # the category of a prompt is the name of its file
@@ -98,14 +100,14 @@ def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.Cap
     assert printed.count("[/x]␛[31m") == 4 and ESCAPE not in printed
 
 
-def test_the_log_is_harmless_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_prints_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     from slipstream.apps.cli import _Harmless
 
     record = logging.LogRecord("slipstream", logging.INFO, "x", 1, "begun by %s", (f"{ESCAPE}[31m",), None)
     assert _Harmless("%(message)s").format(record) == "begun by ␛[31m"
 
 
-def test_rounds_that_callers_print_are_harmless() -> None:
+def test_rounds_printed_by_callers_have_no_control_characters() -> None:
     decoder = SpeculativeDecoder("toy", drafter="ngram")
     result = decoder.generate("A heron", SamplingParams(max_tokens=12, logit_bias={27: 1000}), chat=False)
     assert ESCAPE in result.text
@@ -116,7 +118,7 @@ def test_rounds_that_callers_print_are_harmless() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_characters_that_the_encoding_lacks_are_written_as_escapes(encoding: str) -> None:
+def test_characters_missing_from_the_encoding_are_written_as_escapes(encoding: str) -> None:
     code = "from slipstream.apps.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", *BIASED, "255=1000"],

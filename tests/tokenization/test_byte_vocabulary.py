@@ -26,14 +26,14 @@ def pieces(vocabulary: ByteVocabulary, text: str, *, beginning: bool = False) ->
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+def test_the_bytes_of_tokens_join_to_the_text(kind: str, text: str) -> None:
     assert b"".join(piece or b"?" for piece in pieces(of(kind), text)) == text.encode()
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_begin_where_it_is_said(kind: str, text: str) -> None:
+def test_encoding_starts_are_where_tokens_begin(kind: str, text: str) -> None:
     encoding, at = of(kind).encode(text), 0
     assert len(encoding.starts) == len(encoding.ids)
     for number, start in zip(encoding.ids, encoding.starts, strict=True):
@@ -43,7 +43,7 @@ def test_tokens_begin_where_it_is_said(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_name_of_a_special_token_in_a_text_stays_text_and_none_is_added(kind: str) -> None:
+def test_encoding_a_text_never_produces_special_tokens(kind: str) -> None:
     own = of(kind)
     assert set(own.special) >= set(SPECIALS)
     ids = own.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
@@ -52,19 +52,19 @@ def test_the_name_of_a_special_token_in_a_text_stays_text_and_none_is_added(kind
 
 
 @pytest.mark.parametrize(("kind", "opens"), [("bytes", False), ("sentencepiece", True), ("metaspace", True)])
-def test_what_a_tokenizer_puts_in_front_of_every_text_is_known(kind: str, opens: bool) -> None:
+def test_tokens_that_a_tokenizer_adds_before_a_text_are_found(kind: str, opens: bool) -> None:
     assert of(kind).tokens.opening == ((of(kind).special["<|user|>"],) if opens else ())
 
 
 @pytest.mark.parametrize(("kind", "adds"), [("bytes", False), ("sentencepiece", False), ("prefixed", True)])
-def test_a_space_is_added_at_the_beginning_of_a_text_only(kind: str, adds: bool) -> None:
+def test_a_space_is_added_only_at_the_beginning_of_a_text(kind: str, adds: bool) -> None:
     own = of(kind)
     assert own.tokens.adds_space is adds
     assert pieces(own, "The", beginning=True) == ([b" The"] if adds else [b"The"])
     assert pieces(own, "The") == [b"The"]
 
 
-def test_a_character_is_spelled_by_its_own_token_where_there_is_one_for_its_byte_too() -> None:
+def test_a_character_is_spelled_by_its_own_token_rather_than_a_byte_token() -> None:
     own = of("sentencepiece")
     assert own.ids[b"a"] not in own.tokens.fallback and own.ids[b"\n"] not in own.tokens.fallback
     assert own.ids[b"\xf0"] in own.tokens.fallback
@@ -78,7 +78,7 @@ def test_ids_that_only_pad_the_head_stand_for_nothing() -> None:
     assert len(smaller.texts) == 300 and max(smaller.ids.values()) < 300
 
 
-def test_a_normaliser_changes_the_bytes_of_what_is_not_normal_and_nothing_else() -> None:
+def test_a_normaliser_changes_only_text_that_is_not_normal() -> None:
     own = of("normalised")
     assert b"".join(piece or b"" for piece in pieces(own, "cafe\u0301")) == "caf\u00e9".encode()
     assert b"".join(piece or b"" for piece in pieces(own, "caf\u00e9")) == "caf\u00e9".encode()
@@ -94,7 +94,7 @@ def letters(**options: object) -> Tokenizer:
     return Tokenizer(models.BPE(vocabulary, [], **options))
 
 
-def test_tokens_that_cannot_be_read_are_refused_saying_why() -> None:
+def test_tokenizers_without_known_bytes_are_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="it has no tokenizer"):
         byte_vocabulary(VocabularyInfo("m", 50, ()), 50)
     with pytest.raises(UsageError, match="of the kind WordPiece"):

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # what is the same, what differs, what follows
 
 
-def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
+def test_two_models_with_one_vocabulary_are_usable_as_is() -> None:
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer()))
     assert report.usable and report.conclusion == "usable as is"
     assert (report.num_differing, report.differing, report.head_sizes) == (0, (), (VOCAB, VOCAB))
@@ -62,7 +62,9 @@ def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
         (VOCAB, VOCAB - 3, "usable: the draft's head is smaller; the target's last 3 ids (3 tokens) are never drafted"),
     ],
 )
-def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, draft: int, conclusion: str) -> None:
+def test_heads_of_different_sizes_are_usable_and_the_report_says_which_is_larger(
+    target: int, draft: int, conclusion: str
+) -> None:
     a, b = loaded(target, tokenizer()), loaded(draft, tokenizer())
     report = compare_vocabularies(a, b)
     assert (report.usable, report.conclusion, report.head_sizes) == (True, conclusion, (target, draft))
@@ -74,7 +76,7 @@ def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, 
     assert result.token_ids == made.using("none").generate([5, 6, 7], SamplingParams(max_tokens=12)).token_ids
 
 
-def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> None:
+def test_another_vocabulary_is_usable_through_bytes_and_the_report_names_tokens() -> None:
     a, b = loaded(made=tokenizer()), loaded(VOCAB + 6, tokenizer(extra="123456"))
     report = compare_vocabularies(a, b, "the heron saw a fish, and then another one. " * 4)
     assert not same_vocabulary(a, b)
@@ -89,7 +91,7 @@ def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> No
     assert "0.0% of its tokens rejected" in about(report, "estimated loss").follows
 
 
-def test_a_vocabulary_that_cannot_be_read_as_bytes_is_not_usable_and_both_models_are_named() -> None:
+def test_a_vocabulary_without_known_bytes_is_not_usable() -> None:
     inner = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "end": 2, "##s": 3}, unk_token="[UNK]"))
     pieces = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=pieces))
@@ -130,7 +132,7 @@ def test_special_tokens_are_compared_by_text_and_id() -> None:
     assert same.same and same.found == "bos '<unk>' (2), eos '<eos>' (1), pad '<eos>' (1)"
 
 
-def test_end_ids_of_the_draft_are_told_and_do_not_matter() -> None:
+def test_different_end_ids_of_the_draft_are_reported_but_do_not_matter() -> None:
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer(), eos_token_id=4))
     ends = about(report, "end ids")
     assert report.usable and report.conclusion == "usable as is"
@@ -145,7 +147,7 @@ def cutting(merges: Sequence[tuple[str, str]]) -> HFTokenizer:
     return HFTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
 
 
-def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are_named() -> None:
+def test_tokenizers_that_split_text_differently_are_usable_and_the_report_says_where() -> None:
     whole, single = (VocabularyInfo(name, 4, (), cutting(m)) for name, m in (("a", [("1", "2")]), ("b", [])))
     report = compare_vocabularies(whole, single)
     assert report.usable and report.conclusion == "usable as is"
@@ -169,7 +171,7 @@ def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are
         (None, None, None, None),
     ],
 )
-def test_chat_templates_are_compared_by_what_they_make(ours: Any, theirs: Any, same: Any, found: Any) -> None:
+def test_chat_templates_are_compared_by_their_output(ours: Any, theirs: Any, same: Any, found: Any) -> None:
     a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=one))) for one in (ours, theirs))
     report = compare_vocabularies(a, b)
     told = [(one.same, one.found) for one in report.findings if one.subject == "chat template"]
@@ -186,7 +188,7 @@ def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
     assert report.usable and about(report, "encoding").same is False
 
 
-def test_a_report_is_json_and_lines() -> None:
+def test_a_report_can_be_written_as_json_and_lines() -> None:
     report = compare_vocabularies(load("toy", LoadOptions()), loaded(made=tokenizer()))
     values = json.loads(json.dumps(report.to_dict()))
     assert values["usable"] is True and values["head_sizes"] == [257, VOCAB]
@@ -232,7 +234,7 @@ def test_the_toy_is_inspected() -> None:
     assert compare_vocabularies(inspect_vocabulary("toy"), info).conclusion == "usable as is"
 
 
-def test_a_head_beside_a_vision_part_is_that_of_the_text(tmp_path: Path) -> None:
+def test_the_head_size_of_a_multimodal_model_is_that_of_its_text_part(tmp_path: Path) -> None:
     text = transformers.Gemma3TextConfig(vocab_size=77, eos_token_id=3, bos_token_id=2, pad_token_id=0)
     transformers.Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path)
     assert inspect_vocabulary(str(tmp_path)).head_size == 77
@@ -272,14 +274,14 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
         ("nobody/nothing", "could not be downloaded from the Hugging Face Hub"),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:
+def test_a_source_that_is_not_a_model_is_refused_in_one_line(source: str, message: str) -> None:
     with pytest.raises(SlipstreamError, match=message) as error:
         inspect_vocabulary(source)
     assert source in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("broken", ["config.json", "generation_config.json", "tokenizer.json", "x.gguf"])
-def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: str) -> None:
+def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, broken: str) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / broken).write_bytes(b"not what it should be")
@@ -289,7 +291,7 @@ def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: 
     assert source in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_text_is_what_transformers_decodes_whichever_way_it_is_asked() -> None:
+def test_decode_equals_transformers_even_if_a_tokenizer_overrides_it() -> None:
     class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
         def _decode(self, *given: Any, **options: Any) -> str:
             return super()._decode(*given, **options).upper()

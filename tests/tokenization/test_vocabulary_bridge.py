@@ -56,14 +56,14 @@ def drafted(pair: VocabularyBridge, before: str | list[int], *drafts: str | int)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize("step", [1, 3, 10_000])
-def test_a_text_is_read_as_the_draft_models_tokenizer_cuts_it_however_it_came(
+def test_a_text_is_retokenized_by_the_draft_models_tokenizer_however_it_arrives(
     target: str, draft: str, step: int
 ) -> None:
     pair = bridge(target, draft)
     assert read(pair, ours(pair, STORY), step) == pair.draft.encode(STORY).ids
 
 
-def test_a_boundary_one_word_too_near_is_seen() -> None:
+def test_settling_one_word_too_early_is_caught() -> None:
     """The control of the test above: tokens that could still change are not read again."""
     pair = bridge("digits", "bytes")
     tokens = ours(pair, STORY)
@@ -82,7 +82,7 @@ def test_no_byte_is_lost_or_added_whatever_the_text(text: str, kinds: tuple[str,
     assert written(pair.draft.texts, read(pair, tokens, step)) == written(pair.target.texts, tokens)
 
 
-def test_digits_that_come_one_by_one_are_grouped_again() -> None:
+def test_digits_that_arrive_one_by_one_are_regrouped() -> None:
     pair = bridge("digits", "bytes")
     tokens = ours(pair, "and 12345")
     assert len(tokens) > len(read(pair, tokens)) and written(pair.draft.texts, read(pair, tokens)[-1:]) == b" 12345"
@@ -96,7 +96,7 @@ def test_an_incomplete_character_is_read_byte_by_byte_and_then_whole() -> None:
     assert text.follow(data) == pair.draft.encode("a \U0001f680").ids
 
 
-def test_bytes_that_are_no_character_are_read_as_the_replacement_character() -> None:
+def test_invalid_utf8_is_read_as_the_replacement_character() -> None:
     pair = bridge("toy", "bytes")
     assert written(pair.draft.texts, read(pair, [97, 0xFF, 98])) == "a\ufffdb".encode()
 
@@ -109,7 +109,7 @@ def test_the_bytes_of_an_unfinished_character_are_counted(data: bytes, count: in
 
 
 @pytest.mark.parametrize("draft", KINDS)
-def test_special_tokens_become_those_of_one_name_and_never_text(draft: str) -> None:
+def test_special_tokens_become_those_with_the_same_name_and_never_text(draft: str) -> None:
     pair = bridge("sentencepiece" if draft == "bytes" else "bytes", draft)
     marks = [pair.target.special[name] for name in SPECIALS]
     tokens = [marks[1], *ours(pair, "Hello"), marks[0], marks[2]]
@@ -124,7 +124,7 @@ def test_a_role_marker_that_the_draft_model_lacks_is_read_as_its_name() -> None:
     assert got == [*b"<|user|>Hi", pair.draft.end_ids[0]]
 
 
-def test_the_name_of_a_special_token_in_a_text_is_no_special_token() -> None:
+def test_the_name_of_a_special_token_in_a_text_stays_text() -> None:
     pair = bridge("bytes", "sentencepiece")
     got = read(pair, ours(pair, f"say {SPECIALS[0]}"))
     assert pair.draft.special[SPECIALS[0]] not in got
@@ -137,7 +137,7 @@ def test_the_space_that_the_targets_tokenizer_adds_is_not_read() -> None:
     assert written(pair.draft.texts, read(pair, tokens)) == b"The heron"
 
 
-def test_a_text_without_spaces_settles_too() -> None:
+def test_a_text_without_spaces_settles_as_well() -> None:
     pair = bridge("toy", "bytes")
     text, tokens = DraftText(pair, longest_tail=40), list(b"x" * 300)
     for end in range(1, 301):
@@ -160,7 +160,7 @@ def test_a_draft_becomes_the_tokens_that_the_target_would_have_used(target: str,
         assert drafted(pair, whole[:at], rest) == whole[at:]
 
 
-def test_a_draft_that_would_recut_the_committed_text_is_encoded_alone() -> None:
+def test_a_draft_that_would_retokenize_the_committed_text_is_encoded_alone() -> None:
     pair = bridge("bytes", "sentencepiece")
     tokens = [*ours(pair, "The "), *(pair.target.ids[bytes([byte])] for byte in b"he")]  # not how it cuts "heron"
     assert written(pair.target.texts, drafted(pair, tokens, "ron was")) == b"ron was"
@@ -173,7 +173,7 @@ def test_an_unfinished_character_is_never_proposed() -> None:
     assert written(pair.target.texts, whole) == " \U0001f680".encode()
 
 
-def test_a_character_that_the_target_has_begun_is_completed() -> None:
+def test_a_character_begun_by_the_target_is_completed() -> None:
     pair = bridge("toy", "bytes")
     rocket = "\U0001f680".encode()
     rest = pair.draft.spelled(rocket[2:])
@@ -198,7 +198,7 @@ def test_padding_of_the_draft_models_head_ends_the_draft(target: str, draft: str
         assert drafted(pair, "The", " end", pair.draft.head_size - 1, " more") == ours(pair, " end")
 
 
-def test_the_chance_of_a_token_is_that_of_the_draft_tokens_that_begin_in_it() -> None:
+def test_the_probability_of_a_token_is_that_of_the_draft_tokens_beginning_in_it() -> None:
     pair = bridge("toy", "bytes")
     made = Continuation(pair, list(b"A"))
     for token in pair.draft.encode(" heron,").ids:
@@ -210,7 +210,7 @@ def test_the_chance_of_a_token_is_that_of_the_draft_tokens_that_begin_in_it() ->
     assert joined.chances([0.5] * 6) == [0.5**6]
 
 
-def test_shared_tokens_are_those_of_the_same_bytes_and_the_ends() -> None:
+def test_shared_tokens_have_the_same_bytes_or_are_end_tokens() -> None:
     pair = bridge("bytes", "sentencepiece")
     for mine, theirs in pair.shared.items():
         same = pair.target.texts[mine] == pair.draft.texts[theirs]

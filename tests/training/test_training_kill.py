@@ -55,7 +55,7 @@ def how_far(folder: Path) -> tuple[int, int]:
     return (0 if state is None else state.step), len(read_texts(folder))
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_changes_no_result(tmp_path: Path) -> None:
     rng, kills = random.Random(5), list[tuple[int, int]]()
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdin is not None and server.stdout is not None
@@ -86,7 +86,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     assert ids[0] == ids[1] and sum(len(text) for _, text in ids[0]) >= TOKENS
 
 
-def test_another_order_of_texts_gives_other_bytes(tmp_path: Path) -> None:
+def test_another_order_of_texts_gives_another_head(tmp_path: Path) -> None:
     """What the test above compares depends on every step."""
     heads = []
     for seed in (0, 1):

@@ -11,7 +11,7 @@ def with_shapes(decoder: SpeculativeDecoder, **changes: Any) -> str:
     return fingerprint_of(decoder.target, replace(decoder.shapes, **changes))
 
 
-def test_it_is_that_of_the_bits_and_not_of_the_widths_that_pay() -> None:
+def test_the_fingerprint_covers_shapes_that_change_bits_but_not_speed() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     own = fingerprint_of(decoder.target, decoder.shapes)
     assert with_shapes(decoder, alone=(1, 8), totals=(4, 64)) == own

@@ -18,14 +18,14 @@ def row(index: int, prompt: Sequence[int], max_tokens: int) -> Row:
     return Row(index, list(prompt), SamplingParams(max_tokens=max_tokens), seed=0)
 
 
-def test_the_longest_come_first_with_those_that_begin_alike() -> None:
+def test_the_longest_rows_run_first_together_with_rows_of_the_same_prefix() -> None:
     rows = [row(0, [1], 5), row(1, [*BEGINNING, 1], 9), row(2, [2], 90), row(3, [*BEGINNING, 2, 3], 60), row(4, [1], 7)]
     assert [one.index for one in ordered(rows, lambda one: one, 1)] == [3, 1, 2, 4, 0]
     assert [one.index for one in ordered(rows, lambda one: one, 64)] == [3, 2, 1, 4, 0]  # reused in larger units only
     assert ordered(rows, lambda one: None, 1) == rows
 
 
-def test_results_come_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_keep_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", max_batch_size=2)
     prompts, lengths = ["a heron", "the river was", "a sparrow", "the"], [3, 12, 5, 19]
     begun: list[list[int]] = []

@@ -16,7 +16,7 @@ from tests.support import tiny_models
 from tests.support.chat_fakes import Recorder, face, letters, refused, toy, type_in
 
 
-def test_an_answer_streams_and_is_the_decoders_own() -> None:
+def test_an_answer_streams_and_equals_the_decoders() -> None:
     chat = toy()
     type_in(chat, "The heron")
     expected = SpeculativeDecoder("toy").generate("The heron", chat.params, chat=False)
@@ -58,7 +58,7 @@ def test_the_second_turn_computes_only_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("whole_chunks", [False, True])
-def test_reproducible_turns_reuse_memory_and_say_what_an_empty_memory_says(whole_chunks: bool) -> None:
+def test_reproducible_turns_reuse_the_cache_and_give_the_text_of_an_empty_one(whole_chunks: bool) -> None:
     chat = letters(reproducible=True)
     session = chat.decoder._target_session
     if whole_chunks:  # as where prompt chunks do not agree to the bit with narrow forwards
@@ -86,7 +86,7 @@ def test_reuse_ends_where_an_answer_re_encodes_differently() -> None:
     assert second.prefilled == len(second.prompt_ids) - shared
 
 
-def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: None) -> None:
+def test_an_interrupted_answer_stays_in_the_conversation(cache_audit: None) -> None:
     chat = toy(max_tokens=60)
     face(chat).stop_after = 5
     type_in(chat, "The heron")
@@ -100,7 +100,9 @@ def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: N
 
 
 @pytest.mark.parametrize("forward", [1, 2, 4])
-def test_interruption_inside_a_forward_leaves_the_memory_right(forward: int, monkeypatch, cache_audit: None) -> None:
+def test_an_interruption_inside_a_forward_leaves_the_cache_correct(
+    forward: int, monkeypatch, cache_audit: None
+) -> None:
     chat = letters(reproducible=False)
     backend, calls = chat.decoder.target.backend, iter(range(1, 1000))
     run = backend._forward_rows
@@ -152,7 +154,7 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
     assert "12 tokens, " in err and "did you mean /draft-length" in err
 
 
-def test_text_is_printed_as_it_is(capsys) -> None:
+def test_text_is_printed_unchanged(capsys) -> None:
     screen = chat_cli.Screen()
     screen.token("a :fish: [bold]b[/bold]\n")
     screen.show("c :fish: [red]")

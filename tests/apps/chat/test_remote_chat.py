@@ -56,31 +56,31 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @subcases("data", [*ENDS, ok(b'{"da', 99)])
-def test_an_other_end_that_breaks_off_is_one_error(data: bytes) -> None:
+def test_a_server_that_breaks_off_a_list_of_models_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         api.models()
 
 
 @pytest.mark.parametrize("data", ENDS)
-def test_so_is_one_that_breaks_off_an_answer(data: bytes) -> None:
+def test_a_server_that_breaks_off_an_answer_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         list(api.pieces({}))
 
 
 @subcases("body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999])
-def test_an_answer_of_another_shape_lists_no_models(body: bytes) -> None:
+def test_a_malformed_list_of_models_is_empty(body: bytes) -> None:
     with sending(ok(body)) as api:
         assert api.models() == []
 
 
-def test_chunks_of_another_shape_have_no_text() -> None:
+def test_malformed_chunks_have_no_text() -> None:
     odd = [b'{"choices":5}', b'{"choices":["x"]}', b'{"choices":[{"delta":"x"}]}', b'{"type":"ping"}']
     odd += [b'{"choices":[{"delta":{"content":5}}]}', b'{"choices":[{}]}', HI]
     with sending(sse(*odd, b"[DONE]")) as api:
         assert list(api.pieces({})) == ["hi"]
 
 
-def test_a_key_is_sent_to_the_given_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS[1], "secret key")
     asked = list[bytes]()
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
@@ -95,14 +95,16 @@ def test_a_key_is_sent_to_the_given_address_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("key", ["a\nb", "ключ", "a\x01"])
-def test_a_key_that_cannot_be_sent_is_named_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_an_invalid_key_names_its_variable_but_not_the_key(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEYS[0], key)
     with pytest.raises(UsageError, match=KEYS[0]) as told:
         RemoteApi.at("http://127.0.0.1:1")
     assert key not in str(told.value)
 
 
-def test_nothing_shows_a_key_or_a_password() -> None:
+def test_reprs_and_refusals_show_no_key_or_password() -> None:
     assert "secret" not in repr(RemoteApi("http://h", "secret"))
     with pytest.raises(UsageError) as told:
         RemoteApi.at("http://user:secret@h")
@@ -123,20 +125,20 @@ def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
     ("error", "told"),
     [(b'"a\\n\\u001b[31mb"', r"a \[31mb$"), (b"{}", "no reason given"), (b'{"message":null}', "no reason given")],
 )
-def test_what_the_other_end_says_is_one_harmless_line(error: bytes, told: str) -> None:
+def test_an_error_from_the_server_is_one_printable_line(error: bytes, told: str) -> None:
     body = b'{"error":%s}' % error
     said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     with sending(said) as api, pytest.raises(SlipstreamError, match=told):
         api.models()
 
 
-def test_a_chunk_without_an_error_goes_on() -> None:
+def test_a_null_error_in_a_chunk_is_not_an_error() -> None:
     with sending(sse(b'{"error":null,"choices":[{"delta":{"content":"hi"}}]}', b"[DONE]")) as api:
         assert list(api.pieces({})) == ["hi"]
 
 
 @subcases("url", NO_ADDRESSES)
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         RemoteApi.at(url)
 
@@ -203,7 +205,7 @@ WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
         (typed(b'{"object":"error","message":"out of memory"}', b"application/json"), "out of memory"),
     ],
 )
-def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why: str) -> None:
+def test_anything_but_an_answer_is_reported_in_one_line(answer: bytes, why: str) -> None:
     with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as told:
         list(api.pieces({}))
     assert str(told.value).isprintable()
@@ -223,7 +225,7 @@ def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why:
         (sse(OVER), "", "the answer is empty"),
     ],
 )
-def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, text: str, note: str) -> None:
+def test_a_text_is_shown_with_a_note_about_anything_unusual(answer: bytes, text: str, note: str) -> None:
     notes = list[str]()
     with sending(answer) as api:
         assert "".join(api.pieces({}, notes.append)) == text
@@ -249,13 +251,13 @@ def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, text: str,
         (b'{"error":{"type":"x"}}', "no reason given"),
     ],
 )
-def test_every_form_of_an_error_is_told(body: bytes, why: str) -> None:
+def test_every_form_of_error_is_reported(body: bytes, why: str) -> None:
     said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     with sending(said) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
         list(api.pieces({}))
 
 
-def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
+def test_a_failed_answer_ends_its_line_and_is_not_kept() -> None:
     with sending(sse(HI, b'{"detail":"out of memory"}')) as api:
         face = Recorder()
         chat = RemoteChat(api.url, face, SamplingParams(), model="m")
@@ -263,7 +265,7 @@ def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
     assert face.pieces == ["hi", "\n"] and chat.turns == [] and "out of memory" in face.errors[0]
 
 
-def test_a_space_makes_a_message_of_a_slash() -> None:
+def test_a_leading_space_escapes_a_slash() -> None:
     with sending(sse(HI, b"[DONE]")) as api:
         face = Recorder()
         chat = RemoteChat(api.url, face, SamplingParams(), model="m")
@@ -289,12 +291,12 @@ AS_OPENAI_HAS_IT = {"type": "json_schema", "json_schema": {"name": "answer", "sc
         (Constraint(grammar='start: "a"'), {"structured_outputs": {"grammar": 'start: "a"'}}),
     ],
 )
-def test_a_constraint_becomes_a_field_that_servers_know(constraint: Constraint, fields: dict[str, object]) -> None:
+def test_a_constraint_becomes_a_request_field(constraint: Constraint, fields: dict[str, object]) -> None:
     asked = request_fields(SamplingParams(constraint=constraint))
     assert asked == DEFAULTS | fields and json.dumps(asked)
 
 
-def test_a_prediction_is_written_as_openai_has_it() -> None:
+def test_a_prediction_has_openais_form() -> None:
     asked = request_fields(SamplingParams(prediction="def f():"))
     assert asked == DEFAULTS | {"prediction": {"type": "content", "content": "def f():"}}
 
@@ -307,6 +309,6 @@ def test_a_prediction_is_written_as_openai_has_it() -> None:
         (SamplingParams(prediction=[1, 2]), "--prediction of token ids with --url; allowed: a text"),
     ],
 )
-def test_what_no_request_can_say_is_refused_before_anything_is_sent(params: SamplingParams, told: str) -> None:
+def test_options_without_a_request_field_are_refused_before_anything_is_sent(params: SamplingParams, told: str) -> None:
     with pytest.raises(UsageError, match=f"^{told}"):
         RemoteChat("http://127.0.0.1:9", Recorder(), params)

@@ -106,7 +106,7 @@ COMMAND_LINES = [
 ]
 
 
-def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path) -> None:
+def test_every_slash_command_works_in_one_conversation_from_start_to_quit(terminal: Terminal, tmp_path: Path) -> None:
     assert {line.split()[0] for line, _ in COMMAND_LINES} | {"/quit"} >= set(COMMANDS)
     terminal.type("The heron")
     terminal.wait_for("24 tokens, ", "ended by length", "no chat template")
@@ -135,7 +135,7 @@ def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path
     assert "+/draft-lenght 3" in terminal.history.read_text()
 
 
-def test_editing_completion_and_the_ways_out(terminal: Terminal) -> None:
+def test_editing_completion_history_and_ctrl_d_work(terminal: Terminal) -> None:
     terminal.press("/", "s", "p", "e")
     terminal.wait_for("/speculative")  # on offer below the line
     terminal.press("Tab")

@@ -102,7 +102,7 @@ def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Pa
     ("flags", "message"),
     [(("--frequency-penalty", "1"), "frequency_penalty=1.0; allowed"), (TOY, "needs a Hugging Face model")],
 )
-def test_compare_refuses_what_hugging_face_would_not_do_before_loading(
+def test_compare_refuses_what_hugging_face_cannot_do_before_loading_models(
     capsys, monkeypatch, flags: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(compare, "load_decoder", lambda *_: pytest.fail("models were loaded"))
@@ -243,14 +243,14 @@ NAMES = [command.name or command.callback.__name__ for command in cli.app.regist
 
 
 @subcases("command", [*NAMES, "models", "models check"])
-def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
+def test_every_command_has_help(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
     assert ("--json FILE" in out) == (command not in ("chat", "help", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])
-def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch, command: str) -> None:
+def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monkeypatch, command: str) -> None:
     usual, every = (
         set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", run(capsys, monkeypatch, command, flag)[1], re.MULTILINE))
         for flag in ("--help", "--help-all")
@@ -261,7 +261,7 @@ def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch
     assert fields_as_flags <= every
 
 
-def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "-v", "--json", str(file))
     assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
@@ -294,12 +294,12 @@ def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp
     assert "-rejected-" not in run(capsys, monkeypatch, *arguments)[2]
 
 
-def test_compare_takes_debug(capsys, monkeypatch) -> None:
+def test_compare_shows_rejected_drafts_with_debug(capsys, monkeypatch) -> None:
     _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
     assert "-rejected-" in err
 
 
-def test_the_demo_shows_every_prompt_side_by_side_and_where_to_go_on(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_the_demo_shows_every_prompt_side_by_side_and_a_next_step(capsys, monkeypatch, tmp_path: Path) -> None:
     """With the toy in the place of the model that it downloads."""
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     file = tmp_path / "demo.json"
@@ -315,7 +315,7 @@ def test_the_demo_shows_every_prompt_side_by_side_and_where_to_go_on(capsys, mon
 
 
 @pytest.mark.slow
-def test_the_demo_fails_where_a_text_differs(capsys, monkeypatch) -> None:
+def test_the_demo_fails_if_a_text_differs(capsys, monkeypatch) -> None:
     right, wrong = demo.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     monkeypatch.setattr(
@@ -325,7 +325,7 @@ def test_the_demo_fails_where_a_text_differs(capsys, monkeypatch) -> None:
     assert code == 1 and "differ from plain decoding" in err and "-rejected-" in out + err
 
 
-def test_a_text_that_fails_among_others_is_told_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_a_failed_text_among_others_is_reported_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:
     """A constraint and a biased-away token leave nothing to choose from."""
     file = tmp_path / "out.json"
     flags = ("--regex", "ab", "--logit-bias", "97=-inf", "--max-tokens", "4", "--json", str(file))

@@ -23,7 +23,9 @@ Capture = pytest.CaptureFixture[str]
 TOY = ("--target", "toy")
 
 
-def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_command_equals_decoder_batch(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [*requests(8), chat("c", "The heron")]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     code, printed, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
@@ -35,7 +37,7 @@ def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypat
     assert code == 0 and told.startswith("0 of 9 answered now, 9 earlier in ")
 
 
-def test_the_settings_of_a_file_take_the_place_of_flags(
+def test_a_settings_file_replaces_the_decoders_flags(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl"
@@ -46,7 +48,7 @@ def test_the_settings_of_a_file_take_the_place_of_flags(
     assert code == 2 and "--config replaces the decoder's flags" in told
 
 
-def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
+def test_settings_missing_from_a_file_keep_the_commands_defaults(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out, file = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl", tmp_path / "settings.json"
@@ -67,7 +69,7 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
     assert seen == [SERVED, replace(SERVED, drafter="ngram")]
 
 
-def test_a_terminal_is_told_once_what_is_loaded(
+def test_a_terminal_shows_once_which_model_is_loaded(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(err, "_force_terminal", True)
@@ -107,7 +109,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     assert code in (1, 2) and told.startswith(f"error: {why.format(tmp_path)}") and len(told.splitlines()) == 1
 
 
-def test_options_are_those_of_lines_that_bring_none(
+def test_flags_apply_to_lines_without_options_of_their_own(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [{"id": 1, "prompt": "The heron"}, {"id": 2, "prompt": "The heron", "max_tokens": 3, "model": "mine"}]
@@ -119,7 +121,7 @@ def test_options_are_those_of_lines_that_bring_none(
     assert report["target"] == "toy" and report["answered"] == 2 and report["errors"] == []
 
 
-def test_failed_lines_are_told_and_the_exit_code_is_1(
+def test_failed_lines_are_reported_with_exit_code_1(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [{"id": f"b{at}", "prompt": "x", "top_p": 9} for at in range(23)]
@@ -158,7 +160,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert code == 2 and told.startswith(why) and len(told.splitlines()) == 1
 
 
-def test_an_interrupted_job_says_how_far_it_is(
+def test_an_interrupted_job_says_how_many_lines_are_answered(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slipstream.jobs.request_pool import RequestPool
@@ -196,7 +198,9 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     assert "20/40" in seen[0] and "8 s, 100 tokens/s, acceptance 62 %, 0:10 left" in seen[0]
 
 
-def test_a_log_gets_a_line_now_and_then(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_progress_line_at_intervals(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write(tmp_path / "in.jsonl", requests(3)), tmp_path / "out.jsonl"
     told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
     assert len(told.splitlines()) == 1, told  # the control: a short job has its last line alone

@@ -23,7 +23,7 @@ def expected() -> str:
     return SpeculativeDecoder("toy", drafter="none").generate("The heron", SamplingParams(max_tokens=60)).text
 
 
-def test_generate_takes_a_file_and_says_what_came_of_it(
+def test_generate_reads_a_prediction_file_and_reports_its_accepted_tokens(
     capsys: Any, monkeypatch: Any, tmp_path: Path, expected: str
 ) -> None:
     file, out = tmp_path / "old.txt", tmp_path / "out.json"
@@ -37,7 +37,7 @@ def test_generate_takes_a_file_and_says_what_came_of_it(
     assert text.strip() == expected.strip() and "prediction" not in notes
 
 
-def test_lines_of_a_prompt_file_have_predictions_of_their_own(
+def test_each_line_of_a_prompt_file_may_have_its_own_prediction(
     capsys: Any, monkeypatch: Any, tmp_path: Path, expected: str
 ) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
@@ -63,7 +63,7 @@ def test_compare_runs_plain_decoding_without_the_prediction(
 @pytest.mark.parametrize(
     ("text", "message"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe", "cannot be read")]
 )
-def test_a_file_that_is_no_prediction_is_refused_in_one_line(
+def test_an_unreadable_or_empty_prediction_file_is_refused_in_one_line(
     capsys: Any, monkeypatch: Any, tmp_path: Path, text: bytes | None, message: str
 ) -> None:
     file = tmp_path / "old.txt"
@@ -73,14 +73,14 @@ def test_a_file_that_is_no_prediction_is_refused_in_one_line(
     assert code == 2 and message in notes and "allowed: a file of UTF-8 text" in notes and "Traceback" not in notes
 
 
-def test_a_prediction_in_a_prompt_file_is_a_text(tmp_path: Path) -> None:
+def test_a_prediction_in_a_prompt_file_must_be_a_text(tmp_path: Path) -> None:
     for wrong in ("", 5, ["a"]):
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "prediction": wrong}))
         with pytest.raises(UsageError, match=r"line 1: prediction=.*; allowed: a non-empty text, or none"):
             read_prompts(tmp_path / "p.jsonl")
 
 
-def test_arms_of_the_benchmark_are_given_predictions_by_name(
+def test_only_arms_named_predicted_get_predictions(
     capsys: Any, monkeypatch: Any, tmp_path: Path, expected: str
 ) -> None:
     assert parse_arm("none.predicted").predicted and parse_arm("ngram@4.plain.predicted~0.8").predicted
@@ -107,7 +107,7 @@ def test_arms_of_the_benchmark_are_given_predictions_by_name(
     assert code == 0 and counts["none"] is None and counts["ngram@8.predicted"] > 40
 
 
-def test_a_conversation_answers_with_the_prediction_unless_it_is_plain(expected: str) -> None:
+def test_a_conversation_uses_the_prediction_unless_it_decodes_plainly(expected: str) -> None:
     chat = Chat(SpeculativeDecoder("toy", drafter="none"), Recorder(), SamplingParams(max_tokens=60))
     first = chat.ask("The heron")
     assert first is not None and "prediction" not in first.summary

@@ -123,7 +123,7 @@ def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outco
 
 
 @pytest.mark.slow
-def test_the_check_notices_an_import() -> None:
+def test_the_check_for_imports_notices_pytorch() -> None:
     [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
     assert code == 0 and "torch" in err.splitlines()[-1]
 
@@ -147,7 +147,7 @@ main()
 
 
 @pytest.mark.slow
-def test_every_command_is_listed_with_a_whole_sentence(outcomes: Outcomes) -> None:
+def test_every_command_is_listed_with_an_uncut_sentence(outcomes: Outcomes) -> None:
     lines = outcomes["--help",][1].splitlines()
     for name in (name for names in COMMANDS.values() for name in names):
         assert any(line.split()[:1] == [name] for line in lines)

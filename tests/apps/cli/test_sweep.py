@@ -56,7 +56,7 @@ def test_a_sweep_leaves_runs_a_table_and_advice(capsys, monkeypatch, tmp_path: P
     assert (folder / "report.html").exists() and "report.html" in err
 
 
-def test_a_sweep_goes_on_where_it_was_killed(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
+def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
     folder = tmp_path / "runs"
     arguments = (*SMALL, "--prompt-file", prompts, "--lengths", "0-2", "--out", str(folder))
     assert run(capsys, monkeypatch, *arguments)[0] == 0

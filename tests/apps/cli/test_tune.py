@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> tuple[str, ...]:
     return ("--prompt-file", str(file), "--max-tokens", "12", "--budget", "1", "--out", str(tmp_path / "runs" / "t"))
 
 
-def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
     report = tmp_path / "out.json"
     code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:3", "--batch-sizes", "1,2", "--json", str(report))
     folder = tmp_path / "runs" / "t"
@@ -69,7 +69,7 @@ def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path,
     assert "screening" in err and "costs of a round" in err and "batch size 2" in err
 
 
-def test_it_needs_no_draft_model_and_samples_if_asked(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_tune_works_without_a_draft_model_and_with_sampling(capsys, monkeypatch, tmp_path: Path, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--temperature", "0.8", "--longest", "2")
     assert code == 0 and "batch 1: " in out, err
     told = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())
@@ -78,7 +78,7 @@ def test_it_needs_no_draft_model_and_samples_if_asked(capsys, monkeypatch, tmp_p
     assert all(len(one["acceptance"]["accepted"]) <= 2 for one in told["screened"])
 
 
-def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_a_batch_size_left_out_for_lack_of_time_is_named(capsys, monkeypatch, tmp_path: Path, small) -> None:
     whole = Meter.unit
 
     def slow(self: Meter, arms: Any, group: Any, batch: int, repeat: int, until: float) -> Any:
@@ -91,12 +91,14 @@ def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path,
     assert json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["unmeasured"] == [2]
 
 
-def test_the_command_says_so_with_exit_code_2(capsys, monkeypatch, small) -> None:
+def test_too_small_a_budget_has_exit_code_2(capsys, monkeypatch, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--budget", "0.000001")
     assert code == 2 and out == "" and "error: --budget 1e-06 was used up after" in err
 
 
-def test_a_wrong_text_is_not_advised_and_fails_the_command(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_a_drafter_with_wrong_texts_is_not_advised_and_fails_the_command(
+    capsys, monkeypatch, tmp_path: Path, small
+) -> None:
     right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
     code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:2")

@@ -216,7 +216,7 @@ def missing_values() -> Iterator[Case]:
 GENERATED = [*numbers(), *misspelt(), *missing_values()]
 
 
-def test_the_table_is_large_enough() -> None:
+def test_the_table_of_wrong_command_lines_is_large_enough() -> None:
     assert len({arguments for arguments, _ in WRITTEN}) >= 100
     assert len(list(numbers())) >= 30 and len(list(misspelt())) >= 60 and len(list(missing_values())) >= 70
 
@@ -234,7 +234,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @subcases("arguments,message", [*WRITTEN, *GENERATED], ids=lambda value: " ".join(value)[-50:])
-def test_a_wrong_command_line_is_told_in_one_line(
+def test_a_wrong_command_line_is_refused_in_one_line(
     folder: None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -67,7 +67,7 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", mostly_slow(FORMS, FORMS[0], FORMS[5]))
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_a_demanded_form_has_the_text_of_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
+def test_a_constrained_answer_equals_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
     options = {"temperature": temperature, "seed": 4}
     fast = ask(**options, **form).choices[0]
     plain = ask(**options, **with_more(form, num_draft_tokens=0)).choices[0]
@@ -78,7 +78,7 @@ def test_a_demanded_form_has_the_text_of_plain_decoding(ask: Any, form: dict[str
     assert fast.message.content != free  # the form has been demanded
 
 
-def test_an_answer_is_json_by_its_schema(ask: Any) -> None:
+def test_an_answer_follows_its_json_schema(ask: Any) -> None:
     told = json.loads(ask(temperature=1.0, seed=1, **FORMS[0]).choices[0].message.content)
     assert set(told) == {"x", "unit"} and isinstance(told["x"], bool) and told["unit"] in ("m", "km")
 
@@ -102,7 +102,7 @@ def test_a_named_tool_is_the_one_that_is_called(ask: Any) -> None:
     assert call.function.name == "stop_now" and json.loads(call.function.arguments) == {}
 
 
-def test_forced_tokens_are_told_and_are_no_drafters(server: RunningServer) -> None:
+def test_forced_tokens_are_reported_and_credited_to_no_drafter(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 200, "temperature": 0, "slipstream": {"rounds": True}} | FORMS[6]
     told = [chunk["slipstream"] for chunk in server.chunks("/v1/chat/completions", body) if "slipstream" in chunk]
     tokens = [token for one in told for token in one["tokens"]]
@@ -115,7 +115,7 @@ def test_forced_tokens_are_told_and_are_no_drafters(server: RunningServer) -> No
     assert server.http.post("/v1/slipstream/replay", json=again).json()["identical"]
 
 
-def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: RunningServer) -> None:
+def test_a_prediction_is_counted_and_does_not_change_the_text(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0.8, "seed": 6, "max_tokens": 60, "logit_bias": VISIBLE}
     free = ask(**options)
     text = free.choices[0].message.content
@@ -133,7 +133,7 @@ def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: RunningSe
     assert 'slipstream:accepted_by_source_total{engine="0",model_name="tiny",source="prediction"}' in page
 
 
-def test_a_prediction_goes_with_completions_choices_and_forms(ask: Any, server: RunningServer) -> None:
+def test_a_prediction_works_with_completions_several_choices_and_constraints(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0, "max_tokens": 40, "logit_bias": VISIBLE}
     text = server.text("the cat", **options)
     answer = server.complete("the cat", **options, prediction={"type": "content", "content": text})
@@ -193,13 +193,15 @@ RULES = "start: r0\n" + "".join(f'r{at}: "b" r{at + 1}\n' for at in range(3000))
         ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(ask: Any, fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_constraint_tool_or_prediction_is_refused_by_name(
+    ask: Any, fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(**fields)
     assert str(caught.value.param).startswith(named) and named in caught.value.body["message"]  # type: ignore[index]
 
 
-def test_halves_of_characters_are_refused(server: RunningServer) -> None:
+def test_lone_surrogates_in_constraints_and_tools_are_refused(server: RunningServer) -> None:
     for fields in (
         {"structured_outputs": {"regex": "\ud800"}},
         {"structured_outputs": {"choice": ["\ud800"]}},
@@ -211,13 +213,13 @@ def test_halves_of_characters_are_refused(server: RunningServer) -> None:
         assert answer.status_code == 400, fields
 
 
-def test_a_tool_may_be_called_where_a_form_is_demanded_of_answers(ask: Any) -> None:
+def test_a_tool_may_be_called_instead_of_an_answer_in_the_response_format(ask: Any) -> None:
     answers = [ask(temperature=1.5, seed=seed, tools=TOOLS, **FORMS[0]).choices[0] for seed in range(6)]
     for one in answers:
         assert one.message.tool_calls or set(json.loads(one.message.content)) == {"x", "unit"}
 
 
-def test_calls_need_a_chat_template() -> None:
+def test_tool_calls_need_a_chat_template() -> None:
     with running_server() as server:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post("/v1/chat/completions", json=body)

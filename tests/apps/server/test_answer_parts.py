@@ -39,7 +39,7 @@ def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
     assert told["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
 
 
-def test_running_statistics_are_those_of_all_rounds() -> None:
+def test_running_statistics_equal_those_of_all_rounds() -> None:
     choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), None, False)
     rounds = [replace(ROUND, step=step, num_accepted_tokens=step) for step in range(3)]
     for done in rounds:
@@ -47,7 +47,7 @@ def test_running_statistics_are_those_of_all_rounds() -> None:
     assert choice.stats == Stats.of(rounds, lossless=False)
 
 
-def test_statistics_say_whether_the_rule_keeps_the_distribution() -> None:
+def test_statistics_say_whether_the_rule_is_lossless() -> None:
     job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
     for lossless in (True, False):
         assert ChoiceState(job, None, lossless).stats.to_dict()["lossless"] is lossless
@@ -74,7 +74,7 @@ def facts_of(tokenizer: Any) -> ModelFacts:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_tokens_are_told_as_the_bytes_that_they_add(kind: str) -> None:
+def test_each_token_is_reported_with_the_bytes_it_adds(kind: str) -> None:
     tokenizer = vocabulary(kind).tokenizer
     facts, text = facts_of(tokenizer), "h\u00e9 heron \U0001f426"
     ids = tokenizer.bare(text)
@@ -83,7 +83,7 @@ def test_tokens_are_told_as_the_bytes_that_they_add(kind: str) -> None:
     assert any("\ufffd" in facts.token_text(token) for token in ids)  # a character of several tokens is there as well
 
 
-def test_tokens_without_text_are_told_by_number() -> None:
+def test_tokens_without_text_are_named_by_id() -> None:
     assert facts_of(ToyTokenizer()).token_bytes(256) is None
     assert facts_of(ToyTokenizer()).token_text(256) == "token_id:256"
     assert facts_of(None).token_text(7) == "token_id:7" and facts_of(None).added_bytes(7) == b""

@@ -101,7 +101,7 @@ async def a_turn() -> None:
     await asyncio.sleep(0)
 
 
-def test_a_step_is_written_in_the_call_that_tells_it() -> None:
+def test_a_step_is_written_in_the_call_that_publishes_it() -> None:
     async def run() -> None:
         one, other = Client(), Client()
         async with answered(one), answered(other):
@@ -150,7 +150,7 @@ def test_a_step_of_many_rows_is_written_whole() -> None:
     asyncio.run(run())
 
 
-def test_what_came_before_the_stream_began_is_written() -> None:
+def test_events_from_before_the_stream_began_are_written() -> None:
     async def run() -> None:
         client = Client()
         client.live.add_event(Started(0, 0, 1))
@@ -163,7 +163,7 @@ def test_what_came_before_the_stream_began_is_written() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_an_error_comes_after_what_was_written_and_ends_the_stream(reads: bool) -> None:
+def test_an_error_follows_the_text_and_ends_the_stream(reads: bool) -> None:
     async def run() -> None:
         client = Client()
         async with answered(client) as running:
@@ -202,7 +202,7 @@ def test_a_write_that_fails_ends_the_stream_with_its_error(reads: bool) -> None:
     asyncio.run(run())
 
 
-def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
+def test_a_slow_reader_that_disconnects_is_no_longer_waited_for() -> None:
     async def run() -> None:
         client = Client()
         async with answered(client) as running:
@@ -219,7 +219,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
     asyncio.run(run())
 
 
-def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_sends_keep_alive_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.01)
 
     async def run() -> None:
@@ -231,7 +231,7 @@ def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
-def test_the_rest_of_a_run_until_blocked_goes_on_where_it_waited() -> None:
+def test_a_coroutine_run_until_blocked_resumes_where_it_waited() -> None:
     async def run() -> None:
         opened, said = asyncio.Event(), list[str]()
 

@@ -31,7 +31,7 @@ def told(document: Any, path: str, method: str, status: str = "200") -> Any:
     return content["schema"] | {"components": document["components"]}
 
 
-def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own(document: Any) -> None:
+def test_every_endpoint_documents_its_answer_and_our_refusals_only(document: Any) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             assert operation["responses"].keys() == REFUSALS | {"200"}, (method, path)
@@ -53,7 +53,7 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
         ("post", "/v1/slipstream/replay", {"request": {"prompt": "x", "temperature": 0}, "token_ids": [1]}),
     ],
 )
-def test_answers_and_refusals_are_as_announced(
+def test_answers_and_refusals_match_their_documented_schemas(
     server: RunningServer, document: Any, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     answer = server.http.request(method, path, json=body)
@@ -66,14 +66,12 @@ def test_answers_and_refusals_are_as_announced(
             jsonschema.validate(refused.json(), told(document, path, method))
 
 
-def test_streams_are_announced_beside_whole_answers(document: Any) -> None:
+def test_streams_are_documented_beside_whole_answers(document: Any) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 
-def test_a_method_that_an_address_does_not_take_is_refused_with_all_that_it_takes(
-    server: RunningServer, document: Any
-) -> None:
+def test_a_wrong_method_is_refused_with_the_allowed_methods(server: RunningServer, document: Any) -> None:
     for path, told_methods in document["paths"].items():
         answer = server.http.request("TRACE", path.replace("{", "").replace("}", ""))
         assert answer.status_code == 405

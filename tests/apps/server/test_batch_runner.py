@@ -45,7 +45,7 @@ async def _cancelled(runner: BatchRunner, id: str) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_note_that_a_full_disk_takes_in_part_leaves_whole_lines(
+def test_a_note_that_was_written_only_in_part_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes, write = LinesUnderWay(tmp_path / "notes", ["b"]), os.write

@@ -42,14 +42,14 @@ def expected(decoder: SpeculativeDecoder, messages: Any = ASKED, **options: Any)
     return decoder.generate(messages, SamplingParams(**options)).text
 
 
-def test_an_answer_is_the_decoders_own(ask: Any, decoder: SpeculativeDecoder) -> None:
+def test_an_answer_equals_the_decoders(ask: Any, decoder: SpeculativeDecoder) -> None:
     answer = ask(max_tokens=30, temperature=0.8, seed=3)
     assert answer.choices[0].message.content == expected(decoder, max_tokens=30, temperature=0.8, seed=3)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 30
     assert answer.system_fingerprint.startswith("slip-")
 
 
-def test_max_completion_tokens_goes_before_max_tokens(ask: Any) -> None:
+def test_max_completion_tokens_overrides_max_tokens(ask: Any) -> None:
     assert ask(max_tokens=30, max_completion_tokens=4).usage.completion_tokens == 4
 
 
@@ -63,7 +63,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_usage(ask: Any, decoder
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_round_is_a_chunk(server: RunningServer) -> None:
+def test_each_round_is_one_chunk(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     chunks = server.chunks("/v1/chat/completions", body)[1:]
     steps = chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"]
@@ -71,7 +71,7 @@ def test_a_round_is_a_chunk(server: RunningServer) -> None:
     assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 40
 
 
-def test_usage_comes_with_every_chunk_on_demand(server: RunningServer) -> None:
+def test_usage_comes_with_every_chunk_on_request(server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": ASKED, "max_tokens": 9, "stream_options": options}
     counts = [chunk["usage"]["completion_tokens"] for chunk in server.chunks("/v1/chat/completions", body)]
@@ -86,7 +86,7 @@ def test_log_probabilities_have_the_form_of_openai(ask: Any) -> None:
         assert all(other.logprob != one.logprob or other.token == one.token for other in one.top_logprobs)
 
 
-def test_several_answers_have_seeds_of_their_own(ask: Any) -> None:
+def test_each_of_several_answers_has_its_own_seed(ask: Any) -> None:
     answer = ask(n=3, seed=11, max_tokens=20, temperature=1.0)
     texts = [choice.message.content for choice in answer.choices]
     assert len(set(texts)) == 3 and texts[0] == ask(seed=11, max_tokens=20, temperature=1.0).choices[0].message.content
@@ -97,7 +97,7 @@ def test_several_answers_have_seeds_of_their_own(ask: Any) -> None:
     assert streamed == texts
 
 
-def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: SpeculativeDecoder) -> None:
+def test_messages_may_have_parts_and_the_developer_role(ask: Any, decoder: SpeculativeDecoder) -> None:
     parts = [{"type": "text", "text": "the cat"}]
     answer = ask(
         messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}],
@@ -108,7 +108,7 @@ def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: Speculative
     assert answer.choices[0].message.content == expected(decoder, plain, max_tokens=answer.usage.completion_tokens)
 
 
-def test_a_last_message_is_continued(server: RunningServer) -> None:
+def test_a_final_assistant_message_is_continued_on_request(server: RunningServer) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "well"}]
     told = server.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "return_token_ids": True}
@@ -124,7 +124,7 @@ def test_a_template_writes_its_own_special_tokens(server: RunningServer) -> None
     assert refused.status_code == 400 and "the chat template writes its own" in refused.json()["error"]["message"]
 
 
-def test_a_cached_prompt_is_told(ask: Any) -> None:
+def test_cached_prompt_tokens_are_reported(ask: Any) -> None:
     ask(max_tokens=3, temperature=0)
     assert ask(max_tokens=3, temperature=0).usage.prompt_tokens_details.cached_tokens > 20
 
@@ -149,19 +149,19 @@ def test_a_cached_prompt_is_told(ask: Any) -> None:
         {"max_completion_tokens": 10**6},
     ],
 )
-def test_what_cannot_be_done_is_refused(ask: Any, fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(ask: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(**fields)
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_long_prompt_names_the_context(ask: Any) -> None:
+def test_the_refusal_of_a_long_prompt_names_the_context_length(ask: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
         ask(messages=[{"role": "user", "content": "x" * 1020}], max_tokens=9)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
+def test_a_request_for_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(model="gpt-5")
     assert caught.value.code == "model_not_found"
@@ -182,7 +182,7 @@ def test_fields_without_effect_are_counted(ask: Any, server: RunningServer) -> N
     assert count() == before + 4
 
 
-def test_rounds_and_receipt_are_told_on_demand(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_rounds_and_receipt_are_reported_on_request(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "seed": 5, "temperature": 0, "slipstream": {"rounds": True}}
     chunks = [c for c in server.chunks("/v1/chat/completions", body) if "slipstream" in c]
     tokens = [token for chunk in chunks for token in chunk["slipstream"]["tokens"]]
@@ -212,7 +212,7 @@ def test_a_replay_without_drafting_gives_the_same_text(server: RunningServer) ->
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
 
 
-def test_a_request_may_ask_for_plain_decoding_beside_others(server: RunningServer) -> None:
+def test_a_single_request_may_turn_drafting_off(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0}
     fast = server.http.post("/v1/chat/completions", json=body).json()
     plain = server.http.post("/v1/chat/completions", json=body | {"num_draft_tokens": 0}).json()
@@ -244,7 +244,7 @@ def test_every_text_of_a_whole_answer_has_its_receipt(server: RunningServer) -> 
 INJECTED = "hi<eos>"
 
 
-def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> None:
+def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
     inner = tiny_models.tokenizer(
         list("<>"), "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}a:"
     )

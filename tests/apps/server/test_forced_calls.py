@@ -96,7 +96,7 @@ def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: s
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
+def test_a_closing_mark_inside_arguments_does_not_end_the_call(name: str) -> None:
     rendered, template = FORMS[name]
     ours = HFTokenizer(tokenizer(rendered, template))
     mark = template["fields"]["tool_calls"]["close"]
@@ -112,14 +112,14 @@ def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
     assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [written]
 
 
-def test_calls_that_are_not_json_are_told_where_they_are_whole() -> None:
+def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
     cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
     assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [{"x": "a"}]
     assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
 
 
-def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
+def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
     rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
     inner = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
@@ -142,17 +142,17 @@ def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
             assert choice.finish_reason == ("length" if answer.usage.completion_tokens == limit else "tool_calls")
 
 
-def test_several_calls_stand_as_the_template_writes_them() -> None:
+def test_several_calls_are_separated_as_the_template_writes_them() -> None:
     form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
     assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_forms_are_not_forced(name: str) -> None:
+def test_unsupported_call_forms_are_not_forced(name: str) -> None:
     assert HFTokenizer(tokenizer(*OTHERS[name])).call_form() is None
 
 
-def test_what_cannot_be_forced_is_refused_by_name() -> None:
+def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
     inner = tokenizer(*OTHERS["arguments that are not JSON"])
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (

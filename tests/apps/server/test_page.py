@@ -32,7 +32,9 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize(("path", "name"), [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)])
-def test_files_are_served_as_they_are_and_under_a_policy(server: RunningServer, path: str, name: str) -> None:
+def test_files_are_served_unchanged_under_a_content_security_policy(
+    server: RunningServer, path: str, name: str
+) -> None:
     answer = server.http.get(path)
     assert answer.status_code == 200 and answer.text == source(name)
     policy = answer.headers["content-security-policy"]
@@ -43,21 +45,21 @@ def test_files_are_served_as_they_are_and_under_a_policy(server: RunningServer, 
     assert again.status_code == 304 and again.content == b""
 
 
-def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
+def test_the_page_is_small_and_fetches_nothing_from_elsewhere() -> None:
     texts = [source(name) for name in FILES]
     assert sum(len(text.encode()) for text in texts) <= MOST_BYTES
     known = {"http://www.w3.org/2000/svg"}  # a name, never fetched
     assert {found for text in texts for found in re.findall(r"https?://[^\s\"')]+", text)} <= known
 
 
-def test_sources_have_no_way_from_text_to_markup_or_code() -> None:
+def test_page_sources_never_turn_text_into_markup_or_code() -> None:
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
     for name in ("app.js", "elements.js", "markdown.js"):
         assert not re.search(sinks, source(name)), name
     assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style|<script(?![^>]*\ssrc=)|javascript:", source("index.html"))
 
 
-def test_a_round_tells_what_its_prediction_gave_it() -> None:
+def test_a_round_credits_its_prediction_with_the_tokens_taken_from_it() -> None:
     def shown(predicted: int | None) -> list[Any]:
         done = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
         done = replace(done, num_prediction_tokens=predicted)
@@ -87,7 +89,7 @@ def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
 
 @browsers
 @pytest.mark.slow
-def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) -> None:
+def test_a_race_of_equal_texts_shows_that_they_are_equal(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", reduced_motion="no-preference")
     page.wait_for_selector("#served[data-up]")
     page.fill("#max_tokens", "24")
@@ -103,7 +105,7 @@ def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) 
 
 @pytest.mark.slow
 @browsers
-def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
+def test_a_race_of_different_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", canned(["a heron stands", "a heron waits"]))
     page.wait_for_selector("#served[data-up]")
     page.click("#race-go")
@@ -113,7 +115,7 @@ def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer,
 
 @pytest.mark.slow
 @browsers
-def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
+def test_the_engine_room_shows_running_rows(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load, max_queued_requests=5) as server:
         page = opened(server.url)
@@ -131,7 +133,9 @@ def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
 @pytest.mark.slow
 @browsers
 @pytest.mark.parametrize(("width", "theme"), [(320, "dark"), (1280, "light")])
-def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Opened, width: int, theme: str) -> None:
+def test_every_view_fits_and_has_no_accessibility_violations(
+    server: RunningServer, opened: Opened, width: int, theme: str
+) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     page = opened(server.url, color_scheme=theme)
     ask(page, "W" * 200, max_tokens=60)

@@ -41,7 +41,7 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     assert "Identical" in page.wait_for_selector(".receipt .seal").text_content()
 
 
-def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningServer, opened: Opened) -> None:
+def test_tokens_that_form_one_character_are_shown_together(server: RunningServer, opened: Opened) -> None:
     tokens = ["\ufffd", "\ufffd", " b", "token_id:0", "{"]
     page = opened(server.url, canned(["\u00e9 b{"], lambda text: tokens, origin="forced"))
     ask(page)
@@ -49,7 +49,7 @@ def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningS
     assert page.locator(".answer .forced").all_text_contents() == ["\u00e9", " b", "{"]
 
 
-def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
+def test_an_answer_can_be_stopped_and_regenerated(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
         page = opened(server.url)
@@ -73,7 +73,7 @@ def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
         assert "a bittern" in page.text_content("#chats")
 
 
-def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
+def test_refusals_are_shown_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=5000)
     assert "4096" in page.wait_for_selector(".message .problem").text_content()
@@ -84,7 +84,9 @@ def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: O
     assert page.input_value("#ask") == "again" and page.get_attribute("#temperature", "aria-invalid") == "true"
 
 
-def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: RunningServer, opened: Opened) -> None:
+def test_schemas_and_predictions_are_sent_and_the_prediction_is_compared_with_the_answer(
+    server: RunningServer, opened: Opened
+) -> None:
     sent: list[Any] = []
     page = opened(server.url, canned(["one\ntwo\nfour"], origin="accepted", source="prediction"))
     page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
@@ -99,7 +101,7 @@ def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server:
     assert "--curl" not in page.text_content("#raw-body") and "extra_body={" in page.text_content("#raw-body")
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_and_kept_only_for_the_tab(opened: Opened, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("reader:correct-horse\n")
     with running_server(api_key_file=str(keys)) as server:
@@ -115,7 +117,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path:
         assert "horse" not in page.evaluate("JSON.stringify(localStorage)") + page.evaluate("document.cookie")
 
 
-def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
+def test_a_dead_server_is_reported_and_found_again(opened: Opened) -> None:
     with running_server() as server:
         port = int(server.url.rpartition(":")[2])
         page = opened(server.url)
@@ -142,7 +144,7 @@ def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
         page.wait_for_selector(".message:last-child .receipt")
 
 
-def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_be_asked_again(opened: Opened) -> None:
+def test_a_server_lost_during_an_answer_is_one_line_and_the_question_can_be_retried(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
         port = int(server.url.rpartition(":")[2])
@@ -163,7 +165,7 @@ def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_b
         assert page.locator(".message .problem").count() == 0 and port
 
 
-def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) -> None:
+def test_typed_text_survives_a_reload(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     page.fill("#ask", "half a thought")
     page.reload()
@@ -174,7 +176,7 @@ def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) 
     assert page.input_value("#ask") == ""
 
 
-def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer, opened: Opened) -> None:
+def test_rejected_drafts_are_shown_but_are_not_part_of_the_text(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=60, seed=3, temperature="1.5")
     page.wait_for_selector(".receipt")

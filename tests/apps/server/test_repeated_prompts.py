@@ -15,7 +15,7 @@ ASKED = [f"{'The wren sings. ' * n}{name}" for n, name in enumerate(("One", "Two
 
 
 @pytest.mark.parametrize(("spare", "kept"), [(1, True), (-2, False)])
-def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
+def test_conversations_that_take_turns_are_read_once_if_slots_suffice(
     spare: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "SPARE_SLOTS", spare)
@@ -30,7 +30,7 @@ def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
     assert (max(lacking) == 1) == kept
 
 
-def test_the_first_request_waits_a_moment_for_those_that_come_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_request_waits_briefly_for_those_that_arrive_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     with running_server() as server:
         service, late = server.service, LiveRequest("/v1/completions")

@@ -58,7 +58,7 @@ def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, 
         (ReplayFields, {"request": {}, "token_ids": WRONG}, "token_ids"),
     ],
 )
-def test_a_list_is_read_up_to_its_first_mistake(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
+def test_a_list_is_read_only_up_to_its_first_mistake(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as found:
         kind.model_validate(body)
     errors = found.value.errors()
@@ -194,7 +194,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 
 @subcases("nothing", [None, False, "", []])
-def test_what_says_nothing_is_not_refused(server: RunningServer, nothing: Any) -> None:
+def test_unsupported_fields_are_allowed_if_empty(server: RunningServer, nothing: Any) -> None:
     body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
     sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}
     for path, fields in ((TEXT, body), (CHAT, sent | {"suffix": nothing, "guided_json": nothing})):
@@ -236,7 +236,7 @@ def test_unknown_fields_at_every_depth_are_counted_and_named_once(
     assert len(named) == 4
 
 
-def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
+def test_unknown_fields_of_a_refused_request_are_neither_counted_nor_logged(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "slipstream.server")
@@ -249,5 +249,5 @@ def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
     assert count(server) == before and not caplog.records
 
 
-def test_the_list_of_models_is_there_with_a_slash_behind_too(server: RunningServer) -> None:
+def test_the_list_of_models_may_have_a_trailing_slash(server: RunningServer) -> None:
     assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

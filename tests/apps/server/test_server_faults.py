@@ -54,7 +54,7 @@ def ask(server: RunningServer, prompts: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("places", [1, 4])
-def test_a_request_that_fails_ends_alone(places: int) -> None:
+def test_a_request_that_fails_leaves_others_their_texts(places: int) -> None:
     with running_server(lambda: faulty(max_batch_size=places)) as server:
         for _ in range(3):  # the same request again does no more harm
             answers = ask(server, [*GOOD, f"bad {MARK}"])
@@ -64,7 +64,7 @@ def test_a_request_that_fails_ends_alone(places: int) -> None:
         assert server.server.failure is None and not server.call(lambda: server.service.live)
 
 
-def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on() -> None:
+def test_a_stream_that_fails_ends_with_an_error_event_and_leaves_its_neighbour_alone() -> None:
     with running_server(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
         beside = thread.submit(server.text, GOOD[0], max_tokens=40, temperature=0)
         body = {"prompt": f"bad {MARK}", "max_tokens": 40, "temperature": 0}
@@ -73,7 +73,7 @@ def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on(
         assert beside.result() == alone(GOOD[0])
 
 
-def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
+def test_a_prompt_that_cannot_be_scored_fails_alone() -> None:
     def load() -> SpeculativeDecoder:
         decoder: Any = toy(max_batch_size=2)
         score = decoder.score_prompt
@@ -91,7 +91,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
         assert server.complete("A heron", echo=True, logprobs=1, max_tokens=0).status_code == 200
 
 
-def test_a_request_for_which_there_is_no_memory_ends_alone() -> None:
+def test_a_request_that_runs_out_of_memory_fails_alone() -> None:
     def load() -> SpeculativeDecoder:
         decoder: Any = toy(max_batch_size=2)
         session = decoder._target_session
@@ -125,7 +125,7 @@ def test_a_job_answers_all_lines_but_the_one_that_fails(tmp_path: Path) -> None:
         assert by_id(output) == by_id(tmp_path / f"{name}.good")
 
 
-def test_a_job_whose_engine_has_failed_says_so_and_keeps_what_is_answered(tmp_path: Path) -> None:
+def test_a_job_whose_engine_fails_raises_its_error_and_keeps_its_answers(tmp_path: Path) -> None:
     decoder = toy(max_batch_size=2)
     drafter: Any = decoder.drafter
     propose, calls = drafter.propose, iter(range(10**6))
@@ -179,7 +179,7 @@ def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
         return True, (told, texts)
 
 
-def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_path: Path) -> None:
+def test_a_line_that_crashes_servers_is_run_alone_and_then_given_up(tmp_path: Path) -> None:
     ends, found = 0, served_batch(tmp_path / "b", LINES)
     while not found[0]:
         ends, found = ends + 1, served_batch(tmp_path / "b", None)
@@ -194,14 +194,14 @@ def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_pat
     assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
 
 
-def test_a_single_line_that_ends_servers_is_tried_twice(tmp_path: Path) -> None:
+def test_a_single_line_that_crashes_servers_is_tried_twice(tmp_path: Path) -> None:
     assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
     assert served_batch(tmp_path / "b", None) == (False, None)
     lived, found = served_batch(tmp_path / "b", None)
     assert lived and found[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
 
 
-def test_servers_that_end_by_themselves_count_against_the_lines_under_way(tmp_path: Path) -> None:
+def test_only_servers_that_crash_count_against_the_lines_in_progress(tmp_path: Path) -> None:
     path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
     for orderly, ends in ((True, [0, 0, 0]), (False, [1, 1, 0]), (True, [1, 1, 0]), (False, [2, 2, 0])):
         lines = LinesUnderWay(path, ["b"])

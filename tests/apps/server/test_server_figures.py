@@ -32,7 +32,7 @@ def samples(server: RunningServer) -> dict[str, float]:
     return found
 
 
-def test_metrics_have_the_names_of_vllm_and_add_up(server: RunningServer) -> None:
+def test_metrics_have_vllms_names_and_add_up(server: RunningServer) -> None:
     before = samples(server)
     answers = [server.complete(temperature=0, max_tokens=50, seed=i).json() for i in range(3)]
     now = samples(server)
@@ -57,14 +57,14 @@ def test_metrics_have_the_names_of_vllm_and_add_up(server: RunningServer) -> Non
     assert 'model_name="toy"' in server.http.get("/metrics").text
 
 
-def test_timings_are_those_of_llama_cpp(server: RunningServer) -> None:
+def test_timings_have_the_fields_of_llama_cpp(server: RunningServer) -> None:
     answer = server.complete("never seen before", max_tokens=9).json()
     told = answer["timings"]
     assert told["prompt_n"] + answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 17
     assert told["predicted_n"] == 9 and told["predicted_ms"] >= 0 <= told["prompt_ms"]
 
 
-def test_the_state_shows_rows_under_way() -> None:
+def test_the_state_shows_running_rows() -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=1)) as server:
         body = {"prompt": "A heron", "max_tokens": 9, "stream": True}
@@ -82,14 +82,14 @@ def test_the_state_shows_rows_under_way() -> None:
         assert state["cache"]["prompt_tokens"] == 7
 
 
-def test_the_state_comes_as_events(server: RunningServer) -> None:
+def test_the_state_is_streamed_as_events(server: RunningServer) -> None:
     with server.http.stream("GET", "/v1/slipstream/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         line = next(line for line in answer.iter_lines() if line.startswith("data: "))
     assert json.loads(line[6:]).keys() == server.http.get("/v1/slipstream/state").json().keys()
 
 
-def test_tokens_of_a_text_and_back(server: RunningServer) -> None:
+def test_tokenize_and_detokenize_mirror_each_other(server: RunningServer) -> None:
     told = server.http.post("/tokenize", json={"prompt": "héron", "add_special_tokens": False}).json()
     assert told == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
     assert server.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "héron"}
@@ -128,12 +128,14 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
         ("POST", "/health", 405),
     ],
 )
-def test_what_is_not_there_is_an_error_object_too(server: RunningServer, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_are_answered_with_an_error_object(
+    server: RunningServer, method: str, path: str, status: int
+) -> None:
     answer = server.http.request(method, path)
     assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_log_has_numbers_and_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_numbers_but_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "slipstream.server"):
         server.complete("my secret prompt\n\x1b[31m", max_tokens=5)
         server.complete("x", **{"evil\nfield\x1b": 1})
@@ -142,7 +144,7 @@ def test_the_log_has_numbers_and_no_texts(server: RunningServer, caplog: pytest.
     assert not any("secret" in line or "\x1b" in line or "\n" in line for line in lines)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(server: RunningServer) -> None:
+def test_the_dashboard_queries_only_metrics_that_exist(server: RunningServer) -> None:
     text = (resources.files("slipstream") / "data" / "grafana_dashboard.json").read_text()
     board: dict[str, Any] = json.loads(text)
     page = server.http.get("/metrics").text
@@ -158,7 +160,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(server: RunningServer) ->
         assert f"# TYPE {name.removesuffix('_bucket').removesuffix('_sum').removesuffix('_count')} " in page, name
 
 
-def test_the_log_has_the_traceback_of_what_fails_outside_of_answers(
+def test_the_log_has_the_traceback_of_errors_outside_of_answers(
     server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(totals: Any) -> Any:

@@ -46,7 +46,7 @@ def opened(client: httpx.Client, body: dict[str, Any]) -> Any:
     return client.stream("POST", "/v1/completions", json=body | {"stream": True})
 
 
-def test_more_requests_than_may_wait_are_told_to_come_again(gate: Gate) -> None:
+def test_requests_beyond_the_queue_limit_are_told_to_retry_later(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_requests=2) as server:
         streams = [opened(server.http, LONG | {"max_tokens": 5}) for _ in range(3)]
         first = streams[0].__enter__()
@@ -68,7 +68,7 @@ def test_more_requests_than_may_wait_are_told_to_come_again(gate: Gate) -> None:
         )
 
 
-def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
+def test_prompt_tokens_beyond_the_queue_limit_are_refused(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_tokens=1000) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         with opened(server.http, LONG | {"prompt": "x" * 980}):
@@ -77,7 +77,7 @@ def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
             gate.opened.set()
 
 
-def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> None:
+def test_openais_client_retries_a_temporary_refusal_by_itself(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_requests=1) as server, opened(server.http, LONG | {"max_tokens": 3}):
         assert gate.reached.wait(PATIENCE)  # the first has left the queue
         with opened(server.http, LONG | {"max_tokens": 3}):
@@ -98,7 +98,7 @@ def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> N
         assert found[0].usage.completion_tokens == 3
 
 
-def test_a_request_that_waits_too_long_is_given_up(gate: Gate) -> None:
+def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         server.service.settings = replace(server.service.settings, queue_timeout=0.05)  # the first is in no queue
@@ -108,7 +108,7 @@ def test_a_request_that_waits_too_long_is_given_up(gate: Gate) -> None:
         assert server.call(lambda: server.service.num_waiting) == 0
 
 
-def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gate) -> None:
+def test_a_request_that_takes_too_long_fails_and_says_not_to_retry(gate: Gate) -> None:
     with one_at_a_time(gate, request_timeout=0.05) as server:
         answer = server.complete()
         assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
@@ -183,7 +183,7 @@ def two_rows(ends: int) -> LiveRequest:
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
-def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it(ends: int) -> None:
+def test_a_slow_reader_gets_the_timeout_before_its_unread_events(ends: int) -> None:
     live = two_rows(ends)
     assert live.read() == Started(0, 0, 0.0)
     live.fail(ApiError(408, "late"))
@@ -195,7 +195,7 @@ def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it(ends: in
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
-def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends: int) -> None:
+def test_a_reader_of_a_whole_answer_gets_all_of_it_or_the_timeout(ends: int) -> None:
     async def read() -> tuple[list[Event], Exception | None]:
         live, told = two_rows(ends), list[Event]()
         reading = asyncio.ensure_future(live.read_all(told.append))
@@ -212,7 +212,7 @@ def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends
     assert (len(told), error is None) == ((4, True) if ends == 2 else (0, False))
 
 
-def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
+def test_a_long_answer_is_handed_over_in_parts_without_waking_the_reader() -> None:
     async def read() -> None:
         live, told = two_rows(0), list[Event]()
         reading = asyncio.ensure_future(live.read_all(told.append))
@@ -230,7 +230,7 @@ def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
     asyncio.run(read())
 
 
-def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
+def test_an_error_in_the_callback_ends_the_wait_for_an_answer() -> None:
     async def read() -> None:
         await two_rows(2).read_all(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
 
@@ -238,7 +238,7 @@ def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
         asyncio.run(read())
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
+def test_a_client_that_disconnects_while_queued_is_forgotten(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         for stream in (True, False):
@@ -248,7 +248,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
         server.wait_until(lambda: len(server.service.live) == 1 and server.service.num_waiting == 0)
 
 
-def test_a_client_that_leaves_while_it_is_served_makes_room(gate: Gate) -> None:
+def test_a_client_that_disconnects_while_served_frees_its_place(gate: Gate) -> None:
     with one_at_a_time(gate) as server:
         with opened(server.http, LONG):
             assert gate.reached.wait(PATIENCE)
@@ -260,7 +260,7 @@ def test_a_client_that_leaves_while_it_is_served_makes_room(gate: Gate) -> None:
         assert live.jobs[0].row.finish_reason == "cancelled"
 
 
-def test_what_runs_is_finished_and_nothing_new_begun_at_the_end(gate: Gate) -> None:
+def test_a_shutdown_finishes_running_requests_and_refuses_new_ones(gate: Gate) -> None:
     with one_at_a_time(gate) as server:
         with in_thread(lambda: server.complete(max_tokens=4)) as found:
             assert gate.reached.wait(PATIENCE)
@@ -273,7 +273,7 @@ def test_what_runs_is_finished_and_nothing_new_begun_at_the_end(gate: Gate) -> N
         assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 4
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error(gate: Gate) -> None:
+def test_requests_still_running_at_the_drain_timeout_end_with_an_error(gate: Gate) -> None:
     with one_at_a_time(gate, drain_timeout=0.05) as server, opened(server.http, LONG) as stream:
         assert gate.reached.wait(PATIENCE)
         server.call(server.server.begin_shutdown)
@@ -315,7 +315,7 @@ def test_a_dead_engine_fails_every_request_and_ends_the_server(gate: Gate) -> No
         assert "secret" in str(server.server.failure) and server.server.should_exit
 
 
-def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
+def test_requests_get_503_while_the_models_load() -> None:
     begun, go_on, found = threading.Event(), threading.Event(), list[int]()
 
     def load() -> Any:
@@ -351,7 +351,7 @@ def job(owner: str) -> Job:
     return Job(LiveRequest("/", owner, caller=owner), 0, Row(0, [1], SamplingParams(), 0))
 
 
-def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
+def test_callers_take_turns_and_each_callers_requests_keep_their_order() -> None:
     async def orders() -> list[str]:
         line = FairQueue()
         jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
@@ -370,7 +370,7 @@ def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share_learning", "salted"), [(False, False), (False, True), (True, False)])
-def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
+def test_a_short_request_does_not_wait_for_many_requests_of_another_key(
     gate: Gate, tmp_path: Any, share_learning: bool, salted: bool
 ) -> None:
     (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
@@ -402,7 +402,7 @@ def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
         assert len(ended) == 9 and ended.index("one") <= 2
 
 
-def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
+def test_keys_share_cached_prompts_only_with_share_learning(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
 
     def cached(server: RunningServer, key: str, **more: Any) -> int:
@@ -417,7 +417,7 @@ def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
         assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-bob")] == [False, True]
 
 
-def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
+def test_requests_of_one_caller_take_turns_however_many_rows_they_have() -> None:
     line, many, few = FairQueue(), LiveRequest("/", caller="a"), LiveRequest("/", caller="a")
     rows = [Job(many, at, Row(at, [1], SamplingParams(), 0)) for at in range(5)]
     rows += [Job(few, at, Row(at, [1], SamplingParams(), 0)) for at in range(2)]
@@ -429,7 +429,7 @@ def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
 
 
 @pytest.mark.slow
-def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
+def test_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
     many = LONG | {"prompt": ["A heron"] * 4, "n": 4, "stream": False}
     with running_server(lambda: gate.load(max_batch_size=3)) as server:
 
@@ -445,7 +445,7 @@ def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> Non
         assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 16
 
 
-def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
+def test_short_rows_of_one_request_may_take_all_places(gate: Gate) -> None:
     with (
         running_server(lambda: gate.load(max_batch_size=3)) as server,
         in_thread(lambda: server.complete(["A heron"] * 3, max_tokens=9)) as answers,
@@ -456,7 +456,7 @@ def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
     assert answers[0].status_code == 200
 
 
-def test_what_one_caller_has_waiting_is_no_reason_to_refuse_another(gate: Gate, tmp_path: Any) -> None:
+def test_each_caller_has_a_share_of_the_queue(gate: Gate, tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
     keys = {"api_key_file": str(tmp_path / "keys")}
     with one_at_a_time(gate, max_queued_requests=4, max_queued_tokens=1000, **keys) as server:
@@ -512,7 +512,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
     "data",
     [b"", b"GET /hea", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"transfer-encoding: chunked\r\n\r\n"],
 )
-def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
+def test_sockets_without_a_complete_request_do_not_block_others(data: bytes) -> None:
     with running_server(request_timeout=50.0) as server:
 
         async def crowd() -> list[socket.socket]:
@@ -533,7 +533,7 @@ def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
-def test_a_socket_whose_request_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def test_a_socket_whose_request_never_arrives_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(connections, "REQUEST_ARRIVAL_SECONDS", 0.3)
     with running_server() as server, connected(server) as one:
         one.sendall(data)
@@ -561,7 +561,7 @@ def closed(one: socket.socket, dribbled: bytes) -> bool:
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
-def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) -> None:
+def test_a_body_that_never_ends_times_out(framing: bytes) -> None:
     with running_server(request_timeout=0.3) as server:
         with connected(server) as one:
             one.sendall(HEAD + framing)
@@ -574,7 +574,7 @@ def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) ->
 
 
 @pytest.mark.slow
-def test_a_client_that_never_reads_is_given_up() -> None:
+def test_a_client_that_never_reads_is_disconnected() -> None:
     with running_server(request_timeout=1.0) as server:
         place = urlsplit(server.url)
         body = json.dumps(LONG | {"stream": True, "logprobs": 5, "max_tokens": 4000}).encode()

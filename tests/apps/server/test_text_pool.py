@@ -41,7 +41,7 @@ def test_callers_take_turns() -> None:
     assert sorted(done) == ["a", "a", "a", "b", "c"] and {"b", "c"} <= set(done[:4])
 
 
-def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_never_return_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
 
     async def work() -> None:
@@ -59,7 +59,7 @@ def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.Monke
     asyncio.run(work())
 
 
-def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_server_says_so_in_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
         assert server.http.get("/health").json() == {"status": "ready"}
@@ -84,7 +84,7 @@ def fields(**given: object) -> ChatFields:
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"multipleOf": 99999989}}}}}
 
 
-def test_which_requests_are_slow() -> None:
+def test_only_requests_with_large_grammars_compile_slowly() -> None:
     def schema(value: object) -> dict[str, object]:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
 

@@ -49,7 +49,7 @@ def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
 
 
 @pytest.mark.slow
-def test_those_of_a_transformer_do_not_either() -> None:
+def test_texts_of_a_transformer_do_not_depend_on_what_runs_beside_them() -> None:
     def load() -> SpeculativeDecoder:
         return SpeculativeDecoder(
             tiny_models.fresh("llama"),
@@ -64,7 +64,7 @@ def test_those_of_a_transformer_do_not_either() -> None:
 
 
 @pytest.mark.slow
-def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, honest = count(), Race.bits
     monkeypatch.setattr(Race, "bits", lambda self, keys: honest(self, keys + np.uint64(next(calls))))
     storm, _ = stormed(lambda: toy(max_batch_size=3), 60)
