@@ -1,6 +1,6 @@
 """The public interface, name by name, is what `public_names.txt` says: a change to it is a change of that file.
 
-`python -m tests.project.test_the_package_exports_its_public_names > tests/project/public_names.txt` writes the file anew.
+`python -m tests.project.test_public_names > tests/project/public_names.txt` writes the file anew.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_the_public_interface_equals_public_names_txt() -> None:
     print(found)
     assert found.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
         "the public interface has changed; if that is meant, say so in the documentation and write the file anew: "
-        "python -m tests.project.test_the_package_exports_its_public_names > tests/project/public_names.txt"
+        "python -m tests.project.test_public_names > tests/project/public_names.txt"
     )
 
 
