@@ -1,4 +1,4 @@
-"""What counts as a whole number, a number and a text, and how others are refused."""
+"""What counts as a whole number, a number and a text, and how other values are refused."""
 
 import math
 from typing import Any

@@ -97,7 +97,7 @@ def test_settings_missing_from_a_file_keep_their_defaults(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b'{"max_batch": 3}', "unknown key 'max_batch'"),
         (b"[1, 2]", "is not an object"),
@@ -112,12 +112,12 @@ def test_settings_missing_from_a_file_keep_their_defaults(tmp_path: Path) -> Non
         (b'{"fast": "false"}', "fast='false'"),
     ],
 )
-def test_bad_file_is_refused_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+def test_bad_file_is_refused_in_one_line(content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_bytes(content)
     with pytest.raises(UsageError) as refusal:
         DecoderConfig.from_json(file)
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:

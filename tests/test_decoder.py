@@ -224,8 +224,8 @@ def test_objects_that_are_not_models_are_refused_in_one_line() -> None:
         assert ("a tokenizer goes into tokenizer=" in str(refusal.value)) == hasattr(source, "decode")
 
 
-class Doubled(torch.nn.Module):
-    """An output layer of somebody's own, which does not say how many outputs it has."""
+class CustomOutputLayer(torch.nn.Module):
+    """A custom output layer, which does not say how many outputs it has."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -238,14 +238,14 @@ class Doubled(torch.nn.Module):
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_custom_output_layer_works(fast: bool) -> None:
     model = fresh("llama")
-    model.lm_head = Doubled(model.lm_head)
+    model.lm_head = CustomOutputLayer(model.lm_head)
     decoder = SpeculativeDecoder(model, model, fast=fast, reproducible=False)
     expected = reference(model, [5, 9, 11], 8)
     assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == expected
 
 
-class Proposes:
-    """A drafter of somebody's own that proposes one and the same id."""
+class RepeatsToken:
+    """A custom drafter that always proposes the same token id."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -258,14 +258,14 @@ class Proposes:
 def test_drafted_ids_outside_the_vocabulary_are_rejected_like_other_drafts(token: int) -> None:
     model, options = fresh("llama"), {"num_draft_tokens": 2, "reproducible": False}
     for acceptance in ("match", "rejection", "block"):
-        decoder = SpeculativeDecoder(model, drafter=Proposes(token), acceptance=acceptance, **options)
+        decoder = SpeculativeDecoder(model, drafter=RepeatsToken(token), acceptance=acceptance, **options)
         assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == reference(model, [5, 9, 11], 8)
         sampled = SamplingParams(max_tokens=8, temperature=0.9, seed=3)
         texts = [d.generate([5, 9, 11], sampled).token_ids for d in (decoder, decoder.using("none"))]
         assert len(texts[0]) == 8 and (acceptance != "match" or texts[0] == texts[1])
 
 
-# The public face: names, signatures, kinds of prompts, streams, refusals
+# Public names, signatures, kinds of prompts, streams and refusals
 
 PARAMS = SamplingParams(max_tokens=12)
 LETTERS = tokenizer()
@@ -288,7 +288,7 @@ def test_the_package_exports_its_public_names() -> None:
 
 def test_the_constructor_has_the_documented_parameters_and_defaults() -> None:
     signature = inspect.signature(SpeculativeDecoder.__init__)
-    found = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
+    declared = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
     keywords = {
         "tokenizer": None,
         "draft_tokenizer": None,
@@ -307,7 +307,7 @@ def test_the_constructor_has_the_documented_parameters_and_defaults() -> None:
         "max_batch_size": 8,
         "load_options": None,
     }
-    assert found == [
+    assert declared == [
         ("target", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
         ("draft", "POSITIONAL_OR_KEYWORD", None),
         *((name, "KEYWORD_ONLY", default) for name, default in keywords.items()),
@@ -331,8 +331,8 @@ def test_a_list_of_prompts_gives_a_list_of_results_in_order(decoder: Speculative
     batch = decoder.generate(mixed, PARAMS)
     assert [r.token_ids for r in batch] == [decoder.generate(prompt, PARAMS).token_ids for prompt in mixed]
     assert isinstance(decoder.generate(["hello"], PARAMS), list)
-    own = decoder.generate(mixed, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
-    assert [len(r.token_ids) for r in own] == [1, 2, 3]
+    by_length = decoder.generate(mixed, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
+    assert [len(r.token_ids) for r in by_length] == [1, 2, 3]
 
 
 def test_text_is_templated_only_if_the_tokenizer_has_a_template() -> None:
@@ -356,7 +356,7 @@ def test_chunks_add_up_to_the_result(drafter: str, stop: Any) -> None:
         "".join(chunk.text for chunk in chunks) == result.text == (whole[: whole.index(whole[7:10])] if stop else whole)
     )
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
-    assert [chunk.origins for chunk in chunks] == [done.origins for done in result.rounds]
+    assert [chunk.origins for chunk in chunks] == [round.origins for round in result.rounds]
     assert chunks[-1].round.finish_reason == result.finish_reason == ("stop" if stop else "length")
 
 
@@ -366,7 +366,9 @@ def test_a_stream_gives_text_as_it_comes(decoder: SpeculativeDecoder) -> None:
     for chunk in made.stream("hello", PARAMS):
         shown += chunk.text
         seen += chunk.token_ids
-        assert shown == LETTERS.decode(seen, skip_special_tokens=True)  # one character per token: nothing to wait for
+        assert shown == LETTERS.decode(
+            seen, skip_special_tokens=True
+        )  # one character per token, so no text is held back
     assert shown == made.generate("hello", PARAMS).text
 
 
@@ -400,7 +402,7 @@ def test_unknown_options_and_objects_that_are_not_models_are_refused() -> None:
 def test_a_result_reports_seed_rounds_text_and_losslessness(decoder: SpeculativeDecoder) -> None:
     result = decoder.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=12))
     assert result.seed == 3 and result.stats.lossless and len(result.token_ids) == 12
-    assert sum(len(done.tokens) for done in result.rounds) == 12
+    assert sum(len(round.tokens) for round in result.rounds) == 12
     assert result.text == LETTERS.decode(result.token_ids, skip_special_tokens=True)
     lossy = SpeculativeDecoder(shared("llama"), acceptance="topk:5").generate([3], PARAMS)
     assert not lossy.stats.lossless
@@ -413,7 +415,7 @@ def test_a_drafter_object_is_used_unchanged() -> None:
 
     made = SpeculativeDecoder(shared("llama"), drafter=Fives(), num_draft_tokens=2)
     result = made.generate([3, 4], PARAMS)
-    assert made.drafter_name == "Fives" and {token for done in result.rounds for token in done.draft} == {5}
+    assert made.drafter_name == "Fives" and {token for round in result.rounds for token in round.draft} == {5}
     assert result.token_ids == made.using("none").generate([3, 4], PARAMS).token_ids
     assert CHAT_TEMPLATE not in result.text
 
@@ -421,8 +423,10 @@ def test_a_drafter_object_is_used_unchanged() -> None:
 def test_fields_of_sampling_params_are_keywords_of_every_call(decoder: SpeculativeDecoder) -> None:
     options: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 9, "n": 2}
     expected = decoder.generate("hello", SamplingParams(**options))
-    got = decoder.generate("hello", **options)
-    assert [r.token_ids for r in (got, *got.alternatives)] == [r.token_ids for r in (expected, *expected.alternatives)]
+    generated = decoder.generate("hello", **options)
+    assert [r.token_ids for r in (generated, *generated.alternatives)] == [
+        r.token_ids for r in (expected, *expected.alternatives)
+    ]
     assert [len(result.token_ids) for result in decoder.generate(["a", "b"], max_tokens=3)] == [3, 3]
     for call in (decoder.generate, decoder.stream, decoder.astream):
         with pytest.raises(UsageError, match=r"^params and max_tokens= are both given; allowed: one of them$"):
@@ -454,8 +458,8 @@ def test_help_documents_every_field() -> None:
     for cls, settings in ((SamplingParams, SamplingParams), (SpeculativeDecoder, DecoderConfig)):
         shown = " ".join(pydoc.plain(pydoc.render_doc(cls)).replace("|", " ").split())
         for item in fields(settings):
-            told = " ".join(item.metadata["help"].replace("|", " ").split())
-            assert f"{item.name} = " in shown and told in shown, item.name
+            help_text = " ".join(item.metadata["help"].replace("|", " ").split())
+            assert f"{item.name} = " in shown and help_text in shown, item.name
 
 
 def test_the_public_methods_come_first_in_help() -> None:
@@ -463,7 +467,7 @@ def test_the_public_methods_come_first_in_help() -> None:
     engine = shown.index("Methods inherited from slipstream.wiring.engine_access.EngineAccess")
 
     def place(name: str) -> int:
-        method = re.search(rf" {name}\(\s*self", shown)  # from Python 3.13 on a long list of arguments has lines
+        method = re.search(rf" {name}\(\s*self", shown)  # Python 3.13 breaks a long list of arguments into lines
         assert method is not None, name
         return method.start()
 

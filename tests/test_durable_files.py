@@ -1,4 +1,4 @@
-"""Files that are whole whatever ends the process that writes them."""
+"""Files stay whole, whatever ends the process that writes them."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_a_torn_last_line_is_cut_before_the_next_line_is_appended(tmp_path: Path
 
 def test_a_partial_write_is_continued(tmp_path: Path) -> None:
     class Stingy:
-        """A file on an almost full disk: two bytes a call."""
+        """A file on an almost full disk: each call writes two bytes."""
 
         def __init__(self) -> None:
             self.file = open(tmp_path / "file", "wb", buffering=0)  # noqa: SIM115

@@ -40,8 +40,8 @@ def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))
     assert [run.error for run in runs if run.error] == []
-    found = {v for run in runs for v in run.verdicts}
-    assert found <= {"reference", "identical", "tie"} and "identical" in found
+    all_verdicts = {verdict for run in runs for verdict in run.verdicts}
+    assert all_verdicts <= {"reference", "identical", "tie"} and "identical" in all_verdicts
     alone = [run for run in runs if run.batch == 1]
     expected = {p.id: reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS}
     assert [run.texts[0] for run in alone if run.arm == "hf"] == list(expected.values())
@@ -53,13 +53,15 @@ def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> Non
     decoder = pair(max_batch_size=2)
     lineup = Lineup(decoder, parse_arms("none,hf"), PARAMS)
     start(tmp_path, Header({}, {}, {}, "now"))
-    ours, theirs = Runner(lineup, plan(lineup.arms, PROMPTS, [2], 1, at_once=3), tmp_path).run([])
-    assert [len(run.texts) for run in (ours, theirs)] == [3, 3] and ours.verdicts == ["identical"] * 3
-    assert set(theirs.verdicts) <= {"identical", "tie"}
-    assert ours.rounds is not None
-    together = [sum(done["step"] == step for done in ours.rounds) for step in {done["step"] for done in ours.rounds}]
+    plain, baseline = Runner(lineup, plan(lineup.arms, PROMPTS, [2], 1, at_once=3), tmp_path).run([])
+    assert [len(run.texts) for run in (plain, baseline)] == [3, 3] and plain.verdicts == ["identical"] * 3
+    assert set(baseline.verdicts) <= {"identical", "tie"}
+    assert plain.rounds is not None
+    together = [
+        sum(round["step"] == step for round in plain.rounds) for step in {round["step"] for round in plain.rounds}
+    ]
     assert max(together) == 2  # never three
-    assert theirs.num_forwards == 2 * max(map(len, theirs.texts))
+    assert baseline.num_forwards == 2 * max(map(len, baseline.texts))
 
 
 def test_each_row_of_a_padded_batch_has_its_own_end(tmp_path: Path) -> None:
@@ -68,9 +70,9 @@ def test_each_row_of_a_padded_batch_has_its_own_end(tmp_path: Path) -> None:
     end = texts[0][4]
     params = replace(PARAMS, stop_token_ids=[end])
     (baseline,) = Lineup(decoder, parse_arms("hf"), params)._baselines.values()
-    got, _ = baseline.generate([decoder.encode(p.text, chat=True) for p in PROMPTS], [params] * 3)
-    assert got == [text[: text.index(end) + 1] if end in text else text for text in texts]
-    assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
+    generated, _ = baseline.generate([decoder.encode(p.text, chat=True) for p in PROMPTS], [params] * 3)
+    assert generated == [text[: text.index(end) + 1] if end in text else text for text in texts]
+    assert len(generated[0]) <= 5 and len({len(text) for text in generated}) > 1
 
 
 def test_arms_share_models() -> None:
@@ -124,12 +126,16 @@ def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: 
 def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
-    found = {one.arm: one for one in summarise(runs, "none") if one.batch == 1}
+    by_arm = {summary.arm: summary for summary in summarise(runs, "none") if summary.batch == 1}
     assert all((run.num_forwards is None) == (run.arm == "none") for run in runs)
-    assert found["hf"].block_efficiency == 1.0 == found["none"].block_efficiency
-    assert found["hf-assisted-tuned@3"].block_efficiency > 1.2
-    assert found["hf-lookup@5"].block_efficiency > 1.0
-    assert all(one.block_efficiency is None for one in summarise(runs, "none") if one.batch == 2 and one.stats is None)
+    assert by_arm["hf"].block_efficiency == 1.0 == by_arm["none"].block_efficiency
+    assert by_arm["hf-assisted-tuned@3"].block_efficiency > 1.2
+    assert by_arm["hf-lookup@5"].block_efficiency > 1.0
+    assert all(
+        summary.block_efficiency is None
+        for summary in summarise(runs, "none")
+        if summary.batch == 2 and summary.stats is None
+    )
     model = lineup._baselines["hf"].model
     assert not model._forward_pre_hooks
 

@@ -59,9 +59,9 @@ def test_a_killed_benchmark_keeps_every_finished_run(tmp_path: Path) -> None:
     assert 5 <= len(runs) < len(planned)
     go_on(tmp_path)
     whole = read_records(tmp_path)[1]
-    assert whole[: len(runs)] == runs and [run.key for run in whole] == [one.key for one in planned]
-    found = [v for run in whole for v in run.verdicts]
-    assert set(found) == {"reference", "identical"} and found.count("reference") == len(PROMPTS)
+    assert whole[: len(runs)] == runs and [run.key for run in whole] == [measurement.key for measurement in planned]
+    all_verdicts = [verdict for run in whole for verdict in run.verdicts]
+    assert set(all_verdicts) == {"reference", "identical"} and all_verdicts.count("reference") == len(PROMPTS)
 
 
 def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:

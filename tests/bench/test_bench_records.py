@@ -57,8 +57,8 @@ def test_a_line_holds_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "error"
     )
     assert list(run) == fields.split() and (header["kind"], run["kind"]) == ("header", "run")
-    done = Round(0, 5, 1, 9, (1, 2), (1, 3), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0))
-    assert compact(done) == {
+    round = Round(0, 5, 1, 9, (1, 2), (1, 3), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0))
+    assert compact(round) == {
         **{"row": 0, "step": 5, "start": 9, "draft": [1, 2], "tokens": [1, 3], "accepted": 1, "rejected": True},
         "seconds": [0.1, 0.2, 0.3, 0.4, 1.0],
     }
@@ -237,7 +237,10 @@ def test_groups_keep_to_one_family_if_they_can() -> None:
 
 def test_arms_take_turns_before_the_next_repeat() -> None:
     arms = parse_arms("none,hf-lookup,ngram")
-    order = [(one.batch, one.group.ids[0], one.repeat, one.arm.name) for one in plan(arms, PROMPTS[:2], [1, 2], 2)]
+    order = [
+        (measurement.batch, measurement.group.ids[0], measurement.repeat, measurement.arm.name)
+        for measurement in plan(arms, PROMPTS[:2], [1, 2], 2)
+    ]
     alone, together = (
         ("none", "hf-lookup", "ngram"),
         ("none", "ngram"),
@@ -250,7 +253,7 @@ def test_arms_take_turns_before_the_next_repeat() -> None:
 
 def test_a_call_may_have_more_prompts_than_its_batch_size() -> None:
     planned = plan(parse_arms("none,hf"), PROMPTS, [2], 1, at_once=5)
-    assert [(one.batch, len(one.group.ids)) for one in planned] == [(2, 5)] * 4
+    assert [(measurement.batch, len(measurement.group.ids)) for measurement in planned] == [(2, 5)] * 4
     for at_once, message in ((1, "--at-once 1; allowed: at least the batch size, 2"), (11, "--at-once 11; allowed: 1")):
         with pytest.raises(UsageError, match=message):
             plan(parse_arms("none"), PROMPTS, [2], 1, at_once=at_once)

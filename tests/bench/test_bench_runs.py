@@ -30,9 +30,9 @@ def measured(
 ) -> list[Run]:
     """The runs of these arms on PROMPTS, as the folder holds them afterwards."""
     runner = runner_of(folder, decoder, arms, params, batches, repeats)
-    done = list(runner.run([]))
-    assert read_records(folder)[1] == done
-    return done
+    runs = list(runner.run([]))
+    assert read_records(folder)[1] == runs
+    return runs
 
 
 def runner_of(
@@ -111,8 +111,8 @@ def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Pat
     arms = "none,ngram@3,ngram_table,model@4,none.plain"
     runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)
     assert verdicts(runs, "none")[:2] == ["reference", "identical"]
-    rest = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
-    assert set(rest) == {"identical"} and not wrong_texts(summarise(runs, "none"))
+    compared = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
+    assert set(compared) == {"identical"} and not wrong_texts(summarise(runs, "none"))
     assert all(run.num_output_tokens == 24 * run.batch == sum(map(len, run.texts)) for run in runs)
     assert all(run.stats["num_output_tokens"] == run.num_output_tokens for run in runs if run.stats)
 
@@ -137,10 +137,15 @@ def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -
 def test_sampled_texts_are_compared_only_under_the_match_rule(tmp_path: Path) -> None:
     arms = "none,ngram,model@4,model@4/block,model@4/rejection,ngram/rejection,none~0.5"
     runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
-    found = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
-    assert found["none"] == found["none~0.5"] == {"reference"}
-    assert found["ngram"] == found["model@4"] == {"identical"}
-    assert found["model@4/block"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
+    verdicts_of = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
+    assert verdicts_of["none"] == verdicts_of["none~0.5"] == {"reference"}
+    assert verdicts_of["ngram"] == verdicts_of["model@4"] == {"identical"}
+    assert (
+        verdicts_of["model@4/block"]
+        == verdicts_of["model@4/rejection"]
+        == verdicts_of["ngram/rejection"]
+        == {"not compared"}
+    )
     texts = {arm: [run.texts for run in runs if run.arm == arm] for arm in ("none", "none~0.5")}
     assert texts["none"] != texts["none~0.5"] and len({str(text) for text in texts["none"]}) == len(PROMPTS)
 
@@ -187,11 +192,11 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
             break
     again = Spy(toy(), spy.arms, GREEDY)
     runner = Runner(again, runner.plan, tmp_path)
-    rest = list(runner.run(read_records(tmp_path)[1]))
-    assert [run.key for run in (*whole, *rest)] == [one.key for one in runner.plan]
-    assert read_records(tmp_path)[1] == [*whole, *rest]
+    resumed = list(runner.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*whole, *resumed)] == [measurement.key for measurement in runner.plan]
+    assert read_records(tmp_path)[1] == [*whole, *resumed]
     # the reference text came from the first process, so the rest is judged against it
-    assert [run.verdicts for run in (*whole, *rest)].count(["reference"]) == 2
+    assert [run.verdicts for run in (*whole, *resumed)].count(["reference"]) == 2
     assert len([event for event in again.events if event[2] == 24]) == len(runner.plan) - 3
 
 
@@ -212,10 +217,10 @@ def test_impossible_arms_are_refused_before_anything_runs(arms: str, params: Sam
 def test_a_run_with_a_failed_arm_resumes_where_it_stopped(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     spy.broken["ngram"] = RuntimeError("out of memory")
-    made = runner.run([])
-    first = [next(made), next(made)]
+    running = runner.run([])
+    first = [next(running), next(running)]
     assert [run.error is None for run in first] == [True, False]
     again = Runner(Spy(toy(), spy.arms, GREEDY), runner.plan, tmp_path)
-    rest = list(again.run(read_records(tmp_path)[1]))
-    assert [run.key for run in (*first, *rest)] == [one.key for one in runner.plan]
-    assert all(run.error is None for run in rest)
+    resumed = list(again.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*first, *resumed)] == [measurement.key for measurement in runner.plan]
+    assert all(run.error is None for run in resumed)

@@ -36,21 +36,23 @@ def pair(**options: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(model, draft, tokenizer=tokenizer(), **{"reproducible": False} | options)
 
 
-@pytest.mark.parametrize("given", [{"repetition_penalty": 1.6, "min_tokens": 5}, {"stop_token_ids": [7, 8, 9, 10]}])
-def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
-    done = list(compare(pair(), PROMPTS, SamplingParams(max_tokens=16, **given), with_hf=True))
-    counts = summarise(done)["arms"]
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.6, "min_tokens": 5}, {"stop_token_ids": [7, 8, 9, 10]}])
+def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
+    comparisons = list(compare(pair(), PROMPTS, SamplingParams(max_tokens=16, **options), with_hf=True))
+    counts = summarise(comparisons)["arms"]
     assert list(counts) == [PLAIN, SPECULATIVE, HF]
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
 def test_compare_accepts_plain_texts_as_prompts() -> None:
     params = SamplingParams(max_tokens=6)
-    named, texts = (list(slipstream.compare(pair(), given, params)) for given in (PROMPTS, [p.prompt for p in PROMPTS]))
-    for one, other in zip(named, texts, strict=True):
-        assert one.prompt.prompt == other.prompt.prompt
-        assert one.runs[SPECULATIVE].token_ids == other.runs[SPECULATIVE].token_ids != []
-        assert other.runs[SPECULATIVE].difference is None and other.speed_up(SPECULATIVE) > 0
+    named, texts = (
+        list(slipstream.compare(pair(), prompts, params)) for prompts in (PROMPTS, [p.prompt for p in PROMPTS])
+    )
+    for first, second in zip(named, texts, strict=True):
+        assert first.prompt.prompt == second.prompt.prompt
+        assert first.runs[SPECULATIVE].token_ids == second.runs[SPECULATIVE].token_ids != []
+        assert second.runs[SPECULATIVE].difference is None and second.speed_up(SPECULATIVE) > 0
     with pytest.raises(UsageError, match=r"^prompts='the heron'; allowed: a list of prompts$"):
         next(slipstream.compare(pair(), "the heron", params))
 
@@ -85,21 +87,21 @@ def test_a_wrong_rule_differs_alone_and_in_a_batch() -> None:
     params = SamplingParams(max_tokens=24)
     wrong = toy.using("model", num_draft_tokens=4, acceptance=load_wrong_rule("first-mismatch-kept"))
     assert summarise(list(compare(wrong, PROMPTS, params)))["arms"][SPECULATIVE]["different"] == 2
-    done = list(compare(toy, PROMPTS, params))
-    assert compare_batch(toy, done, params)["identical"] == 2
-    assert compare_batch(wrong, done, params)["different"] == 2
+    comparisons = list(compare(toy, PROMPTS, params))
+    assert compare_batch(toy, comparisons, params)["identical"] == 2
+    assert compare_batch(wrong, comparisons, params)["different"] == 2
 
 
 def test_arms_are_warmed_up_and_take_turns_in_both_orders() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     params = SamplingParams(max_tokens=4)
-    done = list(compare(SpeculativeDecoder("toy"), PROMPTS, params, repeats=3, on_run=told.append))
-    assert len(told) == num_runs(len(PROMPTS), 3)
-    assert all(len(run.repeats) == 3 for comparison in done for run in comparison.runs.values())
-    assert told[:2] == ["warming up plain", "warming up speculative"]
-    order = [text.partition(": ")[2].partition(",")[0] for text in told[2:]]
-    there, back = [PLAIN, SPECULATIVE], [SPECULATIVE, PLAIN]
-    assert order == [*there, *back, *there, *back, *there, *back]
+    comparisons = list(compare(SpeculativeDecoder("toy"), PROMPTS, params, repeats=3, on_run=messages.append))
+    assert len(messages) == num_runs(len(PROMPTS), 3)
+    assert all(len(run.repeats) == 3 for comparison in comparisons for run in comparison.runs.values())
+    assert messages[:2] == ["warming up plain", "warming up speculative"]
+    order = [text.partition(": ")[2].partition(",")[0] for text in messages[2:]]
+    forwards, backwards = [PLAIN, SPECULATIVE], [SPECULATIVE, PLAIN]
+    assert order == [*forwards, *backwards, *forwards, *backwards, *forwards, *backwards]
 
 
 def timed(plain: tuple[float, ...], fast: tuple[float, ...]) -> Comparison:

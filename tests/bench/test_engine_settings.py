@@ -148,7 +148,7 @@ def test_a_draft_head_gets_the_name_that_the_engine_uses(
 def test_advice_not_to_speculate_is_a_comment_without_flags() -> None:
     value, sglang, llamacpp, notes = parsed(None)
     assert value is None and sglang == {} == llamacpp and notes.count("do not speculate") == 3
-    assert [one.flags for one in engine_settings(None)] == [()] * 3
+    assert [settings.flags for settings in engine_settings(None)] == [()] * 3
 
 
 @subcases("candidate", [None, *EVERY])

@@ -95,16 +95,16 @@ def test_no_acceptance_gives_one_token_and_full_acceptance_gives_all(n: int, bat
 
 @modest
 @given(ALPHAS, ALPHAS, st.integers(1, 12), st.integers(1, 8))
-def test_a_higher_acceptance_is_never_slower(one: float, two: float, n: int, batch: int) -> None:
-    costs, (low, high) = linear_costs(), sorted((one, two))
+def test_a_higher_acceptance_is_never_slower(first: float, second: float, n: int, batch: int) -> None:
+    costs, (low, high) = linear_costs(), sorted((first, second))
     assert predicted_speed_up(costs, low, n, batch) <= predicted_speed_up(costs, high, n, batch) + 1e-12
     assert best_length(costs, low, batch) <= best_length(costs, high, batch)
 
 
 @modest
 @given(ALPHAS, st.integers(1, 12), st.floats(0, 5), st.floats(0, 5))
-def test_a_costlier_draft_is_never_faster(alpha: float, n: int, one: float, two: float) -> None:
-    cheap, dear = (linear_costs(step=step) for step in sorted((one, two)))
+def test_a_costlier_draft_is_never_faster(alpha: float, n: int, first: float, second: float) -> None:
+    cheap, dear = (linear_costs(step=step) for step in sorted((first, second)))
     assert predicted_speed_up(dear, alpha, n) <= predicted_speed_up(cheap, alpha, n) + 1e-12
 
 
@@ -132,9 +132,9 @@ def test_the_best_length_has_the_highest_speed_up(alpha: float) -> None:
 
 
 def test_among_equally_fast_lengths_the_shortest_is_best() -> None:
-    free = linear_costs(per_token=0.0, step=0.0, draft_round=dict.fromkeys((1, 2, 4, 8), 0.0))
-    assert best_length(free, 0.0) == 0
-    assert best_length(free, Acceptance((0.5, 0.0, 0.0), (1.0, 1.0, 1.0))) == 1
+    free_drafts = linear_costs(per_token=0.0, step=0.0, draft_round=dict.fromkeys((1, 2, 4, 8), 0.0))
+    assert best_length(free_drafts, 0.0) == 0
+    assert best_length(free_drafts, Acceptance((0.5, 0.0, 0.0), (1.0, 1.0, 1.0))) == 1
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -222,13 +222,13 @@ def test_a_prediction_from_statistics_stands_beside_the_measured_run() -> None:
         total_seconds=1.2,
     )
     plain = Stats(num_rounds=20, num_steps=10, num_output_tokens=20, prefill_seconds=1.0, total_seconds=1.15)
-    found = predict_from_stats(stats.to_dict(), costs, plain=plain.to_dict())
-    assert found.predicted_tokens == found.observed_tokens == pytest.approx(2.8)
-    assert found.observed_ms == pytest.approx(20)
-    assert found.predicted_ms == pytest.approx(2 * 1.0 + 0.5 + 10 + 0.5 * 2 * 3 + 0.25)
-    assert found.observed == pytest.approx(2.8 * 15 / 20)
-    assert found.predicted == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / found.predicted_ms)
-    assert found.to_dict()["deviation"] == pytest.approx(found.predicted / found.observed - 1)
+    prediction = predict_from_stats(stats.to_dict(), costs, plain=plain.to_dict())
+    assert prediction.predicted_tokens == prediction.observed_tokens == pytest.approx(2.8)
+    assert prediction.observed_ms == pytest.approx(20)
+    assert prediction.predicted_ms == pytest.approx(2 * 1.0 + 0.5 + 10 + 0.5 * 2 * 3 + 0.25)
+    assert prediction.observed == pytest.approx(2.8 * 15 / 20)
+    assert prediction.predicted == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / prediction.predicted_ms)
+    assert prediction.to_dict()["deviation"] == pytest.approx(prediction.predicted / prediction.observed - 1)
     without = predict_from_stats(stats.to_dict(), costs)
     assert without.observed == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / 20)
 

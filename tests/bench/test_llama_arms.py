@@ -71,8 +71,8 @@ class RepeatedText:
         self.most = num_pred_tokens
 
     def __call__(self, tokens: Any) -> Any:
-        found = [at for at in range(len(tokens) - 1) if tokens[at] == tokens[-1]]
-        return tokens[found[0] + 1 :][: self.most] if found else tokens[:0]
+        matches = [place for place in range(len(tokens) - 1) if tokens[place] == tokens[-1]]
+        return tokens[matches[0] + 1 :][: self.most] if matches else tokens[:0]
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +109,8 @@ def test_texts_of_llama_cpp_end_where_ours_do(name: str) -> None:
     assert ended == short == text[: text.index(text[7]) + 1]
     ignored = SamplingParams(max_tokens=12, ignore_eos=True)
     assert baseline(name, (text[7],))[0].generate([PROMPT], [ignored])[0] == [text]
-    own = SamplingParams(max_tokens=12, stop_token_ids=[text[2]])
-    assert baseline(name)[0].generate([PROMPT], [own])[0] == [text[: text.index(text[2]) + 1]]
+    stopping = SamplingParams(max_tokens=12, stop_token_ids=[text[2]])
+    assert baseline(name)[0].generate([PROMPT], [stopping])[0] == [text[: text.index(text[2]) + 1]]
     assert baseline(name)[0].generate([PROMPT], [SamplingParams(max_tokens=1)])[0] == [text[:1]]
 
 
@@ -143,14 +143,14 @@ def test_texts_of_llama_cpp_are_compared_and_its_prompts_timed_separately(
 ) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=False)
     assert not any(run.error for run in runs)
-    theirs = [run for run in runs if run.arm != "none"]
-    assert {run.batch for run in theirs} == {1} and {v for run in theirs for v in run.verdicts} == {"identical"}
-    found = {one.arm: one for one in summarise(runs, "llama") if one.batch == 1}
-    split = found["llama"].time_split
+    llama_runs = [run for run in runs if run.arm != "none"]
+    assert {run.batch for run in llama_runs} == {1} and {v for run in llama_runs for v in run.verdicts} == {"identical"}
+    by_arm = {summary.arm: summary for summary in summarise(runs, "llama") if summary.batch == 1}
+    split = by_arm["llama"].time_split
     assert (
         split is not None and split["prefill"] > 0 and split["verify"] > 0 and sum(split.values()) == pytest.approx(1)
     )
-    assert found["llama"].block_efficiency == 1.0 and found["llama"].stats is None
+    assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].stats is None
     assert read_records(tmp_path)[1] == runs
 
 
@@ -158,9 +158,9 @@ def test_different_texts_of_llama_cpp_are_reported_but_not_counted_as_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=True)
-    found = summarise(runs, "none")
-    assert {one.verdicts["different"] for one in found if one.arm.startswith("llama")} == {2}
-    assert wrong_texts(found) == [] and not any(run.error for run in runs)
+    summaries = summarise(runs, "none")
+    assert {summary.verdicts["different"] for summary in summaries if summary.arm.startswith("llama")} == {2}
+    assert wrong_texts(summaries) == [] and not any(run.error for run in runs)
 
 
 def test_names_of_llama_arms_are_parsed_and_labelled() -> None:
@@ -202,5 +202,5 @@ def test_llama_arms_need_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch
 def test_bench_refuses_a_llama_arm_for_the_toy_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _, said = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
-    assert code == 2 and said.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"
+    code, _, errors = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
+    assert code == 2 and errors.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"

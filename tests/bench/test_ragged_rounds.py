@@ -50,15 +50,15 @@ def enumerated(lengths: list[float], batch: int, cost: Any) -> float:
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_ragged_round_costs_what_the_tokens_of_its_rows_cost(batch: int) -> None:
     costs, shares = unpadded_costs(padded=()), [0.2, 0.0, 0.2, 0.6]
-    known = Acceptance.by_position([0.9, 0.7, 0.8], [0.8, 0.8, 0.6])
-    found = round_milliseconds(costs, known, 3, batch)
+    acceptance = Acceptance.by_position([0.9, 0.7, 0.8], [0.8, 0.8, 0.6])
+    milliseconds = round_milliseconds(costs, acceptance, 3, batch)
 
     def cost(longest: int, drafted: int) -> float:
         return longest * 1.0 + 0.5 + 10 + 0.5 * (batch + drafted) + 0.25
 
-    assert found == pytest.approx(enumerated(shares, batch, cost))
+    assert milliseconds == pytest.approx(enumerated(shares, batch, cost))
     if batch > 1:
-        assert found < round_milliseconds(linear_costs(), known, 3, batch) - 0.1  # padded rows cost more
+        assert milliseconds < round_milliseconds(linear_costs(), acceptance, 3, batch) - 0.1  # padded rows cost more
 
 
 def test_a_ragged_round_is_padded_only_if_that_takes_fewer_tokens() -> None:

@@ -86,9 +86,9 @@ class Reader(HTMLParser):
 
 
 def test_a_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
-    found = total_ratio([1, 30], [10, 40])
-    assert found is not None and found.value == pytest.approx(31 / 50)
-    assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.75)
+    ratio = total_ratio([1, 30], [10, 40])
+    assert ratio is not None and ratio.value == pytest.approx(31 / 50)
+    assert ratio.low == pytest.approx(0.1) and ratio.high == pytest.approx(0.75)
 
 
 def test_a_ratio_over_zero_is_none_and_one_prompt_has_no_interval() -> None:
@@ -99,8 +99,8 @@ def test_a_ratio_over_zero_is_none_and_one_prompt_has_no_interval() -> None:
 
 def test_acceptance_counts_tokens_over_all_runs() -> None:
     runs = timed("ngram@1", [1.0], accepted=4) + timed("ngram@1", [1.0], drafted=30, accepted=6)
-    for found in (acceptance(runs), acceptance_at(runs, 0)):
-        assert found is not None and found.value == pytest.approx(10 / 40)
+    for rate in (acceptance(runs), acceptance_at(runs, 0)):
+        assert rate is not None and rate.value == pytest.approx(10 / 40)
     assert acceptance_at(runs, 1) is None and acceptance(timed("none", [1.0], drafted=0)) is None
 
 
@@ -108,11 +108,11 @@ def test_acceptance_counts_tokens_over_all_runs() -> None:
 
 
 def test_every_kind_of_chart_is_drawn_and_names_its_units(folder: Path) -> None:
-    found = charts(load(folder))
+    drawn = charts(load(folder))
     kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
-    assert {c.name for c in found} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
-    assert all("Texts: " in chart.caption for chart in found if chart.name.startswith("speed"))
-    for chart in found:
+    assert {c.name for c in drawn} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
+    assert all("Texts: " in chart.caption for chart in drawn if chart.name.startswith("speed"))
+    for chart in drawn:
         assert re.search(r"\(times\)|\(tokens\)", chart.x_label) and "95 % bootstrap intervals" in chart.caption
         points = [p for line in chart.lines for p in line.points]
         assert points and all(p.low is None or (p.high is not None and p.low <= p.high) for p in points)
@@ -131,35 +131,38 @@ def test_charts_by_draft_length_begin_with_plain_decoding(folder: Path) -> None:
 def test_only_the_fastest_of_each_kind_is_shown_if_there_are_many_arms() -> None:
     runs = [run for n in range(1, 9) for run in timed(f"ngram@{n}", [1.0 + abs(n - 5)])] + timed("none", [2.0])
     summaries = summarise_by_temperature(runs, "none")
-    assert [one.arm for one in selected(summaries)] == ["ngram@5", "none"]
+    assert [summary.arm for summary in selected(summaries)] == ["ngram@5", "none"]
     assert len(selected(summaries[:6])) == 6
 
 
 def test_plots_are_valid_files_and_deterministic(folder: Path, tmp_path: Path) -> None:
-    found = charts(load(folder))[:2]
-    files = plots.save(found, tmp_path / "a")
-    assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in found for ending in ("png", "svg")]
+    drawn = charts(load(folder))[:2]
+    files = plots.save(drawn, tmp_path / "a")
+    assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in drawn for ending in ("png", "svg")]
     for file in files[::2]:
         assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and file.stat().st_size > 5000
     for file in files[1::2]:
         assert ET.fromstring(file.read_text()).tag.endswith("svg")
-    (again, *_) = plots.save(found[:1], tmp_path / "b")[1:]
+    (again, *_) = plots.save(drawn[:1], tmp_path / "b")[1:]
     assert again.read_bytes() == files[1].read_bytes()
     with pytest.raises(UsageError, match="plots cannot be written to"):
-        plots.save(found, files[0])
+        plots.save(drawn, files[0])
 
 
 def test_inline_charts_on_one_page_share_no_ids() -> None:
     lines = (Line("a", (Point(0, 1, 0.9, 1.1), Point(1, 2)), 0), Line("costs $5 & <more>", (Point(0, 1),), 1))
-    one, two = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
-    ids = re.findall(r'\bid="([^"]+)"', one)
-    assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', two))
-    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', one)
+    first, second = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
+    ids = re.findall(r'\bid="([^"]+)"', first)
+    assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', second))
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', first)
     assert used and all((a or b) in ids for a, b in used)
     assert (
-        "currentColor" in one and "var(--grid)" in one and "<style" not in one and "costs $5 &amp; &lt;more&gt;" in one
+        "currentColor" in first
+        and "var(--grid)" in first
+        and "<style" not in first
+        and "costs $5 &amp; &lt;more&gt;" in first
     )
-    assert ET.fromstring(one).attrib["aria-label"] == "T"
+    assert ET.fromstring(first).attrib["aria-label"] == "T"
 
 
 def test_long_and_foreign_names_fit_without_warnings() -> None:
@@ -203,12 +206,12 @@ def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
 
 
 def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_prompts() -> None:
-    own = [("none", [2.0, 3.0]), ("auto", [1.0, 1.0]), ("ngram@2", [1.5, 1.5]), ("model@2/topk:2", [0.1, 0.1])]
-    data = folder_of(*own, lossy="model@2/topk:2")
+    times = [("none", [2.0, 3.0]), ("auto", [1.0, 1.0]), ("ngram@2", [1.5, 1.5]), ("model@2/topk:2", [0.1, 0.1])]
+    data = folder_of(*times, lossy="model@2/topk:2")
     few = "2 prompts: too few for a claim"
     assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), {few}"
     assert text_verdicts(data) == "2 of 2 texts are identical to plain decoding's."
-    data = folder_of(*own, ("hf", [4.0, 8.0]), lossy="model@2/topk:2")
+    data = folder_of(*times, ("hf", [4.0, 8.0]), lossy="model@2/topk:2")
     assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), 5.66x Hugging Face (4.00 to 8.00), {few}"
     data = folder_of(("none", [2.0] * 10), ("auto", [1.0] * 10))
     assert headline(data) == "auto: 2.00x plain decoding (2.00 to 2.00), 10 prompts"
@@ -229,14 +232,14 @@ def test_every_number_of_the_headline_is_in_a_table() -> None:
 
 def test_advice_considers_every_arm_and_says_if_it_is_uncertain() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.6]))
-    (found,) = advice(data)
-    assert found.sentence.startswith("Batch size 1: use auto, ") and found.flags == "--drafter auto"
-    assert "the next is ngram, 7 tokens, " in found.sentence and "may be equally fast" in found.sentence
-    (found,) = advice(folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.0])))
-    assert "equally fast" not in found.sentence
-    (found,) = advice(folder_of(("none", [1.0, 1.0]), ("ngram@7", [1.4, 1.4]), ("hf", [0.5, 0.5])))
-    assert "do not speculate; plain decoding is the fastest" in found.sentence
-    assert "Hugging Face was faster still, 2.00x" in found.sentence and found.flags == "--drafter none"
+    (choice,) = advice(data)
+    assert choice.sentence.startswith("Batch size 1: use auto, ") and choice.flags == "--drafter auto"
+    assert "the next is ngram, 7 tokens, " in choice.sentence and "may be equally fast" in choice.sentence
+    (choice,) = advice(folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.0])))
+    assert "equally fast" not in choice.sentence
+    (choice,) = advice(folder_of(("none", [1.0, 1.0]), ("ngram@7", [1.4, 1.4]), ("hf", [0.5, 0.5])))
+    assert "do not speculate; plain decoding is the fastest" in choice.sentence
+    assert "Hugging Face was faster still, 2.00x" in choice.sentence and choice.flags == "--drafter none"
     assert flags("model@4/rejection.plain~0.8") == (
         "--drafter model --num-draft-tokens 4 --acceptance rejection --fast false --temperature 0.8"
     )
@@ -281,17 +284,17 @@ def test_rounds_restored_from_records_give_the_text_of_the_run(folder: Path) -> 
     for run in (run for run in runs if run.rounds):
         for row, text in enumerate(run.texts):
             rounds = restored(run.rounds, row, run.batch)
-            assert [token for done in rounds for token in done.tokens] == text
-            found = [
+            assert [token for round in rounds for token in round.tokens] == text
+            pieces = [
                 piece for view in views(rounds, ToyTokenizer()) for piece in view.pieces if piece.kind != "rejected"
             ]
-            assert "".join(piece.text for piece in found) == ToyTokenizer().decode(text)
+            assert "".join(piece.text for piece in pieces) == ToyTokenizer().decode(text)
 
 
 def test_samples_show_each_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
     _, runs = read_records(folder)
-    found = sampled_texts(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
-    assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in found.values()] == [
+    samples = sampled_texts(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
+    assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in samples.values()] == [
         [("model@3", f"{family}/{n}") for n in (1, 2)] for family in ("chat", NASTY)
     ]
     assert sampled_texts([run for run in runs if run.arm == "none"], ["none"], 2) == {}
@@ -353,8 +356,10 @@ def test_the_report_lists_settings_that_differ_from_the_defaults(folder: Path) -
         "config": header.settings["config"] | {"fast": False},
         "params": header.settings["params"] | {"top_k": 5},
     }
-    found = dict(settings_table(replace(header, settings=header.settings | changed)))
-    assert found["fast"] == "no" and found["top k"] == "5" and "top p" not in found and found["draft model"] == "toy:2"
+    listed = dict(settings_table(replace(header, settings=header.settings | changed)))
+    assert (
+        listed["fast"] == "no" and listed["top k"] == "5" and "top p" not in listed and listed["draft model"] == "toy:2"
+    )
     assert "Prompt lookup" in describe("ngram@2") and describe("ngram@2").endswith("2 tokens per draft")
     assert all(describe(name) for name in (*BASELINES, "auto@chain", "model@4x2/match.plain", "auto.predicted"))
 
@@ -398,10 +403,10 @@ def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> Non
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     assert "Failures" not in render(load(folder), [], None)
     fail(folder, "ngram@2", "RuntimeError: out of <memory>")
-    found = Reader(render(load(folder), [], None))
-    assert next(row for row in found.tables[0] if row[0] == "ngram, 2 tokens")[1] == "failed"
+    page = Reader(render(load(folder), [], None))
+    assert next(row for row in page.tables[0] if row[0] == "ngram, 2 tokens")[1] == "failed"
     assert ["ngram, 2 tokens", "1", "1", "RuntimeError: out of <memory>"] in [
-        row for table in found.tables for row in table
+        row for table in page.tables for row in table
     ]
 
 
@@ -443,11 +448,11 @@ def test_arms_that_tune_chose_while_it_measured_are_reported(folder: Path, tmp_p
 
 
 def test_report_loads_no_weights(capsys, monkeypatch, folder: Path) -> None:
-    assert any(one.callback is report_command for one in app.registered_commands)
+    assert any(command.callback is report_command for command in app.registered_commands)
     monkeypatch.setattr(report, "charts", lambda data: [])  # drawn and tested above
     for arguments, in_ids in (((), False), (("--ids",), True)):
         monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        assert done.value.code == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+        assert exited.value.code == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
         assert bool(re.search(r">\[\d+\]<", (folder / "report.html").read_text())) == in_ids

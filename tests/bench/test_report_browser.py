@@ -99,26 +99,26 @@ def measured(page: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
 
 @pytest.mark.parametrize("width", [NARROW, PHONE, WIDE])
 def test_the_report_has_no_empty_cells_draws_its_charts_and_fits_the_window(measured, width: int) -> None:
-    found = measured(width)
-    assert found["window"] == width and found["page"] <= width and found["outside"] == 0
-    assert found["rows"] >= 15 and found["empty"] == 0
-    assert found["charts"] == found["drawn"] == 4
-    assert found["smallest"] >= 13 and found["tokens"] > 20
-    assert found["sticky"] <= 1 and found["first"] <= max(150, width / 4)  # the first column stays, and leaves room
-    assert found["head"] <= 60  # no blank band above the first column's head
+    values = measured(width)
+    assert values["window"] == width and values["page"] <= width and values["outside"] == 0
+    assert values["rows"] >= 15 and values["empty"] == 0
+    assert values["charts"] == values["drawn"] == 4
+    assert values["smallest"] >= 13 and values["tokens"] > 20
+    assert values["sticky"] <= 1 and values["first"] <= max(150, width / 4)  # the first column stays, and leaves room
+    assert values["head"] <= 60  # no blank band above the first column's head
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_in_both_colour_schemes(measured, scheme: str) -> None:
-    found = measured(PHONE, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
-    assert (found["paper"] > 0.5) == (scheme == "light")
-    assert found["contrast"] >= 4.5  # WCAG 2.2, 1.4.3
-    assert found["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
+    values = measured(PHONE, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    assert (values["paper"] > 0.5) == (scheme == "light")
+    assert values["contrast"] >= 4.5  # WCAG 2.2, 1.4.3
+    assert values["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
 
 
 def test_the_browser_probe_notices_a_page_that_is_too_wide(measured) -> None:
-    found = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
-    assert found["page"] > PHONE
+    values = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
+    assert values["page"] > PHONE
 
 
 @pytest.mark.parametrize("width", [PHONE, WIDE])

@@ -59,10 +59,10 @@ def test_no_word_and_no_figure_is_broken(name: str, width: int) -> None:
     table = TABLES[name]()
     lines = printed(table, width)
     assert max(map(len, lines)) <= width
-    found = {piece for line in lines for piece in re.split(r"[\s-]+", line) if piece} - {
+    printed_pieces = {piece for line in lines for piece in re.split(r"[\s-]+", line) if piece} - {
         "─" * n for n in range(1, width + 1)
     }
-    assert found <= pieces(table) | {"-"}, found - pieces(table)
+    assert printed_pieces <= pieces(table) | {"-"}, printed_pieces - pieces(table)
     assert "".join(lines).count("…") == 0
 
 
@@ -75,8 +75,8 @@ def test_a_table_laid_out_by_rich_breaks_words() -> None:
     rich_table.add_row(*(str(cell) for cell in overall().cells[3]))
     with console.capture() as captured:
         console.print(rich_table)
-    found = {piece for line in captured.get().splitlines() for piece in re.split(r"[\s-]+", line) if piece}
-    assert not found <= pieces(overall())
+    printed_pieces = {piece for line in captured.get().splitlines() for piece in re.split(r"[\s-]+", line) if piece}
+    assert not printed_pieces <= pieces(overall())
 
 
 def test_a_narrow_table_drops_optional_columns_before_intervals(subtests: pytest.Subtests) -> None:

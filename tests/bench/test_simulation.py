@@ -68,9 +68,9 @@ def test_the_simulation_table_equals_the_single_functions() -> None:
 
 def test_the_printed_table_marks_the_best_length_and_slower_ones() -> None:
     with out.capture() as captured:
-        found = print_simulation(out, linear_costs(), 0.75, simulate(linear_costs(), 0.75))
+        printed = print_simulation(out, linear_costs(), 0.75, simulate(linear_costs(), 0.75))
     text = captured.get()
-    simulation = found["simulation"]
+    simulation = printed["simulation"]
     slower = sum(value < 1 for column in simulation["speed_ups"].values() for value in column.values())
     assert text.count("x*") == len(simulation["batches"]) and text.count("x-") == slower > 0
     assert f"batch 1: best draft length {simulation['best'][1]}" in text

@@ -35,15 +35,15 @@ def test_an_invalid_grid_is_refused(drafters, lengths, temperatures, message: st
 
 
 def test_every_arm_is_compared_with_plain_decoding_at_its_temperature() -> None:
-    found = references(["none~0", "none~0.8", "ngram@2~0", "ngram@2~0.8", "hf", "model@4~0.3"], "none~0")
-    assert [found[name] for name in ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")] == [
+    reference_of = references(["none~0", "none~0.8", "ngram@2~0", "ngram@2~0.8", "hf", "model@4~0.3"], "none~0")
+    assert [reference_of[name] for name in ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")] == [
         "none~0",
         "none~0.8",
         "none~0",
         "none~0",
     ]
     runs = [*timed("none~0", SLOW), *timed("none~0.8", FAST), *timed("ngram@2~0.8", SLOW)]
-    speeds = {one.arm: one.speed for one in summarise_by_temperature(runs, "none~0")}
+    speeds = {summary.arm: summary.speed for summary in summarise_by_temperature(runs, "none~0")}
     assert list(speeds) == ["none~0", "none~0.8", "ngram@2~0.8"]
     assert speeds["ngram@2~0.8"].speed_up.value == pytest.approx(0.5)
 

@@ -60,12 +60,14 @@ def scaled(factor: float, noise: float = 0.0, seed: int = 0) -> list[float]:
 
 
 def entries(*names: str) -> dict[str, Entry]:
-    found = {}
+    entry_of = {}
     for name in names:
         arm = parse_arm(name)
         assert arm.drafter is not None
-        found[name] = Entry(Candidate(arm.drafter, arm.num_draft_tokens, "d" if arm.drafter == "model" else None), 1.5)
-    return found
+        entry_of[name] = Entry(
+            Candidate(arm.drafter, arm.num_draft_tokens, "d" if arm.drafter == "model" else None), 1.5
+        )
+    return entry_of
 
 
 def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> None:
@@ -81,7 +83,7 @@ def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> Non
     )
     assert advice.best.texts == {"identical": 8, "reference": 0, "not compared": 0, "tie": 0, "different": 0}
     assert advice.best.acceptance_by_position == (0.7, 0.3) and advice.best.tokens_per_round == 2.0
-    assert [one.lost for one in advice.others] == ["drafts too rarely accepted"]
+    assert [standing.lost for standing in advice.others] == ["drafts too rarely accepted"]
 
 
 def test_drafters_that_do_not_pay_are_not_advised_and_the_reason_is_named() -> None:
@@ -89,9 +91,9 @@ def test_drafters_that_do_not_pay_are_not_advised_and_the_reason_is_named() -> N
     advice = advise(1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *dear, *rare])
     assert advice.best is None and advice.expected is None
     assert advice.sentence == "batch 1: do not speculate (plain decoding, 13.9 tok/s)"
-    lost = {one.name: one.lost for one in advice.others}
+    lost = {standing.name: standing.lost for standing in advice.others}
     assert lost == {"ngram@3": "drafts too rarely accepted", "model@4": "drafting costs too much (60% of the time)"}
-    assert [one.name for one in advice.others] == ["ngram@3", "model@4"]
+    assert [standing.name for standing in advice.others] == ["ngram@3", "model@4"]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,9 @@ def test_a_gain_that_is_small_or_within_the_noise_is_not_advised(factor, noise, 
 def test_a_large_gain_whose_interval_reaches_1_is_not_advised() -> None:
     uneven = [time / ratio for time, ratio in zip(PLAIN, [6.0, 0.8, 0.9, 0.9, 1.0, 0.9, 0.8, 1.1], strict=True)]
     advice = advise(1, entries("suffix@4"), [*timed("none", PLAIN), *timed("suffix@4", uneven)])
-    (one,) = advice.others
-    assert one.measured is not None and one.measured.low is not None
-    assert one.measured.value > 1.1 and one.measured.low < 1 and advice.best is None
+    (standing,) = advice.others
+    assert standing.measured is not None and standing.measured.low is not None
+    assert standing.measured.value > 1.1 and standing.measured.low < 1 and advice.best is None
     assert (
         advice.sentence.endswith("x may be chance: more prompts or time would tell")
         and "suffix@4 at" in advice.sentence
@@ -121,7 +123,7 @@ def test_the_simpler_of_two_equal_drafters_wins() -> None:
         1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *timed("model@4", same), *timed("ngram@3", same)]
     )
     assert advice.best is not None and advice.best.name == "ngram@3"
-    assert [one.lost for one in advice.others] == ["no difference beyond the noise"]
+    assert [standing.lost for standing in advice.others] == ["no difference beyond the noise"]
 
 
 def test_the_advised_speed_up_is_corrected_for_choosing_the_luckiest() -> None:
@@ -194,14 +196,18 @@ def test_screening_takes_the_best_predicted_length_and_says_why_a_drafter_is_out
 
 
 def test_drafters_without_a_prediction_are_still_measured() -> None:
-    known = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
-    unknown, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
-    assert [one.candidate.setting for one in shortlist([known, unknown], [], 1, 8)] == ["suffix@7", "ngram@7", "auto"]
-    assert [one.candidate.setting for one in shortlist([unknown], [], 1, 4)] == ["ngram@4", "auto"]
+    predicted = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
+    unpredicted, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
+    assert [candidate.candidate.setting for candidate in shortlist([predicted, unpredicted], [], 1, 8)] == [
+        "suffix@7",
+        "ngram@7",
+        "auto",
+    ]
+    assert [candidate.candidate.setting for candidate in shortlist([unpredicted], [], 1, 4)] == ["ngram@4", "auto"]
     assert nothing.entry(1, 8).out == "drafts too rarely found (never)"
-    assert [one.setting for one in unpredictable(["a", "b"])] == ["auto", "model"] * 2
-    found = [(one.drafter, one.draft) for one in predictable(["a", "b"])]
-    assert found == [("ngram", None), ("suffix", None), ("model", "a"), ("model", "b")]
+    assert [candidate.setting for candidate in unpredictable(["a", "b"])] == ["auto", "model"] * 2
+    candidates = [(candidate.drafter, candidate.draft) for candidate in predictable(["a", "b"])]
+    assert candidates == [("ngram", None), ("suffix", None), ("model", "a"), ("model", "b")]
     assert (Candidate("auto").kind, Candidate("auto", draft="a").kind) == ("suffix", "hybrid")
     assert Screened(Candidate("model"), failed="X").entry(1, 8).failed
 
@@ -209,8 +215,8 @@ def test_drafters_without_a_prediction_are_still_measured() -> None:
 class Scripted:
     """A meter whose arms take `factors` times PLAIN, with noise; `left` units fit in the time."""
 
-    def __init__(self, factors: Mapping[str, float], left: int, noise: float = 0.01) -> None:
-        self.factors, self.left, self.noise = factors, left, noise
+    def __init__(self, factors: Mapping[str, float], max_units: int, noise: float = 0.01) -> None:
+        self.factors, self.left, self.noise = factors, max_units, noise
         self.asked: list[tuple[list[str], str, int]] = []
         self._rng = np.random.default_rng(0)
 

@@ -30,18 +30,18 @@ def test_a_block_does_not_end_before_its_longest_request() -> None:
 def test_the_driver_limits_the_speed_of_many_nodes() -> None:
     slow = replace(SMALL, block=0.5)
     for nodes in (2, 10, 50):
-        done = Simulation(slow, nodes, BLOCKS).run()
-        assert done.driver == pytest.approx(30.0) and done.seconds >= 30.0
-    assert done.seconds == pytest.approx(30.0, rel=0.1)  # 50 nodes, and no faster than the driver
+        result = Simulation(slow, nodes, BLOCKS).run()
+        assert result.driver == pytest.approx(30.0) and result.seconds >= 30.0
+    assert result.seconds == pytest.approx(30.0, rel=0.1)  # 50 nodes, and no faster than the driver
 
 
 def test_no_token_is_lost_when_nodes_die() -> None:
     frail = replace(SMALL, between_deaths=40.0, start=5.0)
-    done = Simulation(frail, 4, BLOCKS, seed=1).run()
+    result = Simulation(frail, 4, BLOCKS, seed=1).run()
     whole = Simulation(replace(SMALL, start=5.0), 4, BLOCKS).run()
-    assert done.deaths > 0 and done.repeated > 0 and whole.seconds < done.seconds < 10 * whole.seconds
-    assert done.tokens == whole.tokens == 6000
-    assert Simulation(frail, 4, BLOCKS, seed=1).run() == done  # by its seed
+    assert result.deaths > 0 and result.repeated > 0 and whole.seconds < result.seconds < 10 * whole.seconds
+    assert result.tokens == whole.tokens == 6000
+    assert Simulation(frail, 4, BLOCKS, seed=1).run() == result  # by its seed
 
 
 def test_the_command_prints_a_line_per_number_of_nodes(

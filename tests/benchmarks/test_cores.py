@@ -100,18 +100,18 @@ def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
         return real(logits + 1 if wrong else logits, expected)
 
     monkeypatch.setattr(torch, "equal", equal)
-    found = cores.compare_bits(str(tiny))
-    assert found["context"] == 1100
-    assert found["different"] == [{"threads": 5, "width": width}]  # and no others
+    report = cores.compare_bits(str(tiny))
+    assert report["context"] == 1100
+    assert report["different"] == [{"threads": 5, "width": width}]  # and no others
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 def test_a_step_counts_the_bytes_of_weights_and_of_all_earlier_positions(cores: Any, tiny: Path) -> None:
-    found = cores.steps_behind(str(tiny), "1024", "128", "9999")
-    assert [step["context"] for step in found["contexts"]] == [128, 1024]  # the model has no 9,999 positions
-    shape, near, far = AutoConfig.from_pretrained(tiny), *found["contexts"]
+    report = cores.steps_behind(str(tiny), "1024", "128", "9999")
+    assert [step["context"] for step in report["contexts"]] == [128, 1024]  # the model has no 9,999 positions
+    shape, near, far = AutoConfig.from_pretrained(tiny), *report["contexts"]
     of_position = shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2 * 2
-    assert near["bytes"] == found["weight_bytes"] + 128 * of_position
+    assert near["bytes"] == report["weight_bytes"] + 128 * of_position
     assert far["bytes"] - near["bytes"] == (1024 - 128) * of_position
     assert near["digest"] != far["digest"]
     assert cores.steps_behind(str(tiny), "128")["contexts"][0]["digest"] == near["digest"]
@@ -138,8 +138,8 @@ def test_each_thread_count_is_measured_once_and_other_settings_are_refused(
         assert line["errors"] == []
         assert line["depend_on_threads"] == line["bits_depend_on_threads"] == line["different"] == 0
     assert "the same bits" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(cores.subprocess, "run", lambda *given, **more: pytest.fail("measured again"))
-    monkeypatch.setattr(cores.Stage, "bench", lambda *given: None)  # it resumes by itself, see `slipstream bench`
+    monkeypatch.setattr(cores.subprocess, "run", lambda *arguments, **more: pytest.fail("measured again"))
+    monkeypatch.setattr(cores.Stage, "bench", lambda *arguments: None)  # it resumes by itself, see `slipstream bench`
     cores.main(tmp_path / "runs", threads="2", max_tokens=6, **options)
     assert [line["threads"] for line in json.loads(out.read_text())["threads"]] == [2]
     with pytest.raises(UsageError, match=r"^max_tokens 7; allowed: 6 as in .*plan.json', or a new folder$"):

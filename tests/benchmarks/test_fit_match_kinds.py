@@ -25,9 +25,9 @@ def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
 
     chances, draws = fitting.prior(), random.Random(0)
     seen = [(kind, draws.random() < chance) for kind, chance in enumerate(chances) for _ in range(4000)]
-    found = fitting.fit([seen])
-    assert list(found.by_length) == pytest.approx(fitting.BY_LENGTH, abs=0.15)
-    assert list(found.by_agreement) == pytest.approx(fitting.BY_AGREEMENT, abs=0.15)
+    fitted = fitting.fit([seen])
+    assert list(fitted.by_length) == pytest.approx(fitting.BY_LENGTH, abs=0.15)
+    assert list(fitted.by_agreement) == pytest.approx(fitting.BY_AGREEMENT, abs=0.15)
 
 
 def test_drafts_of_a_text_that_repeats_its_prompt_are_accepted() -> None:

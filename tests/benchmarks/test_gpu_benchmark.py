@@ -27,20 +27,20 @@ def test_the_gpu_benchmark_runs_on_tiny_models(
     assert printed.splitlines()[-1] == out.read_text().strip()
     result = json.loads(out.read_text())
     for rows, arms in result["batches"].items():
-        found = {arm["arm"]: arm for arm in arms}
-        assert len(found) == (10 if rows == "1" else 9)
+        by_arm = {arm["arm"]: arm for arm in arms}
+        assert len(by_arm) == (10 if rows == "1" else 9)
         assert {arm["parity"] for arm in arms} == {f"{rows} identical"}
         for kind in gpu.KINDS:
-            speculative = found[f"speculative {kind}"]
+            speculative = by_arm[f"speculative {kind}"]
             assert 0 < speculative["acceptance_rate"] < 1
             assert set(speculative["stages_ms"]) == {"draft", "verify", "accept", "overhead"}
-            assert found[f"plain {kind}"]["tokens_per_round"] == 1 < speculative["tokens_per_round"]
+            assert by_arm[f"plain {kind}"]["tokens_per_round"] == 1 < speculative["tokens_per_round"]
     assert printed.count("of its limit; speculative") == 2 * len(gpu.KINDS)
     assert set(result["parts"]["widths that give the same bits"]) == set(gpu.CALIBRATED)
     logits = result["parts"]["logits of random tokens against eager"]
     assert set(logits) == set(gpu.KINDS) - {"eager"}
-    for found in logits.values():
-        assert found["largest_relative_difference"] < 0.02 < found["of_other_contexts"]
+    for by_arm in logits.values():
+        assert by_arm["largest_relative_difference"] < 0.02 < by_arm["of_other_contexts"]
     same = result["parts"]["tokens with the bits that they have alone"]
     assert {count["of"] for count in same.values()} == {18}
     code, again, err = run_main(capsys, monkeypatch, lambda: terminal.run(gpu.main), *options)

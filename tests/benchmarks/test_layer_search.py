@@ -38,17 +38,17 @@ def test_the_search_counts_the_accepted_drafts_of_every_choice_of_layers(
 ) -> None:
     texts, depth, length = [prompts((n,), seed=n)[0] for n in (9, 17)], 3, 12
     truth = search.Truth(decoder_of(llama), texts, length, depth)
-    found = truth.judge(layers)
+    candidate = truth.judge(layers)
     rows = []
     for text, prompt in zip(truth.texts, texts, strict=True):
         assert len(text) == len(prompt) + length
         for at in range(len(prompt), len(text) - depth + 1, depth):
-            said = by_hugging_face(llama, layers, text[:at], depth)
-            right = [a == b for a, b in zip(said, text[at:], strict=False)]
+            draft = by_hugging_face(llama, layers, text[:at], depth)
+            right = [a == b for a, b in zip(draft, text[at:], strict=False)]
             rows.append(torch.tensor(right).long().cumprod(0).float())
-    assert len(rows) == 8 and found.accepted == tuple(torch.stack(rows).mean(0).tolist())
-    assert truth.judge(layers) == found  # a candidate leaves nothing behind
-    assert (found.agreement == 1) == (len(layers) == 4) and found.agreement >= found.accepted[-1]
+    assert len(rows) == 8 and candidate.accepted == tuple(torch.stack(rows).mean(0).tolist())
+    assert truth.judge(layers) == candidate  # a candidate leaves nothing behind
+    assert (candidate.agreement == 1) == (len(layers) == 4) and candidate.agreement >= candidate.accepted[-1]
 
 
 def test_layers_are_removed_one_by_one_the_least_useful_first(search: Any) -> None:
@@ -57,7 +57,7 @@ def test_layers_are_removed_one_by_one_the_least_useful_first(search: Any) -> No
             worth = sum((0.1, 0.4, 0.2, 0.3)[i] for i in layers)
             return search.Candidate(tuple(layers), worth, (worth,))
 
-    tried = [found.layers for found in search.candidates(Truth(), 4, 1)]
+    tried = [candidate.layers for candidate in search.candidates(Truth(), 4, 1)]
     assert tried == [(0,), (0, 1), (0, 1, 2), (1, 2, 3), (1, 3), (1,)]
     assert [search.spans(layers) for layers in tried[2:]] == ["3", "1-3", "1,3", "1-1"]
     assert search.spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
@@ -83,12 +83,12 @@ def test_the_search_prints_saves_and_says_whether_it_pays(
         monkeypatch.setattr(search, "predicted_speed_up", lambda *_: 0.9)
     app.command()(search.main)
     arguments = ["toy", str(file), "--seconds", "0.01", "--num-prompts", "2", "--max-tokens", "8", "--save"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exception is None, done.output
-    summary = json.loads(done.output.splitlines()[-1])
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None, result.output
+    summary = json.loads(result.output.splitlines()[-1])
     assert (summary["best"]["speed_up"] > 1) == pays
-    assert ("Should pay" in done.output) == pays == ("Does not pay" not in done.output)
+    assert ("Should pay" in result.output) == pays == ("Does not pay" not in result.output)
     decoder = SpeculativeDecoder("toy", drafter="layer_skip", num_draft_tokens=2)
     lengths = {len(context) for context in decoder.drafter.session.backend._counts}
-    assert (file.parent / "layers").exists() == pays == ("Not saved" not in done.output)
+    assert (file.parent / "layers").exists() == pays == ("Not saved" not in result.output)
     assert lengths == (set(summary["best"]["layers"]) if pays else {0, 1, 2, 3})

@@ -31,7 +31,7 @@ def test_every_arm_is_measured_with_the_right_text(tmp_path: Path, capsys: pytes
 
 def test_a_wrong_text_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write = mtp.write_model
-    monkeypatch.setattr(mtp, "write_model", lambda *of: write(*of)[::-1])
+    monkeypatch.setattr(mtp, "write_model", lambda *arguments: write(*arguments)[::-1])
     with pytest.raises(SystemExit) as end:
         mtp.main(**SMALL | {"batches": "1"})
     assert end.value.code == 1 and "0 of 1" in capsys.readouterr().out

@@ -55,10 +55,10 @@ def seconds(
     """Of one setting over all texts; length None is what pays, by what `cost_model` knows, by default the costs."""
     recording = replay.Recording(table, copy.deepcopy(records))
     if length is None:
-        one = replay.auto(recording, drafter, cost_model or replay.cost_model_of(table))
+        played = replay.auto(recording, drafter, cost_model or replay.cost_model_of(table))
     else:
-        one = replay.replay_of(recording, drafter, lambda _: Fixed(length))
-    return sum(one.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
+        played = replay.replay_of(recording, drafter, lambda _: Fixed(length))
+    return sum(played.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
 
 
 @pytest.mark.each_value
@@ -108,9 +108,9 @@ def test_auto_lengths_adapt_when_a_text_begins_and_ends_a_quotation(column: floa
     prompt, prose = ([rng.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
     widths = {width: 20 + column * (width - 1) for width in range(1, 33)}
-    free = {1: dict.fromkeys(widths, 0.0)}
-    rounds = replayed(prompt, output, Costs({1: widths}, free, {1: 0.0}, {1: 0.0}))
-    drafted = [(done.start - len(prompt), len(done.draft)) for done in rounds]
+    nothing = {1: dict.fromkeys(widths, 0.0)}
+    rounds = replayed(prompt, output, Costs({1: widths}, nothing, {1: 0.0}, {1: 0.0}))
+    drafted = [(round.start - len(prompt), len(round.draft)) for round in rounds]
     assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
     quoting = [length for at, length in drafted if 60 <= at < 180]
     assert next(i for i, length in enumerate(quoting) if length >= 7) < 8

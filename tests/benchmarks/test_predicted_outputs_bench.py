@@ -48,8 +48,8 @@ def test_a_different_text_is_counted_and_is_exit_code_1(
     answer = bench._answer
 
     def wrong(decoder: Any, prompt: Any, params: Any) -> Any:
-        given = answer(decoder, prompt, params)
-        return bench.Runs(given.rounds[1:], given.seconds) if params.prediction else given
+        runs = answer(decoder, prompt, params)
+        return bench.Runs(runs.rounds[1:], runs.seconds) if params.prediction else runs
 
     monkeypatch.setattr(bench, "_answer", wrong)
     with pytest.raises(SystemExit) as stopped:

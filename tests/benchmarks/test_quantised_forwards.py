@@ -30,9 +30,9 @@ def test_a_gguf_file_is_measured_as_int15_and_int8(tmp_path: Path, monkeypatch: 
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0", "ffn_down": "Q6_K"})
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path / "tiny.gguf"), "1,3", turns=1, context=20, beside=None, kl=24, json_file=out)
-    found = json.loads(out.read_text())
-    assert found["int15"]["kl"] < found["int8"]["kl"] and found["int8"]["same_bits"] is True
-    assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
+    report = json.loads(out.read_text())
+    assert report["int15"]["kl"] < report["int8"]["kl"] and report["int8"]["same_bits"] is True
+    assert set(report["int8"]["milliseconds"]) == {"1", "3"} and report["file"] > 0
 
 
 def test_weights_quantised_at_load_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +41,8 @@ def test_weights_quantised_at_load_are_measured(tmp_path: Path, monkeypatch: pyt
     tokenizer().save_pretrained(tmp_path)
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int15", "int4,int8", str(tmp_path), 24, out)
-    found = json.loads(out.read_text())
-    assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
+    report = json.loads(out.read_text())
+    assert report["int8, int15"]["kl"] < report["int4, int15"]["kl"] / 10 and report["int4, int15"]["same_bits"] is True
 
 
 def test_a_quantised_draft_model_is_measured_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,9 +51,9 @@ def test_a_quantised_draft_model_is_measured_as_well(tmp_path: Path, monkeypatch
     tokenizer().save_pretrained(tmp_path)
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int8", "int4", kl=24, json_file=out, draft_dtype="int4")
-    found = json.loads(out.read_text())
-    assert found.keys() - {"target", "file"} == {"int4, int8", "draft model, int4"}
-    assert set(found["draft model, int4"]["milliseconds"]) == {"1", "3"} and found["draft model, int4"]["kl"] > 1e-6
+    report = json.loads(out.read_text())
+    assert report.keys() - {"target", "file"} == {"int4, int8", "draft model, int4"}
+    assert set(report["draft model, int4"]["milliseconds"]) == {"1", "3"} and report["draft model, int4"]["kl"] > 1e-6
     with pytest.raises(UsageError, match="draft_dtype='int3'; allowed: none, int4, int8"):
         quantised_forwards.main(str(tmp_path), draft_dtype="int3")
     with pytest.raises(UsageError, match=r"draft_dtype='int4' with 'a\.gguf', which keeps its bits"):

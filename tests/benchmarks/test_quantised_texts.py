@@ -35,8 +35,8 @@ def test_other_weights_give_a_different_text(tmp_path: Path, monkeypatch: pytest
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     load = quantised_texts.load_unpacked
 
-    def another(*of: object) -> torch.nn.Module:
-        model: torch.nn.Module = load(*of)  # type: ignore[arg-type]
+    def another(*arguments: object) -> torch.nn.Module:
+        model: torch.nn.Module = load(*arguments)  # type: ignore[arg-type]
         for weights in model.parameters():
             weights.data = weights.data.flip(0)
         return model

@@ -42,9 +42,9 @@ def test_models_follow_the_tour_from_different_tokens(random_pair: Any, tmp_path
         before = [decoder.encode(prompt)[-1] for prompt in prompts]
     assert len(set(before)) == len(prompts)
     for token, result in zip(before, results, strict=True):
-        for said in result.token_ids:
+        for generated in result.token_ids:
             token = following[token]
-            assert said == token
+            assert generated == token
     accepted = sum(result.stats.num_accepted_tokens for result in results)
     assert 0.4 < accepted / sum(result.stats.num_draft_tokens for result in results) < 0.9
 

@@ -25,10 +25,10 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(module: Any, *arguments: str) -> str:
     app = typer.Typer()
     app.command()(module.main)
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None:
-        raise done.exception
-    return done.output
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def test_costs_are_printed_in_total_and_by_part(benchmark: Any, prompts: str, tm
     out = run(benchmark("reproducible_cost"), "toy", prompts, "--draft", "toy:2", *small)
     report = json.loads(file.read_text())
     assert len(report["calibrations"]) == 2 and "(2 fresh); widths 1, 2, 3, 4, 5, 6, 7, 8, 16, 32 agree" in out
-    assert [one["drafter"] for one in report["costs"]] == ["none", "ngram", "model"]
-    assert [one["identical"] for one in report["costs"]] == [2, 2, 2]
-    for one in report["costs"]:
-        assert f"\n{one['drafter']} {100 * one['cost']:+.0f} % (" in out
-        assert all(min(ratio.values()) > 0 and len(ratio) == 3 for ratio in one["ratios"])
+    assert [cost["drafter"] for cost in report["costs"]] == ["none", "ngram", "model"]
+    assert [cost["identical"] for cost in report["costs"]] == [2, 2, 2]
+    for cost in report["costs"]:
+        assert f"\n{cost['drafter']} {100 * cost['cost']:+.0f} % (" in out
+        assert all(min(ratio.values()) > 0 and len(ratio) == 3 for ratio in cost["ratios"])
     assert out.count(" by prompt); a round ") == out.count(", reading the prompt ") == 3
 
 

@@ -46,8 +46,8 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_first_difference_is_found_even_if_it_is_an_early_end(
     same_texts: Any, after: list[list[int]], first: tuple[int, int] | None
 ) -> None:
-    found = same_texts.compare([[1, 2, 3], [4, 5]], after)
-    assert found == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
+    comparison = same_texts.compare([[1, 2, 3], [4, 5]], after)
+    assert comparison == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
 
 
 def test_missing_texts_are_an_error(same_texts: Any) -> None:
@@ -66,8 +66,8 @@ def test_prompts_are_taken_from_all_categories_in_turn(same_texts: Any, tmp_path
 
 def test_a_checkout_equals_itself_except_for_a_changed_token(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    done = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
-    assert done.returncode == 1 and "prompt 0, token 11" in done.stdout, done.stderr
+    process = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
+    assert process.returncode == 1 and "prompt 0, token 11" in process.stdout, process.stderr
     report = json.loads(out.read_text())
     assert all(len(texts) == 2 for texts in report["texts"]["before"].values())
     changed, *others = report["comparisons"].values()

@@ -42,14 +42,14 @@ def test_every_batch_and_context_has_a_line_in_the_table_and_in_the_file(scaling
     sizes = ["--contexts", "16,64", "--batches", "1,3", "--rounds", "3", "--turns", "1"]
     result = run(scaling, "toy", *sizes, *sampled, "--json", str(file))
     assert result.exit_code == 0, result.output
-    found = json.loads(file.read_text())
-    assert [(line["batch"], line["context"]) for line in found["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
-    for line in found["lines"]:
+    report = json.loads(file.read_text())
+    assert [(line["batch"], line["context"]) for line in report["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
+    for line in report["lines"]:
         parts = [line[name] for name in ("draft", "verify", "accept", "overhead")]
         assert line["total"] == pytest.approx(sum(parts)) and min(parts) >= 0 and line["verify"] > 0
         assert f"{line['total']:.2f}" in result.output
         assert line["attention"] is None  # the toy has none
-    assert found["options"]["top_k"] == 50
+    assert report["options"]["top_k"] == 50
 
 
 def test_attention_of_a_transformer_is_measured_and_grows_with_the_keys(scaling: Any) -> None:

@@ -30,7 +30,7 @@ def test_constrained_texts_of_the_toy_equal_plain_decoding(capsys: pytest.Captur
 
 
 def test_an_invalid_text_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: Any = lambda *given: False  # noqa: E731
+    wrong: Any = lambda *values: False  # noqa: E731
     monkeypatch.setattr(structured_output, "is_valid", wrong)
     arguments = ["--target", "toy", "--schemas", "2", "--drafters", "suffix", "--max-tokens", "120"]
     assert structured_output.main(arguments) == 1

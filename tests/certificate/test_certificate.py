@@ -16,7 +16,7 @@ from tests.support.wrong_acceptance_rules import WRONG_RULES, load_wrong_rule
 pytestmark = pytest.mark.slow
 
 COUPLED = ["seeded text, one by one"]
-COUPLED += [f"option {name}" for name, given in OPTIONS.items() if given.get("temperature")]
+COUPLED += [f"option {name}" for name, options in OPTIONS.items() if options.get("temperature")]
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]
 
 
@@ -27,18 +27,18 @@ def checks(decoder: SpeculativeDecoder) -> list[Check]:
 
 @pytest.mark.parametrize("acceptance", ["auto", "rejection", "block", "match"])
 def test_every_lossless_rule_is_certified(acceptance: str) -> None:
-    done = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance))
-    assert [check for check in done if check.failed] == []
-    assert len(done) == 19
+    results = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance))
+    assert [check for check in results if check.failed] == []
+    assert len(results) == 19
     couples = acceptance in ("auto", "match")
-    skipped = [check.name for check in done if check.outcome == "not applicable"]
-    assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in done) == 19 - len(skipped)
+    skipped = [check.name for check in results if check.outcome == "not applicable"]
+    assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in results) == 19 - len(skipped)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "4x2"])
 def test_trees_are_certified(shape: str) -> None:
-    done = checks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=shape, acceptance="match"))
-    assert [check.name for check in done if not check.passed] == [] and len(done) == 19
+    results = checks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=shape, acceptance="match"))
+    assert [check.name for check in results if not check.passed] == [] and len(results) == 19
 
 
 def test_ngram_drafts_are_certified() -> None:
@@ -90,9 +90,9 @@ def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypat
     params = replace(sampled_frequencies.PARAMS, top_k=0, temperature=1.0, max_tokens=2)
     monkeypatch.setattr(sampled_frequencies, "PARAMS", params)
     monkeypatch.setattr(sampled_frequencies, "TOKENS", 2)
-    found = DistributionChecks(SpeculativeDecoder("toy", "toy:2"), 0.0)
-    assert found.power("first-mismatch-kept").outcome == "pass"
-    assert found.power("bonus-from-raw-logits").outcome == "FAIL"
+    distribution_checks = DistributionChecks(SpeculativeDecoder("toy", "toy:2"), 0.0)
+    assert distribution_checks.power("first-mismatch-kept").outcome == "pass"
+    assert distribution_checks.power("bonus-from-raw-logits").outcome == "FAIL"
 
 
 def test_a_check_that_does_not_apply_is_neither_passed_nor_failed() -> None:

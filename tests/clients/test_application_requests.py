@@ -25,7 +25,7 @@ def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any
 def test_continue_completes_with_its_own_prompt_and_many_stop_strings(
     server: RunningServer, decoder: SpeculativeDecoder
 ) -> None:
-    assert [one["id"] for one in server.http.get("/v1/models", headers=KEYS).json()["data"]] == ["tiny"]
+    assert [model["id"] for model in server.http.get("/v1/models", headers=KEYS).json()["data"]] == ["tiny"]
     body = {"model": "tiny", "prompt": "<fim_prefix>cat<fim_suffix>mat<fim_middle>", "max_tokens": 40, "stop": STOPS}
     chunks = streamed(server, "/v1/completions", body | {"temperature": 0.01, "seed": 3})
     params = SamplingParams(max_tokens=40, stop=STOPS, temperature=0.01, seed=3)
@@ -39,7 +39,7 @@ def test_continue_edits_with_the_old_file_as_prediction(server: RunningServer) -
     plain = streamed(server, "/v1/chat/completions", body)
     prediction = {"type": "content", "content": "the cat sat on the mat"}
     edited = streamed(server, "/v1/chat/completions", body | {"prediction": prediction})
-    texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in one) for one in (plain, edited)]
+    texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) for chunks in (plain, edited)]
     assert texts[0] == texts[1]
 
 

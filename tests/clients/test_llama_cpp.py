@@ -44,17 +44,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_logits_of_llama_cpp_equal_ours_up_to_rounding(file: Path) -> None:
-    theirs, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
+    llama, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
     expected = torch.stack([ours.next_logits(IDS[: n + 1]) for n in range(len(IDS))]).float()
-    got = torch.from_numpy(theirs.forward(IDS, 0).copy())
-    assert theirs.vocab_size == expected.shape[1]
+    logits = torch.from_numpy(llama.forward(IDS, 0).copy())
+    assert llama.vocab_size == expected.shape[1]
     scale = float(expected.std())
-    assert float((got - expected).abs().max()) < 0.1 * scale
-    assert float((got.flip(0) - expected).abs().max()) > scale  # those of other positions are far away
-    again = torch.from_numpy(theirs.forward(IDS[4:], 4).copy())  # what the cache held from there on is forgotten
+    assert float((logits - expected).abs().max()) < 0.1 * scale
+    assert float((logits.flip(0) - expected).abs().max()) > scale  # those of other positions are far away
+    again = torch.from_numpy(llama.forward(IDS[4:], 4).copy())  # what the cache held from there on is forgotten
     assert float((again - expected[4:]).abs().max()) < 0.1 * scale
-    assert int(theirs.read(IDS).argmax()) == int(got[-1].argmax())
-    theirs.close()
+    assert int(llama.read(IDS).argmax()) == int(logits[-1].argmax())
+    llama.close()
 
 
 def test_a_prompt_of_several_batches_gives_the_same_logits_after_the_cache_grew(file: Path) -> None:
@@ -73,9 +73,9 @@ def test_llama_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     start(tmp_path, Header({}, {}, {}, "now"))
     runs = list(Runner(lineup, plan(lineup.arms, prompts, [1], 1), tmp_path).run([]))
     assert not any(run.error for run in runs)
-    found = {one.arm: one for one in summarise(runs, "llama")}
-    assert found["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(found.values())) == []
-    assert found["llama"].block_efficiency == 1.0 and found["llama"].time_split is not None
+    by_arm = {summary.arm: summary for summary in summarise(runs, "llama")}
+    assert by_arm["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(by_arm.values())) == []
+    assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].time_split is not None
     assert "llama.cpp" in versions("a test")
 
 

@@ -28,11 +28,11 @@ def test_speculators_loads_a_trained_head_and_computes_the_same(tmp_path: Path) 
         job.run(SpeculativeDecoder(str(target), acceptance="match"))
     text = prompts([20])[0]
     save_file({"text": torch.tensor(text)}, steps)
-    found = run_script("speculators", "speculators_load.py", str(head), str(steps))
-    assert found.pop("class") == "Eagle3DraftModel"
-    assert found.pop("unknown settings") == ["torch_dtype", "trained"]  # of transformers, and for readers
-    assert found.pop("unknown settings of the layer") == ["rope_theta"]  # for readers of before transformers 5
-    assert not any(found.values())
+    report = run_script("speculators", "speculators_load.py", str(head), str(steps))
+    assert report.pop("class") == "Eagle3DraftModel"
+    assert report.pop("unknown settings") == ["torch_dtype", "trained"]  # of transformers, and for readers
+    assert report.pop("unknown settings of the layer") == ["rope_theta"]  # for readers of before transformers 5
+    assert not any(report.values())
     pair, logits = pair_of(str(target), head), load_file(steps)["logits"]
     offsets = load_file(head / "model.safetensors")["d2t"]
     token_ids = offsets + torch.arange(len(offsets))

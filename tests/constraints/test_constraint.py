@@ -45,10 +45,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@subcases("given, message", WRONG)
-def test_an_invalid_constraint_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+@subcases("options, message", WRONG)
+def test_an_invalid_constraint_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^constraint: {message}") as refusal:
-        Constraint(**given)
+        Constraint(**options)
     assert "\n" not in str(refusal.value) and "allowed: " in str(refusal.value)
 
 

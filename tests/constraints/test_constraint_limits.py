@@ -37,11 +37,11 @@ def request(constraint: Constraint | None, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=60, temperature=1.2, seed=seed, constraint=constraint)
 
 
-def texts(name: str, given: Sequence[SamplingParams], limits: Limits) -> list[Result]:
-    made = decoder(name, "match")
-    made.reader.grammars.limits = limits
-    made.reader.grammars._saved.clear()
-    return made.generate(["one two three one two three "] * len(given), list(given), chat=False)
+def texts(name: str, params: Sequence[SamplingParams], limits: Limits) -> list[Result]:
+    constrained = decoder(name, "match")
+    constrained.reader.grammars.limits = limits
+    constrained.reader.grammars._saved.clear()
+    return constrained.generate(["one two three one two three "] * len(params), list(params), chat=False)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +60,10 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
 def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str, case: str) -> None:
     constraint, limits = CASES[case]
-    given = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
-    plain = [outcome(texts("none", [params], limits)[0]) for params in given]
-    assert [outcome(result) for result in texts(name, given, limits)] == plain
-    assert outcome(texts(name, given[1:2], limits)[0]) == plain[1]
+    requests = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
+    plain = [outcome(texts("none", [params], limits)[0]) for params in requests]
+    assert [outcome(result) for result in texts(name, requests, limits)] == plain
+    assert outcome(texts(name, requests[1:2], limits)[0]) == plain[1]
     errors = [error for _, _, error in plain if error is not None]
     assert errors and all(error.startswith("the constraint cannot go on: it") for error in errors)
     assert not any("<state>" in error or "lexer" in error for error in errors) and plain[-1][1] == "length"
@@ -72,14 +72,14 @@ def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str,
 def test_a_smaller_limit_changes_the_outcome() -> None:
     """The comparison above would notice a text that fails one token earlier."""
     constraint, limits = CASES["cost"]
-    given = [request(constraint, seed) for seed in range(4)]
+    requests = [request(constraint, seed) for seed in range(4)]
     smaller = Limits(lexer_cost=limits.lexer_cost // 2, step_cost=limits.step_cost)
-    assert list(map(outcome, texts("none", given, limits))) != list(map(outcome, texts("none", given, smaller)))
+    assert list(map(outcome, texts("none", requests, limits))) != list(map(outcome, texts("none", requests, smaller)))
 
 
-def walk(here: GrammarState, seed: int, longest: int) -> list[int]:
+def walk(grammar: GrammarState, seed: int, longest: int) -> list[int]:
     rng, path = random.Random(seed), list[int]()
-    while len(path) < longest and len(legal := np.flatnonzero(allowed(here.masks(path, []))[0])):
+    while len(path) < longest and len(legal := np.flatnonzero(allowed(grammar.masks(path, []))[0])):
         path.append(int(rng.choice([token for token in legal if token != tokenizer().eos_token_id] or list(legal))))
     return path
 
@@ -130,11 +130,11 @@ def test_constraints_with_thousands_of_alternatives_work() -> None:
     properties = {f"p{at}": {"type": "null"} for at in range(600)}
     optional = {"type": "object", "properties": properties, "additionalProperties": False}
     many = "start: " + " | ".join(json.dumps(word) for word in words)
-    given = [Constraint(choice=words), Constraint(grammar=many), Constraint(json_schema={"enum": words})]
+    constraints = [Constraint(choice=words), Constraint(grammar=many), Constraint(json_schema={"enum": words})]
     for name in ("none", "suffix"):
-        found = texts(name, [request(one, 3) for one in given], Limits())
-        assert [result.finish_reason for result in found] == ["stop"] * 3
-        assert found[0].text in words and found[1].text in words and json.loads(found[2].text) in words
+        results = texts(name, [request(constraint, 3) for constraint in constraints], Limits())
+        assert [result.finish_reason for result in results] == ["stop"] * 3
+        assert results[0].text in words and results[1].text in words and json.loads(results[2].text) in words
         (record,) = texts(name, [SamplingParams(max_tokens=12, constraint=Constraint(json_schema=optional))], Limits())
         assert record.finish_reason in ("stop", "length"), record.error
 

@@ -51,9 +51,12 @@ def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -
     width = max(map(len, tokens))
     draft = Draft.from_lists(tokens, torch.device("cpu"))
     if q is not None:
-        table = [[q(own[:j]) if j < len(own) else np.eye(VOCAB)[0] for j in range(width)] for own in tokens]
+        table = [
+            [q(draft_tokens[:j]) if j < len(draft_tokens) else np.eye(VOCAB)[0] for j in range(width)]
+            for draft_tokens in tokens
+        ]
         draft = replace(draft, probs=torch.tensor(np.array(table), dtype=torch.float32))
-    made = ForcedDrafts(target)(rows, lambda most: draft.cut(most or draft.lengths))
+    made = ForcedDrafts(target)(rows, lambda lengths: draft.cut(lengths or draft.lengths))
     assert all(row.tokens == [0] for row in rows)
     return made
 
@@ -68,8 +71,8 @@ def test_a_sampled_draft_that_ends_with_its_first_illegal_token_keeps_the_distri
         p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
         proposals = drawn(q)
         kept = lines(edited([tokens for tokens, _ in proposals], legal, q))
-        assert any(len(own) < WIDTH for own in kept)
-        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, proposals, strict=True)])
+        assert any(len(draft) < WIDTH for draft in kept)
+        case = Case(p, q, [(draft, weight) for draft, (_, weight) in zip(kept, proposals, strict=True)])
         assert error(case, load_rule(rule).distributions) < EXACT
 
 
@@ -93,9 +96,9 @@ def test_three_tokens_show_why_the_illegal_token_must_stay() -> None:
             if tokens:
                 draft = replace(draft, probs=torch.tensor(q, dtype=torch.float32)[None, None])
             table = torch.tensor(p, dtype=torch.float32).expand(1, len(tokens) + 1, VOCAB)
-            found = load_rule("rejection").distributions(table, table.log(), draft)
-            after = found.next_token(torch.zeros(1, dtype=torch.int64))[0].double().numpy()
-            keep = found.keep[0].double().numpy()
+            distributions = load_rule("rejection").distributions(table, table.log(), draft)
+            after = distributions.next_token(torch.zeros(1, dtype=torch.int64))[0].double().numpy()
+            keep = distributions.keep[0].double().numpy()
             total += weight * keep[0] * after
             if tokens:
                 total[tokens[0]] += weight * keep[1]
@@ -115,11 +118,11 @@ def test_forced_tokens_after_a_sampled_draft_keep_the_distribution(rule: str) ->
         made = edited([tokens for tokens, _ in short], forcing, q)
         kept = lines(made)
         assert any(row.forced[1] for row in made.rows)
-        assert all(len(own) <= WIDTH for own in kept)
-        for i, own in enumerate(kept):  # a forced token is certain in the draft as well
-            for place in range(len(short[i][0]), len(own)):
-                assert made.probs[i, place].tolist() == np.eye(VOCAB)[own[place]].tolist()
-        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, short, strict=True)])
+        assert all(len(draft) <= WIDTH for draft in kept)
+        for i, draft in enumerate(kept):  # a forced token is certain in the draft as well
+            for place in range(len(short[i][0]), len(draft)):
+                assert made.probs[i, place].tolist() == np.eye(VOCAB)[draft[place]].tolist()
+        case = Case(p, q, [(draft, weight) for draft, (_, weight) in zip(kept, short, strict=True)])
         assert error(case, load_rule(rule).distributions) < EXACT
 
 
@@ -135,8 +138,8 @@ def test_forced_tokens_are_proposed_first_and_the_drafter_continues_from_them() 
     row.rounds.append(None)
     seen = []
 
-    def propose(most: Sequence[int] | None) -> Draft:
-        seen.append((list(row.tokens), list(most or ())))
+    def propose(lengths: Sequence[int] | None) -> Draft:
+        seen.append((list(row.tokens), list(lengths or ())))
         return Draft.from_lists([[0, 0]], torch.device("cpu"))
 
     made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], propose)
@@ -149,7 +152,7 @@ def test_a_tree_is_attached_after_the_forced_tokens() -> None:
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
     tree = replace(Draft.from_lists([[0, 1, 0]], torch.device("cpu")), parents=((-1, -1, 0),))
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: tree)
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: tree)
     assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.rows[0].forced == (1, 0)
 
 
@@ -158,5 +161,5 @@ def test_a_row_without_drafts_gets_no_forced_tokens(options: dict[str, int]) -> 
     row = Row(0, [0, 1], SamplingParams(**{"max_tokens": 50, **options}), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: Draft.empty(1, torch.device("cpu")))
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: Draft.empty(1, torch.device("cpu")))
     assert made.lengths == (0,)

@@ -36,8 +36,8 @@ def whole(name: str, tokens: Tensor) -> Tensor:
     return backend.forward(tokens, [0], first_slot=0, logits=True)[0]
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.each_value
@@ -49,9 +49,9 @@ def test_any_split_into_forwards_gives_the_same_logits(name: str, widths: list[i
     for width in widths:
         parts.append(backend.forward(tokens[:, at : at + width], [at], first_slot=0, logits=True)[0])
         at += width
-    got = torch.cat(parts)
-    assert got.shape == (LENGTH, backend.vocab_size) and backend.vocab_size > 0
-    close(got, whole(name, tokens))
+    logits = torch.cat(parts)
+    assert logits.shape == (LENGTH, backend.vocab_size) and backend.vocab_size > 0
+    close(logits, whole(name, tokens))
 
 
 @everywhere
@@ -81,9 +81,9 @@ def test_rows_with_ragged_starts_are_independent(name: str) -> None:
         if start:
             backend.forward(row[:, :start], [0], first_slot=slot, logits=False)
     step = torch.cat([row[:, start : start + 6] for row, start in zip(rows, starts, strict=True)])
-    got = backend.forward(step, starts, first_slot=0, logits=True)
+    logits = backend.forward(step, starts, first_slot=0, logits=True)
     for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        close(got[i], whole(name, row)[start : start + 6])
+        close(logits[i], whole(name, row)[start : start + 6])
 
 
 @everywhere
@@ -92,9 +92,9 @@ def test_first_slot_selects_the_slots_to_write(name: str) -> None:
     rows = [text(backend, seed=seed) for seed in (1, 2, 3)]
     for slot in (2, 0, 1):
         backend.forward(rows[slot][:, :10], [0], first_slot=slot, logits=False)
-    got = backend.forward(torch.cat([rows[1][:, 10:13], rows[2][:, 10:13]]), [10, 10], first_slot=1, logits=True)
-    close(got[0], whole(name, rows[1])[10:13])
-    close(got[1], whole(name, rows[2])[10:13])
+    logits = backend.forward(torch.cat([rows[1][:, 10:13], rows[2][:, 10:13]]), [10, 10], first_slot=1, logits=True)
+    close(logits[0], whole(name, rows[1])[10:13])
+    close(logits[1], whole(name, rows[2])[10:13])
     close(backend.forward(rows[0][:, 10:], [10], first_slot=0, logits=True)[0], whole(name, rows[0])[10:])
 
 

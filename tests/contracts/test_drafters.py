@@ -50,7 +50,9 @@ def make(name: str, coupled: bool) -> Drafter:
 
 
 def make_rows(params: Sequence[SamplingParams]) -> list[Row]:
-    return [Row(i, list(text), one, seed=10 + i) for i, (text, one) in enumerate(zip(TEXTS, params, strict=True))]
+    return [
+        Row(i, list(text), options, seed=10 + i) for i, (text, options) in enumerate(zip(TEXTS, params, strict=True))
+    ]
 
 
 def propose(drafter: Drafter, rows: list[Row], lengths: Sequence[int]) -> Draft:
@@ -70,7 +72,7 @@ def test_a_draft_keeps_to_lengths_vocabulary_and_shapes(
     draft = propose(make(name, coupled), make_rows(params), lengths)
     rows, width = draft.tokens.shape
     assert rows == len(lengths) == len(draft.lengths)
-    assert all(0 <= got <= min(asked, width) for got, asked in zip(draft.lengths, lengths, strict=True))
+    assert all(0 <= length <= min(asked, width) for length, asked in zip(draft.lengths, lengths, strict=True))
     assert draft.tokens.dtype == torch.int64 and draft.tokens.device == CPU
     assert bool(((draft.tokens >= 0) & (draft.tokens < VOCAB_SIZE)).all())
 
@@ -82,7 +84,7 @@ def test_the_distribution_of_a_draft_sums_to_one_and_could_have_drawn_it(
     draft = propose(make(name, coupled), make_rows(params), [4, 2, 3, 4])
     if coupled:
         assert draft.probs is None  # the draw is the target's
-    elif all(one.temperature == 0 for one in params):
+    elif all(options.temperature == 0 for options in params):
         assert draft.probs is None or bool((draft.probs.amax(-1) > 1 - 1e-6).all())
     if draft.probs is not None:
         assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
@@ -124,12 +126,12 @@ def test_a_proposal_depends_only_on_its_row(name: str, coupled: bool, params: li
 def test_rows_may_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     rows, drafter = make_rows(params), make(name, coupled)
     seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
-    own = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
+    single_row_drafters = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
     for step, seating in enumerate(seatings):
-        here = [rows[i] for i in seating]
-        got = propose(drafter, here, [3] * len(here))
-        for place, row in enumerate(here):
-            assert proposed(got, place) == proposed(propose(own[seating[place]], [row], [3]), 0)
+        seated = [rows[i] for i in seating]
+        draft = propose(drafter, seated, [3] * len(seated))
+        for place, row in enumerate(seated):
+            assert proposed(draft, place) == proposed(propose(single_row_drafters[seating[place]], [row], [3]), 0)
             row.tokens.append(TEXTS[0][step])  # as a round of plain decoding would
             row.rounds.append(_plain_round(row))
 

@@ -103,8 +103,8 @@ def test_joint_frequencies_over_all_drafters_and_rules_follow_the_target(name: s
 @over_ways
 def test_drafts_are_often_accepted_and_often_rejected(name: str, drafter: str, rule: str) -> None:
     rounds = runs(name, drafter, rule).rounds
-    kept = sum(done.num_accepted_tokens for done in rounds)
-    refused = sum(done.rejected for done in rounds)
+    kept = sum(round.num_accepted_tokens for round in rounds)
+    refused = sum(round.rejected for round in rounds)
     if drafter == "none":
         assert (kept, refused) == (0, 0)
     else:  # or the frequencies would say little about the rule
@@ -119,9 +119,9 @@ def test_drafts_are_often_accepted_and_often_rejected(name: str, drafter: str, r
     mostly_slow([("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")], ("close", "block")),
 )
 def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, size: int) -> None:
-    some = seeds(drafter, rule)[:SOME]
-    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, some)
-    assert small.texts == runs(name, drafter, rule).texts[: len(some)]
+    first_seeds = seeds(drafter, rule)[:SOME]
+    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, first_seeds)
+    assert small.texts == runs(name, drafter, rule).texts[: len(first_seeds)]
 
 
 @pytest.mark.pairwise
@@ -134,7 +134,7 @@ def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str
     results = made.generate([PROMPT] * SOME, params)
     assert [result.token_ids for result in results] == plain_texts(name)
     assert len(set(map(tuple, plain_texts(name)))) > SOME / 2
-    assert any(done.num_accepted_tokens for result in results for done in result.rounds)
+    assert any(round.num_accepted_tokens for result in results for round in result.rounds)
 
 
 # what must be caught
@@ -241,7 +241,7 @@ def test_dropping_a_sampled_token_because_of_its_small_q_is_caught(rule: str) ->
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
-    assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
+    assert {0, 1, 2} <= {round.num_draft_tokens for round in seen.rounds}
     assert seen.p_value > SUSPICIOUS
 
 

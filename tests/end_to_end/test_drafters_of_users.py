@@ -127,9 +127,9 @@ def rule(**changes: Any) -> Rule:
     assert honest is not None
 
     def distributions(p: Any, scores: Any, draft: Any) -> Any:
-        given = honest(p, scores, draft)
+        computed = honest(p, scores, draft)
         keep, next_token = (changes.get(name, lambda value: value) for name in ("keep", "next_token"))
-        return Distributions(keep(given.keep), lambda accepted: next_token(given.next_token(accepted)))
+        return Distributions(keep(computed.keep), lambda accepted: next_token(computed.next_token(accepted)))
 
     return Rule("mine", True, changes.get("distributions", distributions))
 

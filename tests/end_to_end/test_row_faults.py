@@ -43,7 +43,9 @@ def is_bad(row: Row) -> bool:
 @contextmanager
 def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     honest = getattr(owner, name)
-    object.__setattr__(owner, name, lambda *given, **more: wrapper(honest, *given, **more))  # of frozen ones too
+    object.__setattr__(
+        owner, name, lambda *arguments, **more: wrapper(honest, *arguments, **more)
+    )  # of frozen ones too
     try:
         yield
     finally:
@@ -51,10 +53,10 @@ def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None
 
 
 def in_drafter(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(map(is_bad, rows)):
             raise Broken("drafter")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder.drafter, "propose", propose)
 
@@ -62,8 +64,8 @@ def in_drafter(decoder: SpeculativeDecoder) -> Any:
 def in_forward(decoder: SpeculativeDecoder) -> Any:
     """The forward writes what it writes, and fails."""
 
-    def score(honest: Any, rows: Sequence[Row], *rest: Any, **more: Any) -> Any:
-        out = honest(rows, *rest, **more)
+    def score(honest: Any, rows: Sequence[Row], *arguments: Any, **more: Any) -> Any:
+        out = honest(rows, *arguments, **more)
         if any(map(is_bad, rows)):
             raise Broken("forward")
         return out
@@ -84,10 +86,10 @@ def in_policy(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_rust(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(map(is_bad, rows)):
             raise Panic("drafter")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder.drafter, "propose", propose)
 
@@ -100,8 +102,8 @@ def in_stop_check(decoder: SpeculativeDecoder) -> Any:
             raise Broken("stop")
         return False
 
-    def rows(honest: Any, *given: Any, **more: Any) -> Any:
-        groups = honest(*given, **more)
+    def rows(honest: Any, *arguments: Any, **more: Any) -> Any:
+        groups = honest(*arguments, **more)
         for row in (row for group in groups for row in group if row.tokens[0] == BAD):
             row.completes_stop = partial(check, row)
         return groups
@@ -112,10 +114,10 @@ def in_stop_check(decoder: SpeculativeDecoder) -> Any:
 def in_options(decoder: SpeculativeDecoder) -> Any:
     """The options of a batch cannot be prepared."""
 
-    def sampler(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def sampler(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(row.tokens[0] == BAD for row in rows):
             raise Broken("options")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder._engine, "make_sampler", sampler)
 
@@ -139,8 +141,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 @contextmanager
-def both(one: Any, other: Any) -> Iterator[None]:
-    with one, other:
+def both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
         yield
 
 
@@ -149,8 +151,8 @@ AT_ONCE = {fault.__name__: fault for fault in (in_options, in_prompt)}
 
 
 def model_pair(**settings: Any) -> SpeculativeDecoder:
-    given = {"acceptance": "match", "num_draft_tokens": 3} | settings
-    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **given)
+    options = {"acceptance": "match", "num_draft_tokens": 3} | settings
+    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **options)
 
 
 def recurrent(**settings: Any) -> SpeculativeDecoder:
@@ -194,7 +196,9 @@ def test_a_fault_fails_its_row_alone(made: Any, fault: Any, place: int) -> None:
         else:
             assert result.token_ids == whole.token_ids and result.finish_reason == "length" and result.error is None
             assert result.logprobs == whole.logprobs
-    assert [result.token_ids for result in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in decoder.generate(prompts, params)] == [
+        expected.token_ids for expected in wanted
+    ]
 
 
 @pytest.mark.parametrize("made", [toy, model_pair])
@@ -220,14 +224,14 @@ def test_a_fault_that_does_not_recur_fails_no_row() -> None:
     prompts, params = ordered(1)
     wanted, decoder, calls = toy().generate(prompts, params), toy(), iter(range(1000))
 
-    def propose(honest: Any, *given: Any) -> Any:
+    def propose(honest: Any, *arguments: Any) -> Any:
         if next(calls) == 3:
             raise Broken("once")
-        return honest(*given)
+        return honest(*arguments)
 
     with patched(decoder.drafter, "propose", propose):
         results = decoder.generate(prompts, params)
-    assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
 def test_a_prompt_that_cannot_be_read_beside_others_fails_alone() -> None:
@@ -242,7 +246,7 @@ def test_a_prompt_that_cannot_be_read_beside_others_fails_alone() -> None:
         scheduler.step()
         for row in rows[1:]:
             scheduler.add(row)
-        ended = [done for done in scheduler.run([]) if done.finish_reason is not None]
+        ended = [round for round in scheduler.run([]) if round.finish_reason is not None]
         assert len(ended) == 3
         return rows
 
@@ -301,11 +305,11 @@ def test_an_exception_from_a_signal_handler_reaches_the_caller(
     """A caller's alarm comes once, so a round that is repeated would hide it."""
     prompts, params = ordered(1)
     wanted, decoder = toy().generate(prompts, params), toy()
-    came = []
+    raised = []
 
     def comes_once(what: str) -> Broken:
-        if not came:
-            came.append(what)
+        if not raised:
+            raised.append(what)
             signal.raise_signal(signal.SIGALRM)
         return Broken(what)
 
@@ -316,4 +320,4 @@ def test_an_exception_from_a_signal_handler_reaches_the_caller(
             decoder.generate(prompts, params)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert [one.token_ids for one in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in decoder.generate(prompts, params)] == [result.token_ids for result in wanted]

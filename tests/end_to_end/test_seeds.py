@@ -26,7 +26,7 @@ class OwnDraws:
 
 def texts(**settings: object) -> list[list[int]]:
     decoder = SpeculativeDecoder(shared("llama"), max_batch_size=3, **settings)
-    return [one.token_ids for one in decoder.generate(prompts([9, 20, 14]), PARAMS)]
+    return [result.token_ids for result in decoder.generate(prompts([9, 20, 14]), PARAMS)]
 
 
 @pytest.mark.each_value
@@ -44,9 +44,9 @@ def test_the_block_rule_is_used_only_on_request() -> None:
 
 def test_a_drafter_that_samples_by_itself_is_not_coupled_to_the_targets_draws() -> None:
     assert not SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1).coupled
-    own = texts(drafter=OwnDraws(), num_draft_tokens=1)
-    assert own == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
-    assert own != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
+    sampled = texts(drafter=OwnDraws(), num_draft_tokens=1)
+    assert sampled == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
+    assert sampled != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
 
 
 def test_a_drafter_object_that_declares_not_to_sample_gives_the_text_of_plain_decoding() -> None:

@@ -39,7 +39,9 @@ def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: Speculativ
         for sample in [result, *result.alternatives]:
             assert sample.prompt_token_ids == decoder.encode(prompt, chat=True)
             assert sample.token_ids == decoder.generate(prompt, replace(ALONE, seed=sample.seed)).token_ids
-    assert [told["seed"] for told in results[0].to_dict()["alternatives"]] == [results[0].alternatives[0].seed]
+    assert [alternative["seed"] for alternative in results[0].to_dict()["alternatives"]] == [
+        results[0].alternatives[0].seed
+    ]
 
 
 @subcases("n", [0, -1, 1.0, True, None, "2"])

@@ -42,12 +42,12 @@ def test_some_rows_of_the_test_batches_end_before_others() -> None:
 def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
     target, draft = speaking("bytes"), speaking("sentencepiece", 1)
     ids = torch.tensor([tokenizer_of("bytes")("The heron was slow")["input_ids"]] * 2)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    plain = target.generate(ids, **given)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, **options)
     spoken = CustomGenerate(tokenizer=tokenizer_of("bytes"), drafter="model", num_draft_tokens=3)
     drafted = target.generate(
         ids,
-        **given,
+        **options,
         custom_generate=spoken,
         draft=draft,
         draft_tokenizer=tokenizer_of("sentencepiece"),
@@ -55,14 +55,14 @@ def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
     )
     assert torch.equal(drafted.sequences, plain) and drafted.slipstream_stats.num_draft_tokens > 0
     spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # of calls that have a draft model
-    assert torch.equal(target.generate(ids, **given, custom_generate=spoken, drafter="none"), plain)
+    assert torch.equal(target.generate(ids, **options, custom_generate=spoken, drafter="none"), plain)
     with pytest.raises(
         UsageError, match=r"no tokenizers are at hand.*tokenizer= and draft_tokenizer= of .*CustomGenerate"
     ):
-        target.generate(ids, **given, custom_generate=CustomGenerate(drafter="model"), draft=draft)
+        target.generate(ids, **options, custom_generate=CustomGenerate(drafter="model"), draft=draft)
     as_transformers_says_it = target.generate(
         ids,
-        **given,
+        **options,
         custom_generate=CustomGenerate(drafter="model", num_draft_tokens=3),
         assistant_model=draft,
         tokenizer=tokenizer_of("bytes"),
@@ -145,8 +145,8 @@ def test_stop_strings_stay_in_the_text() -> None:
         **batch(), **options, stopping_criteria=criteria, custom_generate=custom_generate, **drafted
     )
     assert torch.equal(ours, plain)
-    told = {"stop_strings": [piece], "tokenizer": spoken, "custom_generate": custom_generate}
-    assert torch.equal(shared("llama").generate(**batch(), **options, **told), plain)
+    stopping = {"stop_strings": [piece], "tokenizer": spoken, "custom_generate": custom_generate}
+    assert torch.equal(shared("llama").generate(**batch(), **options, **stopping), plain)
     with pytest.raises(UsageError, match=r"stop_strings=.* without a tokenizer; allowed: .*CustomGenerate\(tokenizer="):
         shared("llama").generate(**batch(), **options, stop_strings=[piece], custom_generate=custom_generate)
 
@@ -181,11 +181,11 @@ class Recorder(BaseStreamer):
 
 
 def test_a_streamer_gets_what_generate_gives_it() -> None:
-    one = {name: value[3:] for name, value in batch().items()}
+    single_row = {name: value[3:] for name, value in batch().items()}
     plain, ours = Recorder(), Recorder()
-    shared("llama").generate(**one, **GREEDY, streamer=plain)
+    shared("llama").generate(**single_row, **GREEDY, streamer=plain)
     shared("llama").generate(
-        **one, **GREEDY, streamer=ours, custom_generate=custom_generate, **drafting("llama", "model")
+        **single_row, **GREEDY, streamer=ours, custom_generate=custom_generate, **drafting("llama", "model")
     )
     assert ours.told == plain.told and ours.told[-1] == "end" and len(ours.told) == COUNT + 2
 
@@ -283,11 +283,11 @@ def test_a_model_in_training_mode_is_refused_and_stays_in_it() -> None:
 def test_decoders_live_as_long_as_their_models() -> None:
     made, model, draft = CustomGenerate(), fresh("llama"), fresh("llama", 1)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft)
-    known = CustomGenerate(draft=draft).decoder_of(model)
+    decoder = CustomGenerate(draft=draft).decoder_of(model)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft, drafter="ngram", num_draft_tokens=2)
-    assert CustomGenerate(draft=draft).decoder_of(model) is known
-    assert CustomGenerate(draft=draft, max_batch_size=2).decoder_of(model) is not known
-    del known
+    assert CustomGenerate(draft=draft).decoder_of(model) is decoder
+    assert CustomGenerate(draft=draft, max_batch_size=2).decoder_of(model) is not decoder
+    del decoder
     gone = [weakref.ref(draft), weakref.ref(model)]
     CustomGenerate().decoder_of(model)  # without a draft model
     del draft

@@ -29,32 +29,32 @@ class Forbid(LogitsProcessor):
         )
 
 
-def even(row: int, ids: torch.Tensor) -> list[int]:
+def every_second_token(row: int, ids: torch.Tensor) -> list[int]:
     """Another half of the vocabulary for every row."""
     return list(range(3 + row % 2, VOCAB, 2))
 
 
-def said(index: int) -> int:
-    """A token that plain text says early in row `index`."""
+def early_token(index: int) -> int:
+    """The first token of row `index` under plain decoding."""
     return int(expected("llama")[index, WIDTH])
 
 
 OPTIONS: dict[str, Any] = {
     "repetition_penalty": lambda: 1.8,
     "no_repeat_ngram_size": lambda: 2,
-    "bad_words_ids": lambda: [[said(0)], [said(1)]],
+    "bad_words_ids": lambda: [[early_token(0)], [early_token(1)]],
     "bad_words_ids of two": lambda: [expected("llama")[0, WIDTH : WIDTH + 2].tolist()],
-    "sequence_bias": lambda: {(said(0),): -9.0, (20,): 2.5},
-    "sequence_bias of two": lambda: {(said(3), 8): 20.0},
+    "sequence_bias": lambda: {(early_token(0),): -9.0, (20,): 2.5},
+    "sequence_bias of two": lambda: {(early_token(3), 8): 20.0},
     "min_length": lambda: WIDTH + 12,
     "min_new_tokens": lambda: 12,
-    "suppress_tokens": lambda: [said(0), said(2)],
-    "begin_suppress_tokens": lambda: [said(0), said(2)],
+    "suppress_tokens": lambda: [early_token(0), early_token(2)],
+    "begin_suppress_tokens": lambda: [early_token(0), early_token(2)],
     "forced_eos_token_id": lambda: 7,
     "exponential_decay_length_penalty": lambda: (2, 1.6),
     "encoder_repetition_penalty": lambda: 1.9,
     "encoder_no_repeat_ngram_size": lambda: 1,
-    "prefix_allowed_tokens_fn": lambda: even,
+    "prefix_allowed_tokens_fn": lambda: every_second_token,
     "logits_processor": lambda: [Forbid()],
     "max_length": lambda: WIDTH + 5,
     "generation_config": lambda: GenerationConfig(max_new_tokens=9, repetition_penalty=1.3, eos_token_id=7),
@@ -134,9 +134,9 @@ def test_sampling_options_give_every_row_the_distribution_of_generate(name: str)
     logits = 3 * torch.randn(len(rows), 1, VOCAB, generator=torch.Generator().manual_seed(3))
     sampler = Sampler(rows, Race(VOCAB, ids.device), VOCAB, ids.device)
     ours = sampler.probs(sampler.scores(logits, ids[:, :0]))[:, 0]
-    theirs = processors(ids, logits[:, 0].clone()).softmax(-1)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(theirs, logits[:, 0].softmax(-1), atol=1e-3)
+    expected = processors(ids, logits[:, 0].clone()).softmax(-1)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(expected, logits[:, 0].softmax(-1), atol=1e-3)
 
 
 RUNS = 500

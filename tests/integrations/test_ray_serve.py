@@ -62,9 +62,9 @@ class Cluster:
 def free_port() -> int:
     import socket
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def test_replicas_give_the_texts_of_one_decoder(url: str) -> None:
     body = {"prompt": "The heron", "max_tokens": 30, "temperature": 0}
     with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
         answers = [client.post("/v1/completions", json=body).json() for _ in range(8)]
-        assert {one["choices"][0]["text"] for one in answers} == {wanted}
-        assert len({one["system_fingerprint"] for one in answers}) == 1
+        assert {answer["choices"][0]["text"] for answer in answers} == {wanted}
+        assert len({answer["system_fingerprint"] for answer in answers}) == 1
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]" and len(events) > 2
-        assert "".join(json.loads(one)["choices"][0]["text"] for one in events[:-1]) == wanted
+        assert "".join(json.loads(answer)["choices"][0]["text"] for answer in events[:-1]) == wanted
         refused = client.post("/v1/completions", json=body | {"temperature": -1})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
 
@@ -121,7 +121,7 @@ def read(lines: Iterator[str]) -> tuple[str, bool]:
             if line == "data: [DONE]":
                 return text, True
             if line.startswith("data: ") and "error" not in (chunk := json.loads(line[6:])):
-                text += "".join(one["text"] for one in chunk["choices"])
+                text += "".join(choice["text"] for choice in chunk["choices"])
     except httpx.HTTPError:
         pass  # broken off, as it may be
     return text, False
@@ -143,9 +143,9 @@ def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> N
             streams.append((next(line for line in lines if line.startswith("data: ")), lines))
         cluster.ask("kill")
         with ThreadPoolExecutor(8) as readers:
-            rest = list(readers.map(lambda one: read(chain([one[0]], one[1])), streams))
-        assert {whole for _, whole in rest} == {True, False}
-        for text, whole in rest:
+            endings = list(readers.map(lambda stream_: read(chain([stream_[0]], stream_[1])), streams))
+        assert {whole for _, whole in endings} == {True, False}
+        for text, whole in endings:
             assert text == wanted.text if whole else wanted.text.startswith(text) and len(text) < len(wanted.text)
         short, answered, until = body | {"max_tokens": 30, "ignore_eos": False}, 0, time.monotonic() + PATIENCE
         while (answered < 20 or cluster.ask("count") < 2) and time.monotonic() < until:
@@ -168,9 +168,9 @@ def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> N
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         ServeSpec.of(args)
-    assert str(told.value).startswith(why)
+    assert str(refusal.value).startswith(why)
 
 
 def test_the_example_configuration_is_valid() -> None:

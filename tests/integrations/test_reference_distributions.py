@@ -113,12 +113,12 @@ def target_logits() -> Array:
 @cache
 def exact_distribution(name: str) -> Array:
     """[VOCAB ** COUNT] the probability of every continuation of PROMPT under a formula."""
-    found = np.ones(1)
+    probs = np.ones(1)
     for j in range(COUNT):
         rows = target_logits()[:: VOCAB ** (COUNT - 1 - j), len(PROMPT) - 1 + j]
         following = np.stack([PROCESSORS[name][1](row) for row in rows])
-        found = (found[:, None] * following).reshape(-1)
-    return found
+        probs = (probs[:, None] * following).reshape(-1)
+    return probs
 
 
 def observe(name: str, runs: int = RUNS, **options: Any) -> tuple[list[list[int]], list[Stats]]:
@@ -221,8 +221,8 @@ def _distribution(params: SamplingParams, logits: Tensor) -> Array:
 
 def test_a_single_prompt_gives_the_result_of_a_batch_of_one() -> None:
     for name in ("plain", "warm nucleus", "own draws"):
-        both = []
-        for one in (True, False):
+        outcomes = []
+        for is_single in (True, False):
             torch.manual_seed(4)
             options: dict[str, Any] = {
                 "logits_processor": PROCESSORS[name][0],
@@ -230,9 +230,9 @@ def test_a_single_prompt_gives_the_result_of_a_batch_of_one() -> None:
                 "max_gen_len": 12,
             }
             models = close("llama"), model("llama")
-            if one:
-                both.append(speculative_generate(PROMPT, *models, **options))
+            if is_single:
+                outcomes.append(speculative_generate(PROMPT, *models, **options))
             else:
                 ids, rates, _ = speculative_generate_batch([PROMPT], *models, **options)
-                both.append((ids[0], rates[0]))
-        assert both[0] == both[1] and len(both[0][0]) == 12
+                outcomes.append((ids[0], rates[0]))
+        assert outcomes[0] == outcomes[1] and len(outcomes[0][0]) == 12

@@ -87,13 +87,13 @@ def test_heads_padded_differently_need_the_tokenizer() -> None:
 def test_debug_output_distinguishes_accepted_from_rejected_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
     ids, rate = greedy(PROMPTS[1], tokenizer=WORDS, debug=True)
     out, err = capsys.readouterr()
-    said = re.findall(r"(accepted|rejected|unused|recovered|bonus|plain) (\[.*?\])(?=,|$)", err, re.MULTILINE)
+    groups = re.findall(r"(accepted|rejected|unused|recovered|bonus|plain) (\[.*?\])(?=,|$)", err, re.MULTILINE)
     names = {
-        kind: [name for what, found in said if what == kind for name in ast.literal_eval(found)] for kind, _ in said
+        kind: [name for what, found in groups if what == kind for name in ast.literal_eval(found)] for kind, _ in groups
     }
     assert out == "" and err.startswith("row 0 round 1: ") and err.endswith("end (length)\n")
     assert rate == len(names["accepted"]) / sum(len(names.get(k, [])) for k in ("accepted", "rejected", "unused"))
-    committed = [n for what, found in said if what not in ("rejected", "unused") for n in ast.literal_eval(found)]
+    committed = [n for what, found in groups if what not in ("rejected", "unused") for n in ast.literal_eval(found)]
     assert committed == WORDS.convert_ids_to_tokens(ids)
 
 

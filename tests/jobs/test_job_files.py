@@ -86,12 +86,12 @@ def test_a_refused_job_keeps_the_error_file_of_the_last_run(
     decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
 ) -> None:
     (tmp_path / "out.jsonl").write_bytes(whole)
-    errors, told = tmp_path / "out.errors.jsonl", '{"line": 3, "id": "r2", "error": "of the last run"}\n'
-    errors.write_text(told)
+    errors, earlier = tmp_path / "out.errors.jsonl", '{"line": 3, "id": "r2", "error": "of the last run"}\n'
+    errors.write_text(earlier)
     bad = {"prompt": "a line without an id"}
     with pytest.raises(UsageError, match="is not in 'the list of requests'"):
         decoder.batch([bad, *LINES[:5]], tmp_path / "out.jsonl")
-    assert errors.read_text() == told
+    assert errors.read_text() == earlier
     assert counts(decoder.batch([bad, *LINES], tmp_path / "out.jsonl")) == (10, 9, 0, 1)  # the control
     assert [line["line"] for line in read(errors)] == [1]
 
@@ -173,11 +173,11 @@ def test_a_parquet_job_gives_the_answers_of_json_lines(decoder: SpeculativeDecod
     report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert counts(report) == (9, 0, 9, 0)
     decoder.batch(LINES, tmp_path / "out.jsonl")
-    found = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
+    row_of = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
     for line in read(tmp_path / "out.jsonl"):
         flat = {name: json.dumps(value) if isinstance(value, list) else value for name, value in line.items()}
-        told = {name: value for name, value in found[line["id"]].items() if value is not None}
-        assert told == flat
+        values = {name: value for name, value in row_of[line["id"]].items() if value is not None}
+        assert values == flat
     assert counts(decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")) == (9, 9, 0, 0)
 
 

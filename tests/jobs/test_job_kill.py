@@ -40,10 +40,10 @@ def go_on(folder: str, max_forwards: int | None = None) -> None:
     if max_forwards is not None:
         forward, turns = decoder.target.backend.forward, iter(range(max_forwards))
 
-        def limited(*given: Any, **options: Any) -> Any:
+        def limited(*arguments: Any, **options: Any) -> Any:
             if next(turns, None) is None:
                 signal.pause()
-            return forward(*given, **options)
+            return forward(*arguments, **options)
 
         decoder.target.backend.forward = limited  # type: ignore[method-assign]
     decoder.batch(LINES, Path(folder) / "out.jsonl")

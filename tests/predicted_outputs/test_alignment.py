@@ -157,11 +157,11 @@ def test_a_token_expected_to_be_rewritten_but_unchanged_is_still_followed() -> N
 
 
 def test_an_edit_that_would_make_the_prediction_far_longer_is_not_expected_again() -> None:
-    known = [1000, 1, 1001, 1002, *[1, 5] * 200]  # every 1 to come would become eight tokens, and so on with those
-    alignment = Alignment(known, lambda _: False)
+    prediction = [1000, 1, 1001, 1002, *[1, 5] * 200]  # every 1 to come would become eight tokens, and so on with those
+    alignment = Alignment(prediction, lambda _: False)
     alignment.read([1000, *[10, 11] * 4, 1001, 1002, 1])
-    assert alignment.prediction == known
-    assert alignment.place is not None and known[alignment.place.start] == 5
-    renamed = Alignment(known, lambda _: False)
+    assert alignment.prediction == prediction
+    assert alignment.place is not None and prediction[alignment.place.start] == 5
+    renamed = Alignment(prediction, lambda _: False)
     renamed.read([1000, 10, 1001, 1002])
-    assert renamed.prediction == [*known[:4], *[10, 5] * 200]
+    assert renamed.prediction == [*prediction[:4], *[10, 5] * 200]

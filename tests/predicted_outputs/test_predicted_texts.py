@@ -66,11 +66,11 @@ def test_predictions_keep_the_text_of_plain_decoding_with_a_draft_model(
     made = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter=drafter, acceptance="match", **settings)
     texts = prompts((4, 20, 9))
     expected = [plain(made, text, params).token_ids for text in texts]
-    given = [expected[0], None, [*expected[2][:8], 5, 6, *expected[2][12:]]]
-    results = made.generate(texts, [replace(params, prediction=one) for one in given])
+    guesses = [expected[0], None, [*expected[2][:8], 5, 6, *expected[2][12:]]]
+    results = made.generate(texts, [replace(params, prediction=guess) for guess in guesses])
     assert [result.token_ids for result in results] == expected
-    told = [result.stats.accepted_prediction_tokens for result in results]
-    assert told[1] is None and (min(told[0] or 0, told[2] or 0) > 10 or not settings)
+    accepted = [result.stats.accepted_prediction_tokens for result in results]
+    assert accepted[1] is None and (min(accepted[0] or 0, accepted[2] or 0) > 10 or not settings)
 
 
 @pytest.mark.parametrize("draft", ["toy:2", None])
@@ -82,11 +82,11 @@ def test_trees_are_drafted_beside_predictions(draft: str | None) -> None:
     texts = ["The heron", "A sparrow", "It flew"]
     options = [GREEDY, GREEDY, replace(GREEDY, max_tokens=2 * GREEDY.max_tokens)]
     expected = [plain(toy(), text, params) for text, params in zip(texts, options, strict=True)]
-    given = [expected[0].text, None, WRONG]
-    asked = [replace(params, prediction=one) for params, one in zip(options, given, strict=True)]
+    guesses = [expected[0].text, None, WRONG]
+    asked = [replace(params, prediction=guess) for params, guess in zip(options, guesses, strict=True)]
     results = decoder.generate(texts, asked)
-    assert [result.token_ids for result in results] == [one.token_ids for one in expected]
-    assert any(done.parents for result in results for done in result.rounds)  # trees beside chains of a prediction
+    assert [result.token_ids for result in results] == [guess.token_ids for guess in expected]
+    assert any(round.parents for result in results for round in result.rounds)  # trees beside chains of a prediction
 
 
 def test_a_wrong_prediction_replaces_no_retrieved_draft() -> None:
@@ -106,7 +106,7 @@ def test_rows_without_a_prediction_are_drafted_as_if_alone() -> None:
     alone = decoder.generate("A sparrow", GREEDY)
     text = plain(decoder, "The heron", GREEDY).text
     beside = decoder.generate(["The heron", "A sparrow"], [replace(GREEDY, prediction=text), GREEDY])[1]
-    assert [done.draft for done in beside.rounds] == [done.draft for done in alone.rounds]
+    assert [round.draft for round in beside.rounds] == [round.draft for round in alone.rounds]
     assert beside.stats.accepted_prediction_tokens is beside.stats.rejected_prediction_tokens is None
 
 
@@ -121,7 +121,7 @@ def test_a_seed_with_a_prediction_repeats_its_text_under_every_rule(acceptance: 
     if acceptance == "auto":  # lengths follow measured times, which no text depends on
         assert first.token_ids == guess
     else:
-        assert [done.draft for done in first.rounds] == [done.draft for done in again.rounds]
+        assert [round.draft for round in first.rounds] == [round.draft for round in again.rounds]
     assert (first.stats.accepted_prediction_tokens or 0) > 0
 
 
@@ -130,10 +130,14 @@ def test_a_prediction_does_not_change_stop_strings_logprobs_or_several_texts() -
     params = replace(SAMPLED, n=2, logprobs=2, stop=[text[30:34]])
     without = decoder.generate("The heron", params)
     result = decoder.generate("The heron", replace(params, prediction=text))
-    for one, other in zip([result, *result.alternatives], [without, *without.alternatives], strict=True):
-        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
-        assert one.logprobs == other.logprobs
-        assert one.stats.accepted_prediction_tokens is not None
+    for predicted, unpredicted in zip([result, *result.alternatives], [without, *without.alternatives], strict=True):
+        assert (predicted.text, predicted.token_ids, predicted.finish_reason) == (
+            unpredicted.text,
+            unpredicted.token_ids,
+            unpredicted.finish_reason,
+        )
+        assert predicted.logprobs == unpredicted.logprobs
+        assert predicted.stats.accepted_prediction_tokens is not None
 
 
 changes = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 8), st.binary(max_size=8)), max_size=5)
@@ -165,8 +169,8 @@ def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.Monk
 
     def credulous(choice: Any, draft: Draft) -> Any:
         verdict = right(choice, draft)
-        said = draft.lengths_on_device[:, 0]
-        return replace(verdict, accepted=said, next_token=choice.gather(1, said[:, None])[:, 0])
+        lengths = draft.lengths_on_device[:, 0]
+        return replace(verdict, accepted=lengths, next_token=choice.gather(1, lengths[:, None])[:, 0])
 
     right, decoder = acceptance.match, toy()
     expected = plain(decoder, "The heron", GREEDY)
@@ -180,13 +184,15 @@ def test_counts_of_prediction_tokens_are_summed_over_rounds() -> None:
     text = plain(decoder, "The heron", GREEDY).text
     result = decoder.generate("The heron", replace(GREEDY, prediction=edited(text)))
     stats, rounds = result.stats, result.rounds
-    predicted = sum(done.num_prediction_tokens or 0 for done in rounds)
+    predicted = sum(round.num_prediction_tokens or 0 for round in rounds)
     assert predicted == (stats.accepted_prediction_tokens or 0) + (stats.rejected_prediction_tokens or 0) > 0
-    assert {done.num_prediction_tokens for done in rounds} >= {0}
-    told = result.to_dict()
-    assert told["stats"]["accepted_prediction_tokens"] == stats.accepted_prediction_tokens
-    assert [one["num_prediction_tokens"] for one in told["rounds"]] == [done.num_prediction_tokens for done in rounds]
-    assert result.debug().plain.count(" prediction") == sum(bool(done.num_prediction_tokens) for done in rounds)
+    assert {round.num_prediction_tokens for round in rounds} >= {0}
+    saved = result.to_dict()
+    assert saved["stats"]["accepted_prediction_tokens"] == stats.accepted_prediction_tokens
+    assert [saved_round["num_prediction_tokens"] for saved_round in saved["rounds"]] == [
+        round.num_prediction_tokens for round in rounds
+    ]
+    assert result.debug().plain.count(" prediction") == sum(bool(round.num_prediction_tokens) for round in rounds)
 
 
 def test_drafts_grow_long_while_the_prediction_is_right() -> None:
@@ -196,7 +202,7 @@ def test_drafts_grow_long_while_the_prediction_is_right() -> None:
     expected = plain(decoder, prompt, params).token_ids
     result = decoder.generate(prompt, replace(params, prediction=expected))
     assert result.token_ids == expected and result.stats.num_rounds < 20
-    assert max(done.num_draft_tokens for done in result.rounds) > 30
+    assert max(round.num_draft_tokens for round in result.rounds) > 30
 
 
 def test_num_draft_tokens_also_bounds_predictions() -> None:
@@ -206,7 +212,7 @@ def test_num_draft_tokens_also_bounds_predictions() -> None:
         (toy("ngram"), replace(GREEDY, num_draft_tokens=3)),
     ):
         result = decoder.generate("The heron", replace(params, prediction=text))
-        assert max(done.num_draft_tokens for done in result.rounds) == 3
+        assert max(round.num_draft_tokens for round in result.rounds) == 3
         assert result.stats.accepted_prediction_tokens == result.stats.num_accepted_tokens
 
 

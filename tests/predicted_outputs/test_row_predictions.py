@@ -31,8 +31,8 @@ def drafted(made: Row, source: RowPredictions, tokens: Sequence[int]) -> None:
     draft, start = tuple(source.proposal(made).tokens), len(made.tokens)
     right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens, strict=False)))
     made.tokens += tokens
-    done = Round(0, len(made.rounds), 1, start, draft, tuple(tokens), right, right < len(draft))
-    made.rounds.append(replace(done, num_prediction_tokens=len(draft)))
+    round = Round(0, len(made.rounds), 1, start, draft, tuple(tokens), right, right < len(draft))
+    made.rounds.append(replace(round, num_prediction_tokens=len(draft)))
 
 
 def test_the_first_proposal_is_the_beginning_of_the_prediction() -> None:
@@ -108,19 +108,19 @@ def test_what_one_row_learns_does_not_affect_another() -> None:
 def test_proposals_depend_only_on_the_text_and_its_rounds(step: int) -> None:
     """Rows that come by the same text in the same rounds are proposed the same, whoever asks in between."""
     text = [*OLD[:30], 300, 301, *OLD[31:60], *OLD[70:90]]
-    one, other, source, second = row(), row(), predictions(), predictions()
+    first, other, first_source, second_source = row(), row(), predictions(), predictions()
     for start in range(0, len(text), step):
-        assert source.proposal(one) == source.proposal(one) == second.proposal(other)
-        one.tokens += text[start : start + step]
+        assert first_source.proposal(first) == first_source.proposal(first) == second_source.proposal(other)
+        first.tokens += text[start : start + step]
         other.tokens += text[start : start + step]
 
 
-@pytest.mark.parametrize(("most", "long"), [(predicted_drafts.MAX_LOST, True), (64.0, False)])
+@pytest.mark.parametrize(("max_lost", "long"), [(predicted_drafts.MAX_LOST, True), (64.0, False)])
 def test_an_edit_in_a_long_draft_shortens_the_next_ones_only_a_little(
-    most: float, long: bool, monkeypatch: pytest.MonkeyPatch
+    max_lost: float, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
-    monkeypatch.setattr(predicted_drafts, "MAX_LOST", most)
+    monkeypatch.setattr(predicted_drafts, "MAX_LOST", max_lost)
     made, source = row(), predictions()
     for start in range(0, 96, 24):
         drafted(made, source, OLD[start : start + 24])

@@ -96,10 +96,10 @@ with slipstream.SpeculativeDecoder({str(tmp_path)!r}, drafter="ngram", num_draft
     print(len(decoder.generate([1, 2, 3], slipstream.SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, encoding="utf-8", check=False
     )
-    assert done.returncode == 0 and done.stdout == "4\n", done.stderr
+    assert process.returncode == 0 and process.stdout == "4\n", process.stderr
 
 
 def test_the_extra_all_names_extras_that_exist() -> None:

@@ -34,11 +34,11 @@ OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchr
 
 def blocks(page: Path, language: str) -> list[str]:
     """The code of a page in a language, but for blocks that are called a sketch."""
-    found = []
+    codes = []
     for indent, name, more, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         if name == language and "sketch" not in more:
-            found.append(re.sub(rf"(?m)^{indent}", "", code))
-    return found
+            codes.append(re.sub(rf"(?m)^{indent}", "", code))
+    return codes
 
 
 def prose(page: Path) -> str:
@@ -83,9 +83,9 @@ def problem_of(line: str) -> str | None:
     if not words:
         return None
     if words[0] == "slipstream":
-        command, rest = command_of(words[1:])
+        command, arguments = command_of(words[1:])
         names = {name for option in command.params for name in [*option.opts, *option.secondary_opts]} | HELP
-        used = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+        used = [word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)]
         return next((f"no option {name}" for name in used if name not in names), None)
     if words[0] == "make":
         targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))

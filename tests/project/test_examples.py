@@ -84,45 +84,50 @@ def _displayed(source: str, names: dict[str, Any]) -> str:
 
 def leaks(text: str) -> list[str]:
     """Absolute paths in a text, and folders of this machine by name."""
-    found = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
-    return found + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
+    paths = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
+    return paths + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
 
 
 @pytest.mark.smollm2
 def test_getting_started_compares_speeds_with_identical_texts() -> None:
-    said = executed("getting_started")
-    race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", said, flags=re.MULTILINE)
+    output = executed("getting_started")
+    race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", output, flags=re.MULTILINE)
     assert race == ["True"] * 3
-    lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", said, flags=re.MULTILINE)
+    lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", output, flags=re.MULTILINE)
     assert lengths == [(length, "True") for length in ("1", "4", "8", "auto")]
-    assert "<details>" in said and "round accepted/drafted" in said and "Result('" in said and "Stats(12 tokens" in said
-    assert re.search(r"^ended by: (stop|length)$", said, flags=re.MULTILINE) and "Italy" in said
-    assert "draft 'smollm2' for target 'smollm2': usable as is" in said and "SpeculativeDecoder('smollm2'" in said
+    assert (
+        "<details>" in output
+        and "round accepted/drafted" in output
+        and "Result('" in output
+        and "Stats(12 tokens" in output
+    )
+    assert re.search(r"^ended by: (stop|length)$", output, flags=re.MULTILINE) and "Italy" in output
+    assert "draft 'smollm2' for target 'smollm2': usable as is" in output and "SpeculativeDecoder('smollm2'" in output
 
 
 @pytest.mark.smollm2
 def test_top_k_acceptance_shows_an_exact_and_a_different_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("top_k_acceptance", monkeypatch)
-    assert "exact is identical to plain: True" in said
-    assert "top 10 is identical to plain: False" in said
-    assert re.search(r"exact .* lossless: True", said) and re.search(r"top 10 .* lossless: False", said)
-    assert "<details>" in said, "the result does not display itself"
+    output = read_here("top_k_acceptance", monkeypatch)
+    assert "exact is identical to plain: True" in output
+    assert "top 10 is identical to plain: False" in output
+    assert re.search(r"exact .* lossless: True", output) and re.search(r"top 10 .* lossless: False", output)
+    assert "<details>" in output, "the result does not display itself"
 
 
 @pytest.mark.smollm2
 def test_the_longest_matching_prefix_gives_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("longest_matching_prefix", monkeypatch)
-    assert re.search(r"speculative .* identical to plain: True", said)
-    assert re.search(r"hf generate .* s, identical to plain: (True|False)", said)
+    output = read_here("longest_matching_prefix", monkeypatch)
+    assert re.search(r"speculative .* identical to plain: True", output)
+    assert re.search(r"hf generate .* s, identical to plain: (True|False)", output)
 
 
 @pytest.mark.slow
 def test_the_batches_notebook_gives_the_texts_of_single_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("batches", monkeypatch, TOY)
-    assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
-    assert "greedy text identical to plain: True" in said
-    assert "text of a seed identical to plain: True" in said
-    plain, _, batch = (int(n) for n in re.findall(r"tokens in (\d+) forwards", said)[:3])
+    output = read_here("batches", monkeypatch, TOY)
+    assert output.count("batch identical to one by one: True") == 2, "greedy and nucleus"
+    assert "greedy text identical to plain: True" in output
+    assert "text of a seed identical to plain: True" in output
+    plain, _, batch = (int(n) for n in re.findall(r"tokens in (\d+) forwards", output)[:3])
     assert batch < plain
 
 
@@ -132,12 +137,12 @@ def test_every_draft_length_is_measured_and_plotted(draft: str, monkeypatch: pyt
     plt = pytest.importorskip("matplotlib.pyplot")
     shown = list[int]()
     monkeypatch.setattr(plt, "show", lambda: shown.extend(len(axes.lines) for axes in plt.gcf().axes))
-    said = read_here("draft_length", monkeypatch, TOY | {"SLIPSTREAM_DRAFT": draft})
-    rows = re.findall(r"^ +(\d) .* (True|False)$", said, flags=re.MULTILINE)
+    output = read_here("draft_length", monkeypatch, TOY | {"SLIPSTREAM_DRAFT": draft})
+    rows = re.findall(r"^ +(\d) .* (True|False)$", output, flags=re.MULTILINE)
     assert rows == [(str(length), "True") for length in range(2, 9)]
     plt.close("all")
     assert shown == [1, 2]
-    assert ("draft model: usable as is" in said) == bool(draft)
+    assert ("draft model: usable as is" in output) == bool(draft)
 
 
 @pytest.mark.smollm2
@@ -149,9 +154,9 @@ def test_the_script_prints_text_and_acceptance_rate(
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(sys, "argv", ["speculative_generate.py"])
     runpy.run_path(str(FOLDER / "speculative_generate.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert re.search(r"^Output: \S", said, flags=re.MULTILINE)
-    rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", said, flags=re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"^Output: \S", output, flags=re.MULTILINE)
+    rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", output, flags=re.MULTILINE)
     assert rate is not None
     assert not draft or rate.group(1) == "1.000", "a model that drafts for itself is always right"
 
@@ -198,9 +203,9 @@ def test_wrong_use_of_the_runner_is_one_clear_line(
 def test_every_example_is_known_and_listed_in_the_readme() -> None:
     assert {path.stem for path in NOTEBOOKS} == set(NAMES)
     assert [path.stem for path in run.examples(FOLDER)] == sorted([*NAMES, "speculative_generate"])
-    said = (FOLDER / "README.md").read_text()
-    assert all(path.name in said for path in run.examples(FOLDER))
-    assert min(said.index(path.name) for path in run.examples(FOLDER)) == said.index("getting_started.ipynb")
+    readme = (FOLDER / "README.md").read_text()
+    assert all(path.name in readme for path in run.examples(FOLDER))
+    assert min(readme.index(path.name) for path in run.examples(FOLDER)) == readme.index("getting_started.ipynb")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -92,7 +92,7 @@ def test_transformers_is_imported_only_in_its_own_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "names"),
     [
         ("import transformers.cache_utils", {"transformers.cache_utils"}),
         ("def f():\n    from transformers import Cache", {"transformers"}),
@@ -102,6 +102,6 @@ def test_transformers_is_imported_only_in_its_own_packages() -> None:
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers", {"typing"}),
     ],
 )
-def test_the_import_reader_sees_every_form_of_import(source: str, found: set[str]) -> None:
-    assert imports("made up", source=source) == found
-    assert bool(reaches(found, "transformers")) == any(name.startswith("transformers") for name in found)
+def test_the_import_reader_sees_every_form_of_import(source: str, names: set[str]) -> None:
+    assert imports("made up", source=source) == names
+    assert bool(reaches(names, "transformers")) == any(name.startswith("transformers") for name in names)

@@ -60,10 +60,10 @@ def locale_dependent(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("area", ["src", "packaging", "examples", "benchmarks"])
 def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
     files = sorted((ROOT / area).rglob("*.py"))
-    found = [
+    calls = [
         f"{file.relative_to(ROOT)}, {call}" for file in files for call in locale_dependent(file.read_text("utf-8"))
     ]
-    assert files and found == []
+    assert files and calls == []
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,19 @@ def test_the_check_for_utf8_sees_each_form_of_call(call: str) -> None:
 def test_a_batch_job_runs_without_unix_modules(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
     arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
 
 
 def test_importing_filelock_without_unix_modules_prints_no_warning() -> None:
     script = f"{WITHOUT_THEM[: -len('main()')]}\ntry:\n    main()\nfinally:\n    import filelock"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert (process.returncode, process.stderr) == (0, ""), process.stderr
 
 
 def address(log: IO[str]) -> str:

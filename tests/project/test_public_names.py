@@ -61,8 +61,8 @@ BUILT_IN = (Exception, ValueError, TypeError)
 def _members(cls: type) -> list[str]:
     if cls is SpeculativeDecoder:
         return sorted(dir(object.__new__(SpeculativeDecoder)))
-    own = [base for base in cls.__mro__ if base.__module__.startswith("slipstream")]
-    names = {name for base in own for name in (*vars(base), *_annotations(base))}
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("slipstream")]
+    names = {name for base in bases for name in (*vars(base), *_annotations(base))}
     return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -83,9 +83,9 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def test_the_public_interface_equals_public_names_txt() -> None:
-    found = listing()
-    print(found)
-    assert found.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
+    current = listing()
+    print(current)
+    assert current.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
         "the public interface has changed; if that is meant, say so in the documentation and write the file anew: "
         "python -m tests.project.test_public_names > tests/project/public_names.txt"
     )
@@ -138,10 +138,10 @@ def test_mypy_infers_return_types_and_finds_wrong_arguments(tmp_path: Path) -> N
     file = tmp_path / "typed.py"
     file.write_text(TYPED)
     report, problems, status = api.run(["--config-file", str(ROOT / "pyproject.toml"), str(file)])
-    told = [line.partition("typed.py:")[2] for line in report.splitlines()]
-    types = [line.split('"')[1].rpartition(".")[2] for line in told if "Revealed type" in line]
+    messages = [line.partition("typed.py:")[2] for line in report.splitlines()]
+    types = [line.split('"')[1].rpartition(".")[2] for line in messages if "Revealed type" in line]
     assert types == ["str", "Result", "str", "Result", "Result", "str"], report + problems
-    wrong = {line.partition(":")[0]: line for line in reversed(told) if ": error: " in line}
+    wrong = {line.partition(":")[0]: line for line in reversed(messages) if ": error: " in line}
     assert status == 1 and len(wrong) == 2, report
     assert any('did you mean "temperature"?' in line for line in wrong.values())
 

@@ -86,9 +86,9 @@ def first_completed(text: str, stop_strings: list[str]) -> str:
 @modest
 @given(st.text(st.sampled_from("ab€"), max_size=20), stops)
 def test_text_is_shown_up_to_the_stop_string_completed_first(text: str, strings: list[str]) -> None:
-    shown, found = shown_through(strings, list(text))
+    shown, stopped = shown_through(strings, list(text))
     assert shown == first_completed(text, strings)
-    assert found == any(stop in text for stop in strings)
+    assert stopped == any(stop in text for stop in strings)
 
 
 @pytest.mark.slow

@@ -56,9 +56,9 @@ def test_spread_takes_every_family() -> None:
 
 
 def test_prompt_files_may_be_json_lines_or_plain_text(tmp_path: Path) -> None:
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"turns": ["one", "ignored"], "category": "a"}\n\n{"prompt": "two"}\n')
-    assert [(p.prompt, p.category) for p in read_prompts(own)] == [("one", "a"), ("two", "own")]
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"turns": ["one", "ignored"], "category": "a"}\n\n{"prompt": "two"}\n')
+    assert [(p.prompt, p.category) for p in read_prompts(lines)] == [("one", "a"), ("two", "own")]
     plain = tmp_path / "plain.txt"
     plain.write_text("  a text\nof two lines ")
     assert [(p.prompt, p.category) for p in read_prompts(plain)] == [("a text\nof two lines", "plain")]
@@ -96,4 +96,4 @@ def test_only_newlines_separate_the_lines_of_a_prompt_file(tmp_path: Path) -> No
     """JSON may hold the other characters that Python ends lines at."""
     file = tmp_path / "lines.jsonl"
     file.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c\x85d"}\n', newline="")
-    assert [one.prompt for one in read_prompts(file)] == ["a\u2028b", "c\x85d"]
+    assert [prompt.prompt for prompt in read_prompts(file)] == ["a\u2028b", "c\x85d"]

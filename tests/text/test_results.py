@@ -68,7 +68,7 @@ def test_the_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
 
 def test_statistics_of_rows_add_up_to_those_of_the_batch() -> None:
     rows = [[make_round(4, row, row + 1, rejected=True, step=step, row=row) for step in range(3)] for row in range(4)]
-    whole = Stats.of(done for row in rows for done in row)
+    whole = Stats.of(round for row in rows for round in row)
     parts = [Stats.of(row) for row in rows]
     for name in ("num_rounds", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rejected_rounds"):
         assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
@@ -83,8 +83,8 @@ def test_ratios_are_none_or_zero_if_nothing_was_drafted_or_decoded() -> None:
 
 
 def test_overhead_is_never_negative() -> None:
-    done = Round(0, 0, 1, 0, (), (1,), 0, False, None, Seconds(draft=2.0, total=1.0))
-    assert Stats.of([done]).overhead_seconds == 0.0
+    round = Round(0, 0, 1, 0, (), (1,), 0, False, None, Seconds(draft=2.0, total=1.0))
+    assert Stats.of([round]).overhead_seconds == 0.0
 
 
 def test_statistics_of_a_lossy_rule_say_so() -> None:
@@ -101,7 +101,7 @@ def test_the_dictionary_has_every_total_and_ratio_and_is_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "origins"),
+    ("round", "origins"),
     [
         (ROUNDS[0], ["accepted"] * 4 + ["bonus"]),
         (ROUNDS[1], ["accepted"] * 2 + ["recovered"]),
@@ -110,5 +110,5 @@ def test_the_dictionary_has_every_total_and_ratio_and_is_json() -> None:
         (ROUNDS[4], ["accepted"] * 2),
     ],
 )
-def test_origins_say_where_each_token_came_from(done: Round, origins: list[str]) -> None:
-    assert list(done.origins) == origins
+def test_origins_say_where_each_token_came_from(round: Round, origins: list[str]) -> None:
+    assert list(round.origins) == origins

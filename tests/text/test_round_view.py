@@ -22,11 +22,11 @@ def test_pieces_without_the_rejected_ones_are_the_text(result: Result) -> None:
 
 
 def test_running_counts_end_at_the_statistics(result: Result) -> None:
-    found = list(views(result.rounds, result.tokenizer))
-    assert found[-1].total_drafted == result.stats.num_draft_tokens
-    assert found[-1].total_accepted == result.stats.num_accepted_tokens
-    assert found[-1].acceptance == f"{result.stats.acceptance_rate:.0%}"
-    for view in found:
+    shown = list(views(result.rounds, result.tokenizer))
+    assert shown[-1].total_drafted == result.stats.num_draft_tokens
+    assert shown[-1].total_accepted == result.stats.num_accepted_tokens
+    assert shown[-1].acceptance == f"{result.stats.acceptance_rate:.0%}"
+    for view in shown:
         kinds = [piece.kind for piece in view.pieces]
         assert kinds.count("accepted") == view.num_accepted_tokens
         if "rejected" in kinds:

@@ -95,9 +95,9 @@ def test_debug_can_be_printed_with_rich(result: Result, capsys: pytest.CaptureFi
 
 
 def test_log_probabilities_name_their_tokens() -> None:
-    told = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=8, logprobs=2))
-    assert told.logprobs is not None
-    assert "".join(str(entry.token) for entry in told.logprobs) == told.text
-    for entry in told.logprobs:
+    result = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=8, logprobs=2))
+    assert result.logprobs is not None
+    assert "".join(str(entry.token) for entry in result.logprobs) == result.text
+    for entry in result.logprobs:
         assert entry.top_tokens[0] == entry.token and len(entry.top_tokens) == 2
-    assert told.to_dict()["logprobs"][0]["token"] == told.text[0]
+    assert result.to_dict()["logprobs"][0]["token"] == result.text[0]

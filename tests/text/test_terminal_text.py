@@ -62,8 +62,8 @@ def test_a_pipe_gets_control_characters_unchanged(
 def test_a_terminal_gets_no_control_characters(
     control: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, printed, told = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *more)
-    assert code == 0 and not controls(printed) and not controls(told.replace(ESCAPE + "[", ""))
+    code, printed, notes = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *more)
+    assert code == 0 and not controls(printed) and not controls(notes.replace(ESCAPE + "[", ""))
     assert control != "27" or "␛␛␛" in printed
 
 
@@ -72,8 +72,8 @@ def test_a_terminal_gets_no_control_characters(
 def test_the_views_of_a_comparison_print_no_control_characters(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, printed, told = run(capsys, monkeypatch, *arguments)
-    assert code == 0 and not controls(printed + re.sub(OF_RICH, "", told)) and "␛" in told
+    code, printed, notes = run(capsys, monkeypatch, *arguments)
+    assert code == 0 and not controls(printed + re.sub(OF_RICH, "", notes)) and "␛" in notes
 
 
 @pytest.mark.usefixtures("terminal")
@@ -83,10 +83,10 @@ def test_a_conversation_prints_no_control_characters(
     monkeypatch.setattr(
         sys, "stdin", io.StringIO(f"/debug on\nhi {ESCAPE}[2J\n/set stop {ESCAPE}]0;x{BELL}\n/{ESCAPE}c\n")
     )
-    code, printed, told = run(
+    code, printed, notes = run(
         capsys, monkeypatch, "chat", "--target", "toy", "--max-tokens", "3", "--logit-bias", "27=1000"
     )
-    assert code == 0 and not controls(re.sub(OF_RICH, "", printed) + told) and "␛␛␛" in printed
+    assert code == 0 and not controls(re.sub(OF_RICH, "", printed) + notes) and "␛␛␛" in printed
 
 
 def test_names_from_files_print_neither_control_characters_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,10 +120,10 @@ def test_rounds_printed_by_callers_have_no_control_characters() -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_characters_missing_from_the_encoding_are_written_as_escapes(encoding: str) -> None:
     code = "from slipstream.apps.cli import main; main()"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, "generate", *BIASED, "255=1000"],
         env=os.environ | {"PYTHONIOENCODING": encoding},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and done.stdout == "\\ufffd" * 3 + "\n", done.stderr
+    assert process.returncode == 0 and process.stdout == "\\ufffd" * 3 + "\n", process.stderr

@@ -44,11 +44,11 @@ def test_encoding_starts_are_where_tokens_begin(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoding_a_text_never_produces_special_tokens(kind: str) -> None:
-    own = of(kind)
-    assert set(own.special) >= set(SPECIALS)
-    ids = own.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
-    assert ids and not set(ids) & set(own.special.values())
-    assert all(own.texts[number] is None for number in own.special.values())
+    vocabulary = of(kind)
+    assert set(vocabulary.special) >= set(SPECIALS)
+    ids = vocabulary.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
+    assert ids and not set(ids) & set(vocabulary.special.values())
+    assert all(vocabulary.texts[number] is None for number in vocabulary.special.values())
 
 
 @pytest.mark.parametrize(("kind", "opens"), [("bytes", False), ("sentencepiece", True), ("metaspace", True)])
@@ -58,30 +58,37 @@ def test_tokens_that_a_tokenizer_adds_before_a_text_are_found(kind: str, opens: 
 
 @pytest.mark.parametrize(("kind", "adds"), [("bytes", False), ("sentencepiece", False), ("prefixed", True)])
 def test_a_space_is_added_only_at_the_beginning_of_a_text(kind: str, adds: bool) -> None:
-    own = of(kind)
-    assert own.tokens.adds_space is adds
-    assert pieces(own, "The", beginning=True) == ([b" The"] if adds else [b"The"])
-    assert pieces(own, "The") == [b"The"]
+    vocabulary = of(kind)
+    assert vocabulary.tokens.adds_space is adds
+    assert pieces(vocabulary, "The", beginning=True) == ([b" The"] if adds else [b"The"])
+    assert pieces(vocabulary, "The") == [b"The"]
 
 
 def test_a_character_is_spelled_by_its_own_token_rather_than_a_byte_token() -> None:
-    own = of("sentencepiece")
-    assert own.ids[b"a"] not in own.tokens.fallback and own.ids[b"\n"] not in own.tokens.fallback
-    assert own.ids[b"\xf0"] in own.tokens.fallback
-    assert own.spelled(b"The\xf0\x9f") == [own.ids[b"The"], own.ids[b"\xf0"], own.ids[b"\x9f"]]
+    vocabulary = of("sentencepiece")
+    assert (
+        vocabulary.ids[b"a"] not in vocabulary.tokens.fallback
+        and vocabulary.ids[b"\n"] not in vocabulary.tokens.fallback
+    )
+    assert vocabulary.ids[b"\xf0"] in vocabulary.tokens.fallback
+    assert vocabulary.spelled(b"The\xf0\x9f") == [
+        vocabulary.ids[b"The"],
+        vocabulary.ids[b"\xf0"],
+        vocabulary.ids[b"\x9f"],
+    ]
 
 
 def test_ids_that_only_pad_the_head_stand_for_nothing() -> None:
-    own, info = of("bytes"), vocabulary("bytes")
-    assert len(own.texts) == info.head_size and own.texts[-7:] == [None] * 7
+    padded, info = of("bytes"), vocabulary("bytes")
+    assert len(padded.texts) == info.head_size and padded.texts[-7:] == [None] * 7
     smaller = byte_vocabulary(info, 300)
     assert len(smaller.texts) == 300 and max(smaller.ids.values()) < 300
 
 
 def test_a_normaliser_changes_only_text_that_is_not_normal() -> None:
-    own = of("normalised")
-    assert b"".join(piece or b"" for piece in pieces(own, "cafe\u0301")) == "caf\u00e9".encode()
-    assert b"".join(piece or b"" for piece in pieces(own, "caf\u00e9")) == "caf\u00e9".encode()
+    vocabulary = of("normalised")
+    assert b"".join(piece or b"" for piece in pieces(vocabulary, "cafe\u0301")) == "caf\u00e9".encode()
+    assert b"".join(piece or b"" for piece in pieces(vocabulary, "caf\u00e9")) == "caf\u00e9".encode()
 
 
 def info(inner: Tokenizer) -> VocabularyInfo:
@@ -116,5 +123,5 @@ def test_tokenizers_without_known_bytes_are_refused_with_the_reason() -> None:
 
 
 def test_a_tokenizer_of_plain_characters_is_read() -> None:
-    own = byte_vocabulary(info(letters(unk_token="?")), 50)
-    assert own.ids[b"t"] == 19 and b"?" not in own.ids  # what stands for the unknown stands for no text
+    vocabulary = byte_vocabulary(info(letters(unk_token="?")), 50)
+    assert vocabulary.ids[b"t"] == 19 and b"?" not in vocabulary.ids  # what stands for the unknown stands for no text

@@ -28,7 +28,7 @@ def loaded(vocab: int = VOCAB, made: Any = None, **changes: Any) -> Loaded:
 
 
 def about(report: VocabularyReport, subject: str) -> Finding:
-    return next(one for one in report.findings if one.subject == subject)
+    return next(finding for finding in report.findings if finding.subject == subject)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_two_models_with_one_vocabulary_are_usable_as_is() -> None:
     assert report.usable and report.conclusion == "usable as is"
     assert (report.num_differing, report.differing, report.head_sizes) == (0, (), (VOCAB, VOCAB))
     subjects = ["tokens", "head", "special tokens", "end ids", "encoding", "chat template"]
-    assert [one.subject for one in report.findings] == subjects
-    assert all(one.same for one in report.findings)
+    assert [finding.subject for finding in report.findings] == subjects
+    assert all(finding.same for finding in report.findings)
     assert f"{VOCAB} tokens" in about(report, "tokens").found
 
 
@@ -72,7 +72,7 @@ def test_heads_of_different_sizes_are_usable_and_the_report_says_which_is_larger
     assert same_vocabulary(a, b)
     made = SpeculativeDecoder(a.model, b.model, tokenizer=tokenizer(), num_draft_tokens=3, reproducible=False)
     result = made.generate([5, 6, 7], SamplingParams(max_tokens=12))
-    assert all(token < min(target, draft) for done in result.rounds for token in done.draft)
+    assert all(token < min(target, draft) for round in result.rounds for token in round.draft)
     assert result.token_ids == made.using("none").generate([5, 6, 7], SamplingParams(max_tokens=12)).token_ids
 
 
@@ -100,16 +100,24 @@ def test_a_vocabulary_without_known_bytes_is_not_usable() -> None:
     assert "WordPiece" in report.conclusion and "\n" not in report.conclusion
 
 
-@pytest.mark.parametrize(("ours", "theirs", "who"), [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")])
+@pytest.mark.parametrize(
+    ("has_target_tokenizer", "has_draft_tokenizer", "lacking"),
+    [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")],
+)
 @pytest.mark.parametrize("draft", [VOCAB, VOCAB + 1])
-def test_without_two_tokenizers_the_heads_decide(ours: bool, theirs: bool, who: str, draft: int) -> None:
-    a, b = loaded(made=tokenizer() if ours else None), loaded(draft, tokenizer() if theirs else None)
+def test_without_two_tokenizers_the_heads_decide(
+    has_target_tokenizer: bool, has_draft_tokenizer: bool, lacking: str, draft: int
+) -> None:
+    a, b = (
+        loaded(made=tokenizer() if has_target_tokenizer else None),
+        loaded(draft, tokenizer() if has_draft_tokenizer else None),
+    )
     report = compare_vocabularies(a, b)
     assert report.usable == (draft == VOCAB)
     assert report.verdict.startswith("Works if both have the same tokens, which cannot be checked: the ")
     assert about(report, "tokens").same is None
-    assert about(report, "tokens").found == f"the {who} came without a tokenizer"
-    assert "encoding" not in [one.subject for one in report.findings]
+    assert about(report, "tokens").found == f"the {lacking} came without a tokenizer"
+    assert "encoding" not in [finding.subject for finding in report.findings]
     if not report.usable:
         assert report.conclusion.startswith("not usable as a draft model: the heads differ")
         with pytest.raises(UsageError, match=f"has {draft} logits, target .* has {VOCAB}, and no tokenizers"):
@@ -122,9 +130,9 @@ def test_special_tokens_are_compared_by_text_and_id() -> None:
     other = tokenizer()
     other.add_special_tokens({"bos_token": "<unk>", "pad_token": "<eos>"})
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=other))
-    found = about(report, "special tokens")
-    assert report.usable and found.same is False
-    assert found.found == (
+    finding = about(report, "special tokens")
+    assert report.usable and finding.same is False
+    assert finding.found == (
         "bos is none in the target and '<unk>' (2) in the draft; "
         "pad is '<pad>' (0) in the target and '<eos>' (1) in the draft"
     )
@@ -161,21 +169,21 @@ def test_tokenizers_that_split_text_differently_are_usable_and_the_report_says_w
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "same", "found"),
+    ("target", "draft", "same", "expected"),
     [
         ("a:{{ messages[0]['content'] }}", "b:{{ messages[0]['content'] }}", False, "a chat becomes other ids"),
         ("a:", "a:", True, "a chat becomes the same ids"),
-        ("a:", None, False, "only the target has one"),
-        (None, "a:", False, "only the draft has one"),
+        ("a:", None, False, "only the target has template"),
+        (None, "a:", False, "only the draft has template"),
         ("a:", "{{ raise_exception('never') }}", False, "a chat becomes other ids"),
         (None, None, None, None),
     ],
 )
-def test_chat_templates_are_compared_by_their_output(ours: Any, theirs: Any, same: Any, found: Any) -> None:
-    a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=one))) for one in (ours, theirs))
+def test_chat_templates_are_compared_by_their_output(target: Any, draft: Any, same: Any, expected: Any) -> None:
+    a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=template))) for template in (target, draft))
     report = compare_vocabularies(a, b)
-    told = [(one.same, one.found) for one in report.findings if one.subject == "chat template"]
-    assert report.usable and told == ([] if found is None else [(same, found)])
+    reported = [(template.same, template.found) for template in report.findings if template.subject == "chat template"]
+    assert report.usable and reported == ([] if expected is None else [(same, expected)])
 
 
 def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
@@ -193,14 +201,14 @@ def test_a_report_can_be_written_as_json_and_lines() -> None:
     values = json.loads(json.dumps(report.to_dict()))
     assert values["usable"] is True and values["head_sizes"] == [257, VOCAB]
     assert values["bridge"]["shared"] == len(LETTERS) and 0 < values["bridge"]["known"] < 1
-    assert [one["subject"] for one in values["findings"]] == [one.subject for one in report.findings]
+    assert [finding["subject"] for finding in values["findings"]] == [finding.subject for finding in report.findings]
     first, *others = report.lines()
     assert first == f"draft 'LlamaForCausalLM' for target 'toy': {report.conclusion}"
-    assert len(others) == 2 * len(report.findings) and not any("\n" in line for line in others)
-    for one, said, follows in zip(report.findings, others[::2], others[1::2], strict=True):
-        mark = {True: "same", False: "different", None: "unknown"}[one.same]
-        assert said.split()[: len(one.subject.split()) + 1] == [*one.subject.split(), mark]
-        assert said.endswith(one.found) and follows.strip() == one.follows
+    assert len(others) == 2 * len(report.findings) and not any("\n" in printed for printed in others)
+    for finding, line, follows in zip(report.findings, others[::2], others[1::2], strict=True):
+        mark = {True: "same", False: "different", None: "unknown"}[finding.same]
+        assert line.split()[: len(finding.subject.split()) + 1] == [*finding.subject.split(), mark]
+        assert line.endswith(finding.found) and follows.strip() == finding.follows
 
 
 # without weights
@@ -216,7 +224,7 @@ def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: 
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids and info.special == expected.special != {}
     report = compare_vocabularies(info, whole)
-    assert report.conclusion == "usable as is" and all(one.same for one in report.findings)
+    assert report.conclusion == "usable as is" and all(finding.same for finding in report.findings)
     assert report.verdict.startswith("Works: ") and report.verdict.endswith(
         "have the same tokens. No extra rejections."
     )
@@ -293,15 +301,15 @@ def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, bro
 
 def test_decode_equals_transformers_even_if_a_tokenizer_overrides_it() -> None:
     class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-        def _decode(self, *given: Any, **options: Any) -> str:
-            return super()._decode(*given, **options).upper()
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return super()._decode(*arguments, **options).upper()
 
     ids = [3, 0, 5, 1, 2, 7]
-    plain, own = tokenizer(), Own(tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>")
-    for inner in (plain, own):
+    plain, overriding = tokenizer(), Own(tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>")
+    for inner in (plain, overriding):
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         assert HFTokenizer(inner).decode(ids) == inner.decode(ids, **options)
-    assert HFTokenizer(own).decode(ids) != HFTokenizer(plain).decode(ids)
+    assert HFTokenizer(overriding).decode(ids) != HFTokenizer(plain).decode(ids)
 
 
 def test_a_pair_is_checked_by_its_names() -> None:

@@ -44,8 +44,8 @@ def written(texts: Sequence[bytes | None], ids: Sequence[int]) -> bytes:
 def drafted(pair: VocabularyBridge, before: str | list[int], *drafts: str | int) -> list[int]:
     """The target's tokens of a draft given as pieces of text and draft tokens."""
     made = Continuation(pair, ours(pair, before) if isinstance(before, str) else before)
-    for one in drafts:
-        for token in pair.draft.encode(one).ids if isinstance(one, str) else [one]:
+    for draft in drafts:
+        for token in pair.draft.encode(draft).ids if isinstance(draft, str) else [draft]:
             made.add(token)
     return made.tokens()
 
@@ -113,21 +113,21 @@ def test_special_tokens_become_those_with_the_same_name_and_never_text(draft: st
     pair = bridge("sentencepiece" if draft == "bytes" else "bytes", draft)
     marks = [pair.target.special[name] for name in SPECIALS]
     tokens = [marks[1], *ours(pair, "Hello"), marks[0], marks[2]]
-    got = read(pair, tokens)
-    assert [got[0], *got[-2:]] == [pair.draft.special[SPECIALS[i]] for i in (1, 0, 2)]
-    assert written(pair.draft.texts, got) == b"Hello"
+    ids = read(pair, tokens)
+    assert [ids[0], *ids[-2:]] == [pair.draft.special[SPECIALS[i]] for i in (1, 0, 2)]
+    assert written(pair.draft.texts, ids) == b"Hello"
 
 
 def test_a_role_marker_that_the_draft_model_lacks_is_read_as_its_name() -> None:
     pair = bridge("bytes", "toy")
-    got = read(pair, [pair.target.special["<|user|>"], *ours(pair, "Hi"), pair.target.end_ids[0]])
-    assert got == [*b"<|user|>Hi", pair.draft.end_ids[0]]
+    ids = read(pair, [pair.target.special["<|user|>"], *ours(pair, "Hi"), pair.target.end_ids[0]])
+    assert ids == [*b"<|user|>Hi", pair.draft.end_ids[0]]
 
 
 def test_the_name_of_a_special_token_in_a_text_stays_text() -> None:
     pair = bridge("bytes", "sentencepiece")
-    got = read(pair, ours(pair, f"say {SPECIALS[0]}"))
-    assert pair.draft.special[SPECIALS[0]] not in got
+    ids = read(pair, ours(pair, f"say {SPECIALS[0]}"))
+    assert pair.draft.special[SPECIALS[0]] not in ids
 
 
 def test_the_space_that_the_targets_tokenizer_adds_is_not_read() -> None:
@@ -156,8 +156,8 @@ def test_a_draft_becomes_the_tokens_that_the_target_would_have_used(target: str,
     pair = bridge(target, draft)
     whole = ours(pair, "The heron was slow and never wrong. It looked at the water")
     for at in range(3, len(whole) - 4):
-        rest = written(pair.target.texts, whole[at:]).decode()
-        assert drafted(pair, whole[:at], rest) == whole[at:]
+        continuation = written(pair.target.texts, whole[at:]).decode()
+        assert drafted(pair, whole[:at], continuation) == whole[at:]
 
 
 def test_a_draft_that_would_retokenize_the_committed_text_is_encoded_alone() -> None:
@@ -176,8 +176,8 @@ def test_an_unfinished_character_is_never_proposed() -> None:
 def test_a_character_begun_by_the_target_is_completed() -> None:
     pair = bridge("toy", "bytes")
     rocket = "\U0001f680".encode()
-    rest = pair.draft.spelled(rocket[2:])
-    assert drafted(pair, [97, *rocket[:2]], *rest) == list(rocket[2:])
+    missing_bytes = pair.draft.spelled(rocket[2:])
+    assert drafted(pair, [97, *rocket[:2]], *missing_bytes) == list(rocket[2:])
 
 
 def test_the_draft_models_end_becomes_the_targets_and_ends_the_draft() -> None:
@@ -212,8 +212,8 @@ def test_the_probability_of_a_token_is_that_of_the_draft_tokens_beginning_in_it(
 
 def test_shared_tokens_have_the_same_bytes_or_are_end_tokens() -> None:
     pair = bridge("bytes", "sentencepiece")
-    for mine, theirs in pair.shared.items():
-        same = pair.target.texts[mine] == pair.draft.texts[theirs]
-        assert same and (pair.target.texts[mine] is not None or mine in pair.target.end_ids)
+    for target_id, draft_id in pair.shared.items():
+        same = pair.target.texts[target_id] == pair.draft.texts[draft_id]
+        assert same and (pair.target.texts[target_id] is not None or target_id in pair.target.end_ids)
     assert pair.shared[pair.target.end_ids[0]] == pair.draft.end_ids[0]
     assert pair.shared[vocabulary("bytes").tokenizer.bare(" heron")[0]] == pair.draft.ids[b" heron"]  # type: ignore[union-attr]

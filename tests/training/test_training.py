@@ -52,10 +52,10 @@ def written(folder: Path) -> Written:
 
 @pytest.mark.slow
 def test_training_raises_tokens_per_round_and_lowers_the_loss(trained: Path) -> None:
-    found = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
-    assert found[-1]["tokens_per_round"] > found[0]["tokens_per_round"] + 0.1
-    assert found[-1]["loss"] < found[1]["loss"]
+    progress = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in progress] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert progress[-1]["tokens_per_round"] > progress[0]["tokens_per_round"] + 0.1
+    assert progress[-1]["loss"] < progress[1]["loss"]
     assert (trained / "curve.svg").read_text().startswith("<?xml")
 
 
@@ -145,15 +145,15 @@ def test_attention_of_unrolled_steps_equals_masked_attention() -> None:
         seen = torch.cat([causal, *later_steps], 1).expand(2, -1, -1)
         return grouped_attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen)
 
-    found = unrolled_attention(query, keys, values, ~causal)
-    assert torch.allclose(found, masked([itself, itself]), atol=1e-6)
-    assert not torch.allclose(found, masked([itself, causal]), atol=1e-3)
+    attended = unrolled_attention(query, keys, values, ~causal)
+    assert torch.allclose(attended, masked([itself, itself]), atol=1e-6)
+    assert not torch.allclose(attended, masked([itself, causal]), atol=1e-3)
 
 
 def test_acceptance_is_counted_over_the_rounds_of_greedy_decoding() -> None:
-    found = acceptance([[2, 0, 0, 1, 5], [0, 3, 3]], 3)
+    counted = acceptance([[2, 0, 0, 1, 5], [0, 3, 3]], 3)
     # the first text: 2 + 1 tokens, then 1 + 1; the second: 0 + 1, then two of three, as the text ends
-    assert found.accepted == (3 / 4, 2 / 4, 0.0)
+    assert counted.accepted == (3 / 4, 2 / 4, 0.0)
     assert acceptance([[2, 0, 0, 1, 5]], 1).accepted == (2 / 3,)
 
 
@@ -313,13 +313,13 @@ def test_more_time_continues_a_training_with_more_texts_and_steps(
 ) -> None:
     loss, append, now = TrainableHead.loss, texts.append, [0.0]
 
-    def slow_loss(*given: Any) -> Any:
+    def slow_loss(*arguments: Any) -> Any:
         now[0] += 10
-        return loss(*given)
+        return loss(*arguments)
 
-    def slow_append(*given: Any) -> None:
+    def slow_append(*arguments: Any) -> None:
         now[0] += 10
-        append(*given)
+        append(*arguments)
 
     monkeypatch.setattr(TrainableHead, "loss", slow_loss)
     monkeypatch.setattr(texts, "append", slow_append)

@@ -13,7 +13,7 @@ def with_shapes(decoder: SpeculativeDecoder, **changes: Any) -> str:
 
 def test_the_fingerprint_covers_shapes_that_change_bits_but_not_speed() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
-    own = fingerprint_of(decoder.target, decoder.shapes)
-    assert with_shapes(decoder, alone=(1, 8), totals=(4, 64)) == own
+    unchanged = fingerprint_of(decoder.target, decoder.shapes)
+    assert with_shapes(decoder, alone=(1, 8), totals=(4, 64)) == unchanged
     for changes in ({"attended_unit": 17}, {"chunk": 17}, {"widths": (1, 2)}, {"reuse": 17}):
-        assert with_shapes(decoder, **changes) != own, changes
+        assert with_shapes(decoder, **changes) != unchanged, changes

@@ -20,9 +20,15 @@ def row(index: int, prompt: Sequence[int], max_tokens: int) -> Row:
 
 def test_the_longest_rows_run_first_together_with_rows_of_the_same_prefix() -> None:
     rows = [row(0, [1], 5), row(1, [*BEGINNING, 1], 9), row(2, [2], 90), row(3, [*BEGINNING, 2, 3], 60), row(4, [1], 7)]
-    assert [one.index for one in ordered(rows, lambda one: one, 1)] == [3, 1, 2, 4, 0]
-    assert [one.index for one in ordered(rows, lambda one: one, 64)] == [3, 2, 1, 4, 0]  # reused in larger units only
-    assert ordered(rows, lambda one: None, 1) == rows
+    assert [item.index for item in ordered(rows, lambda item: item, 1)] == [3, 1, 2, 4, 0]
+    assert [item.index for item in ordered(rows, lambda item: item, 64)] == [
+        3,
+        2,
+        1,
+        4,
+        0,
+    ]  # reused in larger units only
+    assert ordered(rows, lambda item: None, 1) == rows
 
 
 def test_results_keep_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +40,7 @@ def test_results_keep_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) 
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
     together = decoder.generate(prompts, params)
     assert [result.token_ids for result in together] == [
-        decoder.generate(prompt, one).token_ids for prompt, one in zip(prompts, params, strict=True)
+        decoder.generate(prompt, options).token_ids for prompt, options in zip(prompts, params, strict=True)
     ]
     assert [len(result.token_ids) for result in together] == lengths
     assert begun[0] == [1, 3, 2, 0]

@@ -23,8 +23,8 @@ from tests.support.running_server import PATIENCE, RunningServer, running_server
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def test_answers_come_from_the_server_and_stay_in_the_conversation(server: RunningServer) -> None:
@@ -63,11 +63,11 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize(("constraint", "told"), FORMS)
-def test_the_server_enforces_a_constraint(server: RunningServer, constraint: Constraint, told: str) -> None:
+@pytest.mark.parametrize(("constraint", "pattern"), FORMS)
+def test_the_server_enforces_a_constraint(server: RunningServer, constraint: Constraint, pattern: str) -> None:
     face = Recorder()
     RemoteChat(server.url, face, SamplingParams(constraint=constraint)).handle("A heron")
-    assert not face.errors and re.fullmatch(told, "".join(face.pieces).strip())
+    assert not face.errors and re.fullmatch(pattern, "".join(face.pieces).strip())
 
 
 def test_a_prediction_is_sent_and_does_not_change_the_answer(server: RunningServer) -> None:

@@ -1,4 +1,4 @@
-"""A conversation: its prompts, interruption, what the memory saves, and the command line from a pipe."""
+"""A conversation: its prompts, interruptions, reuse of the cache, and the command line from a pipe."""
 
 import io
 import sys
@@ -51,26 +51,26 @@ def test_the_second_turn_computes_only_what_is_new() -> None:
     chat = letters(reproducible=False)
     type_in(chat, "one two three " * 5, "four", "five")
     for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
-        known = [*before.prompt_ids, *before.token_ids]
-        assert turn.prompt_ids[: len(known)] == known  # the answer re-encodes to the tokens it was made of
-        # the last token of an answer is not in the memory yet
-        assert turn.prefilled == len(turn.prompt_ids) - len(known) + 1
+        cached = [*before.prompt_ids, *before.token_ids]
+        assert turn.prompt_ids[: len(cached)] == cached  # the answer re-encodes to the tokens it was made of
+        # the last token of an answer is not cached yet
+        assert turn.prefilled == len(turn.prompt_ids) - len(cached) + 1
 
 
 @pytest.mark.parametrize("whole_chunks", [False, True])
 def test_reproducible_turns_reuse_the_cache_and_give_the_text_of_an_empty_one(whole_chunks: bool) -> None:
     chat = letters(reproducible=True)
     session = chat.decoder._target_session
-    if whole_chunks:  # as where prompt chunks do not agree to the bit with narrow forwards
+    if whole_chunks:  # as on machines where prompt chunks and narrow forwards differ in bits
         session.table.shapes = replace(session.shapes, reuse=session.shapes.chunk)
     elif session.shapes.reuse > 1:
         pytest.skip("prompt chunks do not agree with narrow forwards on this machine")
     type_in(chat, "one two three " * 20, "four five six " * 20, "seven")
     for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
-        known = [*before.prompt_ids, *before.token_ids]
-        reused = (len(before.prompt_ids) - 1) // 256 * 256 if whole_chunks else len(known) - 1
-        left = 1 if whole_chunks else 0  # the last token of a prompt has a forward of its own there
-        assert reused >= 256 and turn.prefilled == len(turn.prompt_ids) - left - reused
+        cached = [*before.prompt_ids, *before.token_ids]
+        reused = (len(before.prompt_ids) - 1) // 256 * 256 if whole_chunks else len(cached) - 1
+        uncached = 1 if whole_chunks else 0  # there the last prompt token has its own forward
+        assert reused >= 256 and turn.prefilled == len(turn.prompt_ids) - uncached - reused
         chat.decoder.forget()
         assert chat.decoder.generate(turn.prompt_ids, turn.params).token_ids == turn.token_ids
 
@@ -139,10 +139,10 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
 def piped(monkeypatch, capsys, text: str, *flags: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", *flags])
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exited:
         cli.main()
     captured = capsys.readouterr()
-    return int(done.value.code or 0), captured.out, captured.err
+    return int(exited.value.code or 0), captured.out, captured.err
 
 
 def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
@@ -177,6 +177,6 @@ def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, ca
     ):
         monkeypatch.setattr(sys, "stdin", Keyboard())
         monkeypatch.setattr(chat_cli, "find_spec", find)
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        assert done.value.code == code and part in " ".join(capsys.readouterr().err.split())
+        assert exited.value.code == code and part in " ".join(capsys.readouterr().err.split())

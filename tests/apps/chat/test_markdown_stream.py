@@ -1,4 +1,4 @@
-"""Markdown is rendered while it is written: finished blocks stay as they are, and nothing is lost."""
+"""Markdown is rendered while it streams: finished blocks stay, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks_end_at_blank_lines_outside_of_code(text: str, finished: str) -> 
 
 
 def left_on_screen(written: str) -> str:
-    """What a terminal shows in the end: lines that were cleared and written again are there once."""
+    """What a terminal shows in the end, after lines were cleared and rewritten."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":

@@ -1,4 +1,4 @@
-"""Other ends that are no server of OpenAI's API: whatever they send, the user reads one line or nothing."""
+"""Servers that do not speak OpenAI's API: whatever they send, the user reads at most one line."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NO_ADDRESSES = (
 
 @contextmanager
 def sending(data: bytes, asked: list[bytes] | None = None) -> Iterator[RemoteApi]:
-    """The API at an address where one request is answered with these bytes. asked: what it was."""
+    """The API at an address that answers one request with these bytes; the request is appended to `asked`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                told = connection.recv(1 << 16)
+                request = connection.recv(1 << 16)
                 if asked is not None:
-                    asked.append(told)
+                    asked.append(request)
                 connection.sendall(data)
 
         thread = threading.Thread(target=answer, daemon=True)
@@ -86,10 +86,10 @@ def test_a_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.setblocking(False)
         moved = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/".encode()
-        said, match = b"HTTP/1.1 302 x\r\nlocation: %s\r\n\r\n" % moved, "status 302: it redirects to"
-        with sending(said, asked) as api, pytest.raises(SlipstreamError, match=match):
+        redirect, match = b"HTTP/1.1 302 x\r\nlocation: %s\r\n\r\n" % moved, "status 302: it redirects to"
+        with sending(redirect, asked) as api, pytest.raises(SlipstreamError, match=match):
             api.models()
-        with pytest.raises(BlockingIOError):  # nobody has come
+        with pytest.raises(BlockingIOError):  # nobody has connected
             elsewhere.accept()
     assert b"Bearer secret key" in asked[0]
 
@@ -99,36 +99,36 @@ def test_the_refusal_of_an_invalid_key_names_its_variable_but_not_the_key(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEYS[0], key)
-    with pytest.raises(UsageError, match=KEYS[0]) as told:
+    with pytest.raises(UsageError, match=KEYS[0]) as refusal:
         RemoteApi.at("http://127.0.0.1:1")
-    assert key not in str(told.value)
+    assert key not in str(refusal.value)
 
 
 def test_reprs_and_refusals_show_no_key_or_password() -> None:
     assert "secret" not in repr(RemoteApi("http://h", "secret"))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         RemoteApi.at("http://user:secret@h")
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(refusal.value)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd", b"/\x1b[31m"])
 def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
-    said = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
-    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status {code}: it redirects to") as told:
+    redirect = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
+    with sending(redirect) as api, pytest.raises(SlipstreamError, match=f"status {code}: it redirects to") as refusal:
         api.models()
-    assert str(told.value).isprintable()
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [(b'"a\\n\\u001b[31mb"', r"a \[31mb$"), (b"{}", "no reason given"), (b'{"message":null}', "no reason given")],
 )
-def test_an_error_from_the_server_is_one_printable_line(error: bytes, told: str) -> None:
+def test_an_error_from_the_server_is_one_printable_line(error: bytes, message: str) -> None:
     body = b'{"error":%s}' % error
-    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    with sending(said) as api, pytest.raises(SlipstreamError, match=told):
+    answer = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=message):
         api.models()
 
 
@@ -151,7 +151,7 @@ STREAM = b"\xef\xbb\xbf: hello\r\nid: 7\r\ndata: %s\r\n\r\nevent: message\r\ndat
 
 
 def sse(*data: bytes, kind: bytes = b"text/event-stream") -> bytes:
-    body = b"".join(b"data: %s\n\n" % one for one in data)
+    body = b"".join(b"data: %s\n\n" % event for event in data)
     return typed(body, kind)
 
 
@@ -206,9 +206,9 @@ WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
     ],
 )
 def test_anything_but_an_answer_is_reported_in_one_line(answer: bytes, why: str) -> None:
-    with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as told:
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as refusal:
         list(api.pieces({}))
-    assert str(told.value).isprintable()
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_a_text_is_shown_with_a_note_about_anything_unusual(answer: bytes, text:
     ],
 )
 def test_every_form_of_error_is_reported(body: bytes, why: str) -> None:
-    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
+    answer = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
         list(api.pieces({}))
 
 
@@ -273,7 +273,7 @@ def test_a_leading_space_escapes_a_slash() -> None:
     assert face.errors == [] and chat.turns[0] == {"role": "user", "content": "/usr is a folder"}
 
 
-# What a chat with a server asks for: fields that servers know, or one line that names the flag
+# Options become fields that servers know, or are refused in one line that names the flag
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 200}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -302,13 +302,15 @@ def test_a_prediction_has_openais_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         (SamplingParams(constraint=Constraint(json_object=True, whitespace="spaced")), "--whitespace 'spaced' with"),
         (SamplingParams(constraint=Constraint(grammar="start: @a", schemas={"a": SCHEMA})), "--grammar that names"),
         (SamplingParams(prediction=[1, 2]), "--prediction of token ids with --url; allowed: a text"),
     ],
 )
-def test_options_without_a_request_field_are_refused_before_anything_is_sent(params: SamplingParams, told: str) -> None:
-    with pytest.raises(UsageError, match=f"^{told}"):
+def test_options_without_a_request_field_are_refused_before_anything_is_sent(
+    params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
         RemoteChat("http://127.0.0.1:9", Recorder(), params)

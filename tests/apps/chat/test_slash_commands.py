@@ -50,7 +50,7 @@ def test_models_can_be_exchanged_within_a_conversation() -> None:
     assert chat.last.drafter == "hybrid" and "loading toy:2 ..." in face(chat).notes
     assert type_in(chat, "/target toy:3") == "target: toy:3"
     assert chat.decoder.draft is not None and len(chat.turns) == 2
-    assert "/retry" in refused(chat, "/compare")  # another model's answer proves nothing
+    assert "/retry" in refused(chat, "/compare")  # an answer of another model cannot be compared
     face(chat).errors.clear()
     assert type_in(chat, "/draft none") == "draft model: none, drafter: suffix"
 
@@ -146,9 +146,9 @@ def test_stats_save_and_reset_cover_all_turns(tmp_path: Path) -> None:
     chat, file = toy(), tmp_path / "talk.json"
     face(chat).stop_after = 3
     type_in(chat, "/system Once", "The heron", "The sparrow")
-    said = type_in(chat, "/stats")
+    summary = type_in(chat, "/stats")
     tokens = sum(len(turn.token_ids) for turn in chat.turns)
-    assert said.startswith("2 turns, 1 interrupted") and f"{tokens} tokens, " in said
+    assert summary.startswith("2 turns, 1 interrupted") and f"{tokens} tokens, " in summary
     type_in(chat, f"/save {file}")
     saved = json.loads(file.read_text())
     assert saved["messages"] == chat.messages and saved["target"] == "toy"
@@ -259,7 +259,7 @@ def test_wrong_input_is_one_line_and_changes_nothing(line: str, part: str | None
     chat = toy()
     before = (chat.decoder, chat.params, chat.speculative, chat.cache, chat.debug)
     if part is None:
-        type_in(chat, line)  # without an argument it only shows
+        type_in(chat, line)  # without an argument it only shows the value
     else:
         assert part in refused(chat, line)
     assert (chat.decoder, chat.params, chat.speculative, chat.cache, chat.debug) == before and chat.turns == []

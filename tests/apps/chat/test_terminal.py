@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed"),
 ]
-START, ANSWER = 300.0, 300.0  # seconds: limits, not waits
+START, ANSWER = 300.0, 300.0  # seconds: upper limits, not delays
 
 
 class Terminal:
@@ -33,16 +33,16 @@ class Terminal:
         self._tmux("-f", os.devnull, *start, *where, f"{shlex.join(chat)}; echo ended with $?; exec sleep 600")
 
     def _tmux(self, *arguments: str) -> str:
-        done = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=True)
-        return done.stdout
+        process = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=True)
+        return process.stdout
 
     @property
     def screen(self) -> str:
-        """What is to be seen, with what has scrolled away and without empty lines at the end."""
+        """The text on the screen and above it, without empty lines at the end."""
         return self._tmux("capture-pane", "-p", "-J", "-S", "-1000").rstrip("\n")
 
     def wait_for(self, *parts: str, limit: float = ANSWER) -> str:
-        """The screen, as soon as it shows all the parts."""
+        """The screen as soon as it shows all the parts."""
         end = time.monotonic() + limit
         while not all(part in (screen := self.screen) for part in parts):
             assert time.monotonic() < end, f"no {parts} after {limit} s:\n{screen}"

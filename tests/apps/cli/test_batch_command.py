@@ -28,13 +28,15 @@ def test_the_batch_command_equals_decoder_batch(
 ) -> None:
     lines = [*requests(8), chat("c", "The heron")]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    code, printed, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and printed == "" and told.startswith("9 of 9 answered in ") and len(told.splitlines()) == 1
-    assert "tokens/s, acceptance " in told
+    code, printed, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert (
+        code == 0 and printed == "" and messages.startswith("9 of 9 answered in ") and len(messages.splitlines()) == 1
+    )
+    assert "tokens/s, acceptance " in messages
     toy().batch(source, tmp_path / "python.jsonl")
     assert by_id(out) == by_id(tmp_path / "python.jsonl")
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and told.startswith("0 of 9 answered now, 9 earlier in ")
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert code == 0 and messages.startswith("0 of 9 answered now, 9 earlier in ")
 
 
 def test_a_settings_file_replaces_the_decoders_flags(
@@ -44,8 +46,8 @@ def test_a_settings_file_replaces_the_decoders_flags(
     (tmp_path / "settings.json").write_text('{"acceptance": "match", "drafter": "none"}')
     config = ("--config", str(tmp_path / "settings.json"))
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config)[0] == 0
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
-    assert code == 2 and "--config replaces the decoder's flags" in told
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
+    assert code == 2 and "--config replaces the decoder's flags" in messages
 
 
 def test_settings_missing_from_a_file_keep_the_commands_defaults(
@@ -55,9 +57,9 @@ def test_settings_missing_from_a_file_keep_the_commands_defaults(
     file.write_text("{}")
     job = ("batch", str(source), str(out), *TOY)
     assert run(capsys, monkeypatch, *job)[0] == 0
-    code, _, told = run(capsys, monkeypatch, *job, "--config", str(file))
-    assert code == 0 and told.startswith("0 of 2 answered now, 2 earlier in "), told
-    file.write_text('{"acceptance": "block"}')  # the control: what it says counts
+    code, _, messages = run(capsys, monkeypatch, *job, "--config", str(file))
+    assert code == 0 and messages.startswith("0 of 2 answered now, 2 earlier in "), messages
+    file.write_text('{"acceptance": "block"}')  # the control: a setting of the file has an effect
     assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
 
     seen: list[DecoderConfig] = []
@@ -74,8 +76,8 @@ def test_a_terminal_shows_once_which_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(err, "_force_terminal", True)
     source = write(tmp_path / "in.jsonl", requests(1))
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "out.jsonl"), *TOY)
-    assert code == 0 and told.count("loading toy") == 1
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "out.jsonl"), *TOY)
+    assert code == 0 and messages.count("loading toy") == 1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_a_terminal_shows_once_which_model_is_loaded(
 def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     fault: str, why: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*given: Any, **options: Any) -> None:
+    def load(*arguments: Any, **options: Any) -> None:
         pytest.fail("a model was loaded")
 
     monkeypatch.setattr(batch, "load_decoder", load)
@@ -105,8 +107,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
         else:
             errors.touch()
             monkeypatch.setattr("os.access", lambda path, mode: mode == os.R_OK or path != errors)
-        code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
-    assert code in (1, 2) and told.startswith(f"error: {why.format(tmp_path)}") and len(told.splitlines()) == 1
+        code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    assert code in (1, 2) and messages.startswith(f"error: {why.format(tmp_path)}") and len(messages.splitlines()) == 1
 
 
 def test_flags_apply_to_lines_without_options_of_their_own(
@@ -127,9 +129,9 @@ def test_failed_lines_are_reported_with_exit_code_1(
     bad = [{"id": f"b{at}", "prompt": "x", "top_p": 9} for at in range(23)]
     source, out = write(tmp_path / "in.jsonl", [*requests(2), *bad]), tmp_path / "out.jsonl"
     errors = tmp_path / "wrong.jsonl"
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
     assert code == 1 and len(by_id(out)) == 2 and len(read(errors)) == 23
-    lines = told.splitlines()
+    lines = messages.splitlines()
     assert lines[0] == f"{source}, line 3: top_p=9; allowed: a number above 0, up to 1" and len(lines) == 22
     assert lines[20] == f"all 23 failed lines are in {errors}" and lines[21].startswith(
         "2 of 25 answered, 23 failed in "
@@ -156,8 +158,8 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     write(Path("openai.jsonl"), [chat("a", "x")])
     Path("empty.jsonl").write_text("\n\n")
     Path("letter").write_text("Dear reader,\n")
-    code, _, told = run(capsys, monkeypatch, "batch", *arguments, *TOY)
-    assert code == 2 and told.startswith(why) and len(told.splitlines()) == 1
+    code, _, messages = run(capsys, monkeypatch, "batch", *arguments, *TOY)
+    assert code == 2 and messages.startswith(why) and len(messages.splitlines()) == 1
 
 
 def test_an_interrupted_job_says_how_many_lines_are_answered(
@@ -174,10 +176,12 @@ def test_an_interrupted_job_says_how_many_lines_are_answered(
 
     source, out = write(tmp_path / "in.jsonl", requests(20)), tmp_path / "out.jsonl"
     monkeypatch.setattr(RequestPool, "step", interrupted)
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
-    done = len(by_id(out))
-    assert code == 130 and told.startswith(f"interrupted: {done} of 20 answered, {20 - done} left in ")
-    assert "the same command continues" in told
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
+    num_answered = len(by_id(out))
+    assert code == 130 and messages.startswith(
+        f"interrupted: {num_answered} of 20 answered, {20 - num_answered} left in "
+    )
+    assert "the same command continues" in messages
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[0] == 0 and len(by_id(out)) == 20
 
 
@@ -202,8 +206,8 @@ def test_a_log_gets_a_progress_line_at_intervals(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write(tmp_path / "in.jsonl", requests(3)), tmp_path / "out.jsonl"
-    told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
-    assert len(told.splitlines()) == 1, told  # the control: a short job has its last line alone
+    messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
+    assert len(messages.splitlines()) == 1, messages  # the control: a short job prints only its last line
     monkeypatch.setattr(batch, "LINE_SECONDS", 0.0)
-    told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
-    assert len(told.splitlines()) > 1 and all(" of 3 answered" in line for line in told.splitlines()), told
+    messages = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
+    assert len(messages.splitlines()) > 1 and all(" of 3 answered" in line for line in messages.splitlines()), messages

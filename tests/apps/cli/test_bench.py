@@ -1,4 +1,4 @@
-"""`slipstream bench` as a stranger meets it: tables, records, exit codes, one clear line for every mistake."""
+"""`slipstream bench`: tables, records, exit codes, one clear line for every mistake."""
 
 import json
 import re
@@ -39,9 +39,9 @@ def test_bench_prints_tables_and_writes_records(capsys, monkeypatch, tmp_path: P
     assert "1/3 birds/1, batch 1: none" in err and "3/3 birds/1, fish/1, batch 2" in err
     header, runs = read_records(tmp_path / "runs")
     assert len(runs) == 3 * 2 * 3 and header.settings["arms"] == ["none", "ngram@3", "model@4"]
-    told = json.loads(report.read_text())
-    assert told["settings"] == header.settings and len(told["summary"]) == 6
-    ngram = next(one for one in told["summary"] if (one["arm"], one["batch"]) == ("ngram@3", 1))
+    saved = json.loads(report.read_text())
+    assert saved["settings"] == header.settings and len(saved["summary"]) == 6
+    ngram = next(summary for summary in saved["summary"] if (summary["arm"], summary["batch"]) == ("ngram@3", 1))
     assert ngram["verdicts"]["identical"] == 2 and set(ngram["families"]) == {"birds", "fish"}
     assert ngram["speed"]["tokens"] == 32 and ngram["speed"]["speed_up"]["low"] > 0
     assert sum(ngram["time_split"].values()) == pytest.approx(1.0)
@@ -77,15 +77,20 @@ def test_the_default_arms_are_plain_decoding_and_the_decoders_drafter(capsys, mo
     assert run(capsys, monkeypatch, *toy, "--drafter", "ngram_table", "--num-draft-tokens", "3")[0] == 0
     header, runs = read_records(tmp_path / "runs")
     assert header.settings["arms"] == ["none", "ngram_table"]
-    lengths = {len(done["draft"]) for one in runs if one.arm == "ngram_table" and one.rounds for done in one.rounds}
+    lengths = {
+        len(round["draft"])
+        for record in runs
+        if record.arm == "ngram_table" and record.rounds
+        for round in record.rounds
+    }
     assert 0 < max(lengths) <= 3
 
 
 def test_the_builtin_prompts_are_the_default(capsys, monkeypatch, tmp_path: Path) -> None:
     options = ("--limit", "1", "--max-tokens", "4", "--repeats", "1", "--out", str(tmp_path))
     assert run(capsys, monkeypatch, "bench", "--target", "toy", *options)[0] == 0
-    families = {one.family for one in read_records(tmp_path)[1]}
-    assert {"code", "summary"} <= families and all("/" in one.prompts[0] for one in read_records(tmp_path)[1])
+    families = {record.family for record in read_records(tmp_path)[1]}
+    assert {"code", "summary"} <= families and all("/" in record.prompts[0] for record in read_records(tmp_path)[1])
 
 
 def test_wrong_texts_are_exit_code_1_for_a_lossless_arm_but_not_for_a_lossy_one(
@@ -151,10 +156,12 @@ def test_flags_override_the_options_of_a_plan(capsys, monkeypatch, tmp_path: Pat
     plan.write_text(json.dumps(options | {"out": str(tmp_path / "runs"), "load_options": {}, "stop": ["zz"]}))
     assert run(capsys, monkeypatch, "bench", "--plan", str(plan), "--repeats", "2", "--draft", "toy:3")[0] == 0
     header, runs = read_records(tmp_path / "runs")
-    told = header.settings
-    assert (told["target"], told["draft"], told["repeats"], told["chat"]) == ("toy", "toy:3", 2, False)
+    recorded = header.settings
+    assert (recorded["target"], recorded["draft"], recorded["repeats"], recorded["chat"]) == ("toy", "toy:3", 2, False)
     assert (
-        told["arms"] == ["none", "model@2"] and told["params"]["stop"] == ["zz"] and list(told["prompts"]) == ["fish/1"]
+        recorded["arms"] == ["none", "model@2"]
+        and recorded["params"]["stop"] == ["zz"]
+        and list(recorded["prompts"]) == ["fish/1"]
     )
     assert len(runs) == 4
 

@@ -1,4 +1,4 @@
-"""Text is broken at words while it is written, however it comes in pieces."""
+"""Streamed text is wrapped at words, whatever the pieces."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def wrapped(pieces: list[str], width: int) -> str:
 
 @pytest.mark.parametrize("width", [16, 40, 60])
 def test_lines_end_at_words_and_nothing_is_lost(width: int) -> None:
-    rng, pieces, rest = random.Random(width), [], TEXT
-    while rest:
+    rng, pieces, unsplit = random.Random(width), [], TEXT
+    while unsplit:
         size = rng.randint(1, 7)
-        pieces, rest = [*pieces, rest[:size]], rest[size:]
+        pieces, unsplit = [*pieces, unsplit[:size]], unsplit[size:]
     text = wrapped(pieces, width)
     assert text == wrapped([TEXT], width) and text.split() == TEXT.split()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width

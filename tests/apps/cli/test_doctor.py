@@ -1,4 +1,4 @@
-"""`slipstream doctor` names what is missing with the command that mends it, and never fails for it."""
+"""`slipstream doctor` names what is missing with the command that fixes it, and does not fail because of it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_missing_and_outdated_packages_come_with_the_command_that_installs_them(
     assert code == 0 and "pip install 'torch>=99'" in out and "pip install 'no-such-package>=2'" in out
     assert f"torch>=99 is needed, {TORCH} is installed" in out
     assert not any(fact["problem"] for fact in report["facts"] if fact["subject"] == "numpy")
-    found = doctor.find_spec
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pip" else found(name))
+    find_spec = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pip" else find_spec(name))
     assert "uv pip install 'torch>=99'" in diagnosis(capsys, monkeypatch, tmp_path)[1]
 
 
@@ -97,7 +97,7 @@ def test_a_cache_folder_that_cannot_be_written_says_what_to_set(
 
 
 def test_slipstream_runs_as_a_module() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and done.stdout[0].isdigit(), done.stderr
+    assert process.returncode == 0 and process.stdout[0].isdigit(), process.stderr

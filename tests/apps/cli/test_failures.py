@@ -1,4 +1,4 @@
-"""Mistakes on the command line and files that cannot be written: one line, before the work where that is possible."""
+"""Mistakes on the command line and unwritable files are one line, before the work begins where possible."""
 
 import io
 import subprocess
@@ -140,9 +140,11 @@ GENERATE = ("generate", *TOY, "--max-tokens", "4")
 )
 def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[str, ...], code: int) -> None:
     words = [*COMMAND, *arguments]
-    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr
-    assert ("standard input is empty" in done.stderr) == (closed == "<&-") and bool(done.stdout) == (closed == "2>&-")
+    process = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
+    assert process.returncode == code and "Traceback" not in process.stderr
+    assert ("standard input is empty" in process.stderr) == (closed == "<&-") and bool(process.stdout) == (
+        closed == "2>&-"
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,17 +153,17 @@ def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[st
         ("generate", *TOY, *PROMPT),
         ("--help",),
         *(
-            pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in (("simulate",), ("models",), ("generate", "--help"))
+            pytest.param(command, marks=pytest.mark.exhaustive)
+            for command in (("simulate",), ("models",), ("generate", "--help"))
         ),
     ],
 )
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 1 and lines == ["error: standard output: No space left on device"]
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+        process = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error:")]
+    assert process.returncode == 1 and lines == ["error: standard output: No space left on device"]
+    assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
 
 
 @pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ON_PAPER])
@@ -178,8 +180,8 @@ def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
 
 def test_a_full_disk_behind_standard_error_ends_with_exit_code_1() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
-    assert done.returncode == 1
+        process = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
+    assert process.returncode == 1
 
 
 def test_an_unused_draft_model_is_warned_about(capsys, monkeypatch, caplog) -> None:
@@ -198,8 +200,8 @@ def test_a_sweep_without_drafters_uses_the_decoders_default(draft: tuple[str, ..
     assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
-def test_a_caption_of_the_demo_follows_from_its_measurements(seconds: float, said: str) -> None:
+@pytest.mark.parametrize(("seconds", "beginning"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
+def test_a_caption_of_the_demo_follows_from_its_measurements(seconds: float, beginning: str) -> None:
     result = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3).generate(
         "The heron, the heron, the heron", SamplingParams(max_tokens=20)
     )
@@ -208,7 +210,7 @@ def test_a_caption_of_the_demo_follows_from_its_measurements(seconds: float, sai
         SPECULATIVE: Run([1] * 20, seconds, None, result, (seconds,) * 2),
     }
     line = caption(Comparison(NamedPrompt("A", "story"), runs), "new text")
-    assert line.startswith(f"{said}: ") and line.endswith("; new text")
+    assert line.startswith(f"{beginning}: ") and line.endswith("; new text")
     assert f"of {result.stats.num_draft_tokens} drafted tokens accepted" in line
 
 
@@ -217,11 +219,11 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_retries_of_the_hub_client_are_not_logged() -> None:
-    """Its client sets its own level where it is imported, in a process of its own here."""
+    """In a process of its own, as importing the client sets its log level."""
     code = (
         "from slipstream.models.weights.model_files import quiet; quiet(); "
         "import logging, huggingface_hub.file_download; "
         "print(logging.getLogger('huggingface_hub').isEnabledFor(logging.ERROR))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False"]

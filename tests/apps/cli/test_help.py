@@ -1,4 +1,4 @@
-"""Help: short by default, whole with --help-all, with examples that work, at every width of the terminal."""
+"""Help is short by default and complete with --help-all, has working examples, and fits every terminal width."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_a_long_word_is_broken_between_its_parts() -> None:
 
 
 def completed(line: str, cword: int) -> list[str]:
-    """What bash is offered for the word of this number."""
+    """What bash completion offers for word number `cword`."""
     code = "from slipstream.apps.cli import main; main()"
     asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(cword)}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
-    return done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    return process.stdout.split()
 
 
 @pytest.mark.parametrize(

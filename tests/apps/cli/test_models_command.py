@@ -1,4 +1,4 @@
-"""`slipstream models` lists, downloads and removes; `check` of two vocabularies, and `--draft` with one of another."""
+"""`slipstream models` lists, downloads, removes and checks models; `--draft` with another vocabulary."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_invalid_model_name_has_exit_code_2(
 
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two caches: one model in Slipstream's, beside the file it was made of, one in Hugging Face's."""
+    """Slipstream's cache with a model and the file it was converted from, and Hugging Face's with another model."""
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "own"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     made = tmp_path / "own" / "qwen"

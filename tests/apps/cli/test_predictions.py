@@ -28,8 +28,8 @@ def test_generate_reads_a_prediction_file_and_reports_its_accepted_tokens(
 ) -> None:
     file, out = tmp_path / "old.txt", tmp_path / "out.json"
     file.write_text(expected)
-    given = ("generate", "-p", "The heron", "--prediction", str(file), *TOY, "--json", str(out))
-    code, text, notes = run(capsys, monkeypatch, *given)
+    arguments = ("generate", "-p", "The heron", "--prediction", str(file), *TOY, "--json", str(out))
+    code, text, notes = run(capsys, monkeypatch, *arguments)
     stats = json.loads(out.read_text())["results"][0]["stats"]
     assert code == 0 and text.strip() == expected.strip() and stats["accepted_prediction_tokens"] > 40
     assert f"prediction: {stats['accepted_prediction_tokens']} accepted" in notes
@@ -44,8 +44,8 @@ def test_each_line_of_a_prompt_file_may_have_its_own_prediction(
     lines = [{"prompt": "The heron", "prediction": expected}, {"prompt": "A sparrow"}]
     file.write_text("\n".join(map(json.dumps, lines)))
     code, _, _ = run(capsys, monkeypatch, "generate", "--prompt-file", str(file), *TOY, "--json", str(out))
-    told = [one["stats"]["accepted_prediction_tokens"] for one in json.loads(out.read_text())["results"]]
-    assert code == 0 and told[0] > 40 and told[1] is None
+    accepted = [result["stats"]["accepted_prediction_tokens"] for result in json.loads(out.read_text())["results"]]
+    assert code == 0 and accepted[0] > 40 and accepted[1] is None
 
 
 def test_compare_runs_plain_decoding_without_the_prediction(
@@ -53,11 +53,11 @@ def test_compare_runs_plain_decoding_without_the_prediction(
 ) -> None:
     file, out = tmp_path / "old.txt", tmp_path / "out.json"
     file.write_text(expected)
-    given = ("compare", "-p", "The heron", "--prediction", str(file), *TOY, "--json", str(out))
-    code, _, _ = run(capsys, monkeypatch, *given)
-    told = json.loads(out.read_text())
-    assert code == 0 and told["summary"]["stats"]["accepted_prediction_tokens"] > 40
-    assert told["summary"]["arms"]["speculative"]["identical"] == 1
+    arguments = ("compare", "-p", "The heron", "--prediction", str(file), *TOY, "--json", str(out))
+    code, _, _ = run(capsys, monkeypatch, *arguments)
+    saved = json.loads(out.read_text())
+    assert code == 0 and saved["summary"]["stats"]["accepted_prediction_tokens"] > 40
+    assert saved["summary"]["arms"]["speculative"]["identical"] == 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_only_arms_named_predicted_get_predictions(
     file.write_text(json.dumps({"prompt": "The heron", "prediction": expected}))
     code, _, _ = run(capsys, monkeypatch, *bench, "--json", str(out))
     runs = [json.loads(line) for line in (tmp_path / "runs" / "runs.jsonl").read_text().splitlines()]
-    counts = {one["arm"]: one["stats"]["accepted_prediction_tokens"] for one in runs if "arm" in one}
+    counts = {record["arm"]: record["stats"]["accepted_prediction_tokens"] for record in runs if "arm" in record}
     assert code == 0 and counts["none"] is None and counts["ngram@8.predicted"] > 40
 
 

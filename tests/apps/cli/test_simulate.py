@@ -1,4 +1,4 @@
-"""`slipstream simulate` as a user meets it: costs measured, saved and on paper, an arm of a benchmark, refusals."""
+"""`slipstream simulate`: costs measured, saved and on paper, an arm of a benchmark, refusals."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_simulate_takes_an_arm_of_a_benchmark_and_shows_its_measured_gain(tmp_pa
     linear_costs().save(costs)
     folder = make(tmp_path / "runs", "none,model@3,model@2x2", batches=[1, 2], repeats=1)
     shown = run(f"--costs {costs} --stats {folder} --arm model@3 --json {result}".split())
-    told = json.loads(result.read_text())
-    assert told["simulation"]["lengths"] == [1, 2, 3] and list(told["observed"]) == ["1", "2"]
+    report = json.loads(result.read_text())
+    assert report["simulation"]["lengths"] == [1, 2, 3] and list(report["observed"]) == ["1", "2"]
     for batch in (1, 2):
-        expected = told["observed"][str(batch)]
+        expected = report["observed"][str(batch)]
         assert (
             f"batch {batch}: this run was {expected['observed']:.2f}x plain decoding, {expected['predicted']:.2f}x"
             in shown
@@ -67,7 +67,7 @@ def test_simulate_takes_an_arm_of_a_benchmark_and_shows_its_measured_gain(tmp_pa
     with pytest.raises(UsageError, match="which were trees; allowed: statistics of drafts without branches"):
         run(f"--costs {costs} --stats {folder} --arm model@2x2".split())
     probe = "--target toy --draft toy:2 --reproducible false --seconds 0.01"
-    assert "drafter model;" in run(f"{probe} --stats {folder} --arm model@3".split())  # the arm's own
+    assert "drafter model;" in run(f"{probe} --stats {folder} --arm model@3".split())  # the drafter of the arm
 
 
 @subcases(

@@ -1,4 +1,4 @@
-"""`slipstream train` as its users see it."""
+"""`slipstream train`: interruption, continuation, refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     def interrupted(file, data):
         append(file, data)
         calls.append(None)
-        if len(calls) == 3:  # within the first texts that are made together
+        if len(calls) == 3:  # during the first batch of texts
             raise KeyboardInterrupt
 
     monkeypatch.setattr(texts, "append", interrupted)

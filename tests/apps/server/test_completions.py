@@ -15,12 +15,12 @@ from tests.support.running_server import RunningServer, running_server, toy
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def alone(prompt: Any, **options: Any) -> str:
-    """What plain decoding says."""
+    """The text of plain decoding."""
     return toy(drafter="none", num_draft_tokens="auto").generate(prompt, SamplingParams(**options), chat=False).text
 
 
@@ -64,10 +64,10 @@ def test_choices_are_numbered_prompt_by_prompt(server: RunningServer) -> None:
 
 def test_cached_tokens_are_summed_over_all_prompts(server: RunningServer) -> None:
     prompts = ["first " * 9, "second " * 9]
-    one, other = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
+    first, second = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
     again = server.complete(prompts, max_tokens=2, n=2).json()["usage"]
-    assert again["prompt_tokens"] == one["prompt_tokens"] + other["prompt_tokens"]
-    assert again["prompt_tokens_details"]["cached_tokens"] > one["prompt_tokens"]
+    assert again["prompt_tokens"] == first["prompt_tokens"] + second["prompt_tokens"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > first["prompt_tokens"]
 
 
 def test_an_echo_repeats_the_prompt_after_truncation(server: RunningServer) -> None:
@@ -117,11 +117,11 @@ def test_token_ids_are_returned_on_request(server: RunningServer) -> None:
 
 def harness(choice: dict[str, Any], context: int) -> tuple[float, bool]:
     """A continuation's log-probability, and whether it is the greedy one, as lm-eval computes them."""
-    told = choice["logprobs"]
-    logprobs = told["token_logprobs"][context:-1]
+    reported = choice["logprobs"]
+    logprobs = reported["token_logprobs"][context:-1]
     greedy = True
-    for own, top in zip(logprobs, told["top_logprobs"][context:-1], strict=True):
-        greedy &= own == max(top.values())
+    for logprob, top in zip(logprobs, reported["top_logprobs"][context:-1], strict=True):
+        greedy &= logprob == max(top.values())
     return sum(logprobs), greedy
 
 
@@ -131,19 +131,19 @@ def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: Run
     good, bad = [*prompt, *likeliest], [*prompt, *likeliest[:3], ord("#"), *likeliest[4:]]
     answer = server.complete([good, bad], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234).json()
     for ids, choice in zip((good, bad), answer["choices"], strict=True):
-        told = choice["logprobs"]
-        assert {len(part) for part in told.values()} == {len(ids) + 1}
-        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-        assert told["tokens"][:-1] == [chr(i) for i in ids] and told["text_offset"] == [*range(len(ids) + 1)]
+        reported = choice["logprobs"]
+        assert {len(part) for part in reported.values()} == {len(ids) + 1}
+        assert reported["token_logprobs"][0] is None and reported["top_logprobs"][0] is None
+        assert reported["tokens"][:-1] == [chr(i) for i in ids] and reported["text_offset"] == [*range(len(ids) + 1)]
         assert choice["text"].startswith(bytes(ids).decode())
     (likely, greedy), (unlikely, other) = (harness(c, len(prompt)) for c in answer["choices"])
     assert greedy and not other and likely > unlikely + 5
 
 
 def test_an_echo_has_the_log_probabilities_of_the_generated_text(server: RunningServer) -> None:
-    for _ in range(2):  # the second time everything is cached, and must not be left out
-        told = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
-        choice = told["choices"][0]
+    for _ in range(2):  # the second time everything is cached, and must still be scored
+        answer = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
+        choice = answer["choices"][0]
         ids = [*b"A heron", *choice["token_ids"]]
         echoed = server.complete(ids, echo=True, logprobs=3, max_tokens=0).json()
         assert echoed["usage"]["completion_tokens"] == 0
@@ -154,8 +154,10 @@ def test_an_echo_has_the_log_probabilities_of_the_generated_text(server: Running
 
 def test_a_chosen_token_is_always_among_those_reported(server: RunningServer) -> None:
     for count in (0, 1, 2):
-        told = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0]["logprobs"]
-        entries = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        reported = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0][
+            "logprobs"
+        ]
+        entries = zip(reported["tokens"], reported["token_logprobs"], reported["top_logprobs"], strict=True)
         assert all(top[token] == logprob for token, logprob, top in entries)
 
 
@@ -171,7 +173,7 @@ def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
     assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["text"]
     parts = [c["choices"][0]["logprobs"] for c in chunks[:-1]]
     for name in whole["logprobs"]:
-        assert [one for part in parts for one in part[name]] == whole["logprobs"][name]
+        assert [entry for part in parts for entry in part[name]] == whole["logprobs"][name]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 70
     assert all(c["usage"] is None for c in chunks[:-1])
 

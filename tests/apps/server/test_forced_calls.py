@@ -1,4 +1,4 @@
-"""Forced calls of models whose templates write calls in a form of their own."""
+"""Forced calls of models whose templates have their own form of calls."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: s
             answer = client.chat.completions.create(**options).choices[0]
             assert answer.finish_reason == "tool_calls" and not answer.message.content
             (call,) = answer.message.tool_calls
-            told = json.loads(call.function.arguments)
-            jsonschema.validate(told, ARGUMENTS if call.function.name == "add" else {"maxProperties": 0})
+            arguments = json.loads(call.function.arguments)
+            jsonschema.validate(arguments, ARGUMENTS if call.function.name == "add" else {"maxProperties": 0})
             chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
             assert not any(chunk.delta.content for chunk in chunks)
-            assert [c.function.arguments for one in chunks for c in one.delta.tool_calls or []] == [
+            assert [c.function.arguments for streamed in chunks for c in streamed.delta.tool_calls or []] == [
                 call.function.arguments
             ]
 
@@ -107,15 +107,15 @@ def test_a_closing_mark_inside_arguments_does_not_end_the_call(name: str) -> Non
         else "<<" + json.dumps({"name": "add", "arguments": written})
     )
     read = ours.parse_answer([], ours.bare(f"{call}{mark}{call}{mark}"), TOOLS)
-    assert read is not None and [json.loads(one.arguments) for one in read.calls] == [written, written]
+    assert read is not None and [json.loads(parsed_call.arguments) for parsed_call in read.calls] == [written, written]
     cut = ours.parse_answer([], ours.bare(f"{call}{mark}{call[:-2]}"), TOOLS)
-    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [written]
+    assert cut is not None and [json.loads(parsed_call.arguments) for parsed_call in cut.calls] == [written]
 
 
 def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
     cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
-    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [{"x": "a"}]
+    assert cut is not None and [json.loads(call.arguments) for call in cut.calls] == [{"x": "a"}]
     assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
 
 

@@ -27,8 +27,8 @@ def source(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 @pytest.mark.parametrize(("path", "name"), [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)])
@@ -48,8 +48,8 @@ def test_files_are_served_unchanged_under_a_content_security_policy(
 def test_the_page_is_small_and_fetches_nothing_from_elsewhere() -> None:
     texts = [source(name) for name in FILES]
     assert sum(len(text.encode()) for text in texts) <= MOST_BYTES
-    known = {"http://www.w3.org/2000/svg"}  # a name, never fetched
-    assert {found for text in texts for found in re.findall(r"https?://[^\s\"')]+", text)} <= known
+    namespaces = {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert {url for text in texts for url in re.findall(r"https?://[^\s\"')]+", text)} <= namespaces
 
 
 def test_page_sources_never_turn_text_into_markup_or_code() -> None:
@@ -61,11 +61,11 @@ def test_page_sources_never_turn_text_into_markup_or_code() -> None:
 
 def test_a_round_credits_its_prediction_with_the_tokens_taken_from_it() -> None:
     def shown(predicted: int | None) -> list[Any]:
-        done = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
-        done = replace(done, num_prediction_tokens=predicted)
-        facts = ModelFacts("toy", "slip-0", True, lambda done: "suffix", True, None)
-        tokens = shown_round(Piece(0, "", done.tokens, round=done), 0, facts)["tokens"]
-        return [(one["origin"], one["source"]) for one in tokens]
+        round = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
+        round = replace(round, num_prediction_tokens=predicted)
+        facts = ModelFacts("toy", "slip-0", True, lambda round: "suffix", True, None)
+        tokens = shown_round(Piece(0, "", round.tokens, round=round), 0, facts)["tokens"]
+        return [(token["origin"], token["source"]) for token in tokens]
 
     assert shown(1) == [("accepted", "prediction"), ("accepted", "suffix"), ("recovered", None)]
     assert shown(None) == [("accepted", "suffix"), ("accepted", "suffix"), ("recovered", None)]
@@ -109,8 +109,8 @@ def test_a_race_of_different_texts_shows_the_first_difference(server: RunningSer
     page = opened(f"{server.url}/#race", canned(["a heron stands", "a heron waits"]))
     page.wait_for_selector("#served[data-up]")
     page.click("#race-go")
-    told = page.wait_for_selector("#verdict .seal.bad").text_content()
-    assert "character 9" in told and '"a heron stands"' in told and "Identical" not in told
+    verdict = page.wait_for_selector("#verdict .seal.bad").text_content()
+    assert "character 9" in verdict and '"a heron stands"' in verdict and "Identical" not in verdict
 
 
 @pytest.mark.slow
@@ -148,8 +148,10 @@ def test_every_view_fits_and_has_no_accessibility_violations(
         for across in (1600 - width, width):
             page.set_viewport_size({"width": across, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= across, view
-        found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-        assert found == [], [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+        violations = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        assert violations == [], [
+            (violation["id"], [node["html"] for node in violation["nodes"]]) for violation in violations
+        ]
 
 
 @pytest.mark.slow

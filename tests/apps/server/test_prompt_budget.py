@@ -1,4 +1,4 @@
-"""How many prompt tokens a step reads follows what they cost, and never a single measurement."""
+"""The number of prompt tokens per step follows their measured cost, smoothed over many steps."""
 
 from __future__ import annotations
 

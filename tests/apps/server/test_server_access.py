@@ -1,4 +1,4 @@
-"""Keys, hosts and origins: everything is closed that is not listed, whatever a request looks like."""
+"""Keys, hosts and origins: whatever is not listed is refused, however a request is written."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(key_file: str) -> Iterator[RunningServer]:
-    with running_server(api_key_file=key_file) as one:
-        yield one
+    with running_server(api_key_file=key_file) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def unlocked() -> Iterator[RunningServer]:
-    with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as one:
-        yield one
+    with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as running:
+        yield running
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def raw(server: RunningServer, request: bytes) -> bytes:
-    """The status line of the answer to bytes as they are."""
+    """The status line of the answer to raw bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(request)
@@ -56,11 +56,11 @@ def raw(server: RunningServer, request: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nowhere", "/v1/completions"])
 def test_head_is_answered_with_the_headers_of_get(unlocked: RunningServer, path: str) -> None:
-    got, head = unlocked.http.get(path), unlocked.http.head(path)
-    assert (head.status_code, head.content) == (got.status_code, b"")
+    answer, head = unlocked.http.get(path), unlocked.http.head(path)
+    assert (head.status_code, head.content) == (answer.status_code, b"")
     for name in ("content-type", "content-length", "x-content-type-options", "allow"):
-        assert head.headers.get(name) == got.headers.get(name)
-    assert unlocked.http.head("/v1/slipstream/events").status_code == 405  # it would never end
+        assert head.headers.get(name) == answer.headers.get(name)
+    assert unlocked.http.head("/v1/slipstream/events").status_code == 405  # the stream of events would never end
 
 
 def test_head_needs_a_key_where_get_does(server: RunningServer) -> None:
@@ -69,7 +69,7 @@ def test_head_needs_a_key_where_get_does(server: RunningServer) -> None:
 
 
 def walk(routes: Any) -> Iterator[Any]:
-    """Those of included routers as well."""
+    """Every route, also those of included routers."""
     for route in routes:
         if isinstance(route, Route):
             yield route
@@ -84,9 +84,9 @@ def test_every_route_but_the_listed_ones_needs_a_key(server: RunningServer) -> N
         path = route.path.replace("{name:path}", "toy").replace("{name}", "app.js")
         for method in route.methods:
             answer = server.http.request(method, path)
-            free = path in OPEN or path.startswith(PAGE)
-            assert (answer.status_code == 401) is not free, (method, path, answer.status_code)
-            if not free and method != "HEAD":
+            is_open = path in OPEN or path.startswith(PAGE)
+            assert (answer.status_code == 401) is not is_open, (method, path, answer.status_code)
+            if not is_open and method != "HEAD":
                 assert answer.json()["error"]["type"] == "authentication_error"
 
 
@@ -131,9 +131,9 @@ def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> N
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
-@subcases("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
-def test_no_other_key_is_accepted(server: RunningServer, given: str) -> None:
-    headers = {"authorization": f"Bearer {given}".encode("latin-1")}
+@subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
+def test_no_other_key_is_accepted(server: RunningServer, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}".encode("latin-1")}
     assert server.http.get("/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
 
 
@@ -148,9 +148,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     compared: list[Any] = []
     monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
     keys = ApiKeys((("a", access._digest(KEY)), ("b", access._digest(OTHER))))
-    for given in (KEY, OTHER, "x"):
-        keys.owner(given)
-    assert len(compared) == 6  # each key is compared with every other, a match or not
+    for key in (KEY, OTHER, "x"):
+        keys.owner(key)
+    assert len(compared) == 6  # every key of the file is compared, even after a match
 
 
 @subcases("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
@@ -198,13 +198,13 @@ def test_a_key_file_without_usable_keys_is_refused(tmp_path: Path, text: str) ->
 
 def test_a_huge_header_and_a_huge_body_are_refused(unlocked: RunningServer) -> None:
     big = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20)
-    with suppress(ConnectionError):  # it does not wait for the end
+    with suppress(ConnectionError):  # the server closes before the header ends
         assert raw(unlocked, big).split()[1] in (b"400", b"431")
     answer = unlocked.http.post(
         "/v1/completions", content=b" " * (5 << 20), headers={"content-type": "application/json"}
     )
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
-    pieces = (b" " * (1 << 20) for _ in range(6))  # of a length that is not told
+    pieces = (b" " * (1 << 20) for _ in range(6))  # chunked, without a content length
     answer = unlocked.http.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
     assert unlocked.complete().status_code == 200
@@ -224,15 +224,15 @@ def test_the_first_page_is_protected_and_cached(unlocked: RunningServer) -> None
 
 def test_preflight_requests_of_listed_sites_need_no_key(key_file: str) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    with running_server(api_key_file=key_file, allowed_origin=("https://pages.example",)) as one:
+    with running_server(api_key_file=key_file, allowed_origin=("https://pages.example",)) as server:
         for origin, status in (("https://pages.example", 200), ("https://evil.example", 403)):
-            answer = one.http.options("/v1/completions", headers=asking | {"origin": origin})
+            answer = server.http.options("/v1/completions", headers=asking | {"origin": origin})
             assert answer.status_code == status
-        refused = one.http.options("/v1/models", headers={"origin": "https://pages.example"})
+        refused = server.http.options("/v1/models", headers={"origin": "https://pages.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://pages.example"
-        assert "access-control-allow-origin" not in one.http.get("/v1/models").headers
-        listed = one.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
+        assert "access-control-allow-origin" not in server.http.get("/v1/models").headers
+        listed = server.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
         assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"
 
 
@@ -287,7 +287,7 @@ def test_the_owner_of_an_unnamed_key_does_not_depend_on_its_line(tmp_path: Path)
 
     first, second, ann = owners("first-key-A\nsecond-key-B\n ann : key-of-ann\n")
     assert ann == "ann" and first and second and first != second and "first" not in first
-    assert owners("\ufeffsecond-key-B\n:first-key-A\n") == [first, second, None]  # an empty name is none
+    assert owners("\ufeffsecond-key-B\n:first-key-A\n") == [first, second, None]  # an empty name counts as no name
     assert owners("\ufeffann:key-of-ann\r\n") == [None, None, "ann"]
 
 

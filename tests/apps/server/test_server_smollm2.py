@@ -1,4 +1,4 @@
-"""A real model behind the server: the same texts as from the decoder, alone and together."""
+"""A real model behind the server gives the texts of the decoder, alone and concurrently."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def decoder() -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
-    with running_server(lambda: decoder.using()) as one:
-        yield one
+    with running_server(lambda: decoder.using()) as running:
+        yield running
 
 
 def test_answers_to_concurrent_requests_equal_plain_decoding(

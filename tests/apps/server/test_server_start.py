@@ -1,4 +1,4 @@
-"""What a server says once it is ready: an address that can be called, however early the models are loaded."""
+"""A server that is ready shows an address that answers, however early the models are loaded."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answe
     with running_server(host=host, insecure=True) as server:
         serve._banner(server.server)
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
-    said = capsys.readouterr().err
-    assert (", open to other machines" in said) is is_open and "http://127.0.0.1:" in said and "0.0.0.0" not in said
+    banner = capsys.readouterr().err
+    assert (
+        (", open to other machines" in banner) is is_open and "http://127.0.0.1:" in banner and "0.0.0.0" not in banner
+    )
 
 
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
@@ -95,7 +97,7 @@ def test_an_unusable_folder_or_key_file_is_one_line_before_models_are_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:
     (tmp_path / "file").touch()
-    code, out, told = run(
+    code, out, errors = run(
         capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file")
     )
-    assert code == 2 and not out and len(told.strip().splitlines()) == 1 and told.startswith("error: "), told
+    assert code == 2 and not out and len(errors.strip().splitlines()) == 1 and errors.startswith("error: "), errors

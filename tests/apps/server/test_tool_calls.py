@@ -1,4 +1,4 @@
-"""Tools: shown to the model by its template, and their calls read back from what it says."""
+"""Tools are shown to the model by its template, and calls are read back from its answer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def tokenizer() -> Any:
 def server() -> Iterator[RunningServer]:
     inner = tokenizer()
     model = tiny_models.fresh("llama", vocab_size=len(inner))
-    with running_server(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")) as one:
-        yield one
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")
+    ) as running:
+        yield running
 
 
 def parsed(text: str) -> Any:
@@ -52,9 +54,9 @@ def parsed(text: str) -> Any:
 
 
 def test_calls_are_read_from_an_answer() -> None:
-    found = parsed(f"let me see {CALL}")
-    assert found.content == "let me see" and [call.name for call in found.calls] == ["add"]
-    assert json.loads(found.calls[0].arguments) == {"x": 1}
+    answer = parsed(f"let me see {CALL}")
+    assert answer.content == "let me see" and [call.name for call in answer.calls] == ["add"]
+    assert json.loads(answer.calls[0].arguments) == {"x": 1}
     assert len(parsed(CALL + CALL).calls) == 2 and HFTokenizer(tokenizer()).call_opening() == "<tool_call>"
 
 
@@ -68,12 +70,12 @@ MARKED = '<tool_call>{"name": "add", "arguments": {"x": "a</tool_call>b<tool_cal
 
 @pytest.mark.parametrize("calls", [MARKED, f"so {MARKED}{CALL}", f"{CALL}{MARKED}", f"{MARKED} {MARKED} and {CALL}"])
 def test_marks_inside_argument_strings_do_not_delimit_calls(calls: str) -> None:
-    found = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
-    assert found == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
+    values = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
+    assert values == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
 
 
 def pieces(calls: str) -> list[str]:
-    """The calls of a text, by where they begin."""
+    """The rest of the text from the beginning of each call on."""
     return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
 
 
@@ -81,8 +83,11 @@ def pieces(calls: str) -> list[str]:
 def test_calls_before_a_truncated_call_are_reported(cut: int) -> None:
     chunks, whole = written(f"so {CALL}{MARKED}{CALL[:-cut]}", 7, "length")
     for calls in (whole["message"]["tool_calls"], chunks[-2]["delta"]["tool_calls"]):
-        # what stands between the marks is a call as soon as it is whole
-        assert [json.loads(one["function"]["arguments"])["x"] for one in calls][:2] == [1, "a</tool_call>b<tool_call>{"]
+        # a call is complete as soon as its JSON is, without the closing mark
+        assert [json.loads(call["function"]["arguments"])["x"] for call in calls][:2] == [
+            1,
+            "a</tool_call>b<tool_call>{",
+        ]
         assert len(calls) == 2 + (cut == len("</tool_call>"))
     assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
 
@@ -112,7 +117,7 @@ def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
 def test_a_call_without_arguments_gets_an_empty_object() -> None:
     for arguments in (', "arguments": null', ""):
         call = f'<tool_call>{{"name": "add"{arguments}}}</tool_call>'
-        assert [one.arguments for one in parsed(call).calls] == ["{}"]
+        assert [parsed_call.arguments for parsed_call in parsed(call).calls] == ["{}"]
 
 
 @subcases("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
@@ -157,7 +162,7 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
     fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS, **options)
     row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
-    facts = ModelFacts("m", "f", True, lambda done: "none", True, ours)
+    facts = ModelFacts("m", "f", True, lambda round: "none", True, ours)
 
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         live = LiveRequest("/")
@@ -166,8 +171,8 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
         for at in range(0, len(ids), cuts):
             part = tuple(ids[at : at + cuts])
             last: Any = reason if at + cuts >= len(ids) else None
-            done = Round(0, 0, 1, at, (), part, 0, False, last)
-            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, done, 0.0))]
+            round = Round(0, 0, 1, at, (), part, 0, False, last)
+            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, round, 0.0))]
         return chunks, writer.whole()["choices"][0]
 
     return asyncio.run(work())
@@ -217,15 +222,15 @@ CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments"
 )
 def test_fields_that_need_a_chat_template_are_refused_without_one(fields: dict[str, Any], param: str) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]} | fields
-    with pytest.raises(ApiError, match="no chat template") as found:
+    with pytest.raises(ApiError, match="no chat template") as refusal:
         rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
-    assert found.value.status == 400 and found.value.param == param
-    if param != "reasoning_effort":  # which this template does not read
+    assert refusal.value.status == 400 and refusal.value.param == param
+    if param != "reasoning_effort":  # this template does not read it
         rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
 
 
 class Opening(ToyTokenizer):
-    """Begins every text with the token 256."""
+    """Puts the token 256 before every text."""
 
     def encode(self, text: str) -> list[int]:
         return [256, *text.encode()]
@@ -238,13 +243,16 @@ def test_special_tokens_are_added_to_texts_but_not_to_templated_chats() -> None:
     asked = [MessageFields(role="user", content="hi")]
     with pytest.raises(ApiError, match="add_special_tokens=true; allowed: false"):
         rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()))
-    begun = [rendered_chat(ChatFields(messages=asked, add_special_tokens=one), Opening()).ids for one in (None, False)]
-    assert begun == [[256, *b"hi"], [*b"hi"]]
+    encoded = [
+        rendered_chat(ChatFields(messages=asked, add_special_tokens=add_special), Opening()).ids
+        for add_special in (None, False)
+    ]
+    assert encoded == [[256, *b"hi"], [*b"hi"]]
 
 
-HALF = "\ud800"  # of a pair of surrogates
+HALF = "\ud800"  # half of a surrogate pair
 DEEP: Any = 1
-for _ in range(100_000):  # Python 3.13 nests more than 3.12
+for _ in range(100_000):  # deep enough for Python 3.13, which allows more nesting than 3.12
     DEEP = [DEEP]
 
 
@@ -266,9 +274,9 @@ for _ in range(100_000):  # Python 3.13 nests more than 3.12
 )
 def test_lone_surrogates_and_excessive_nesting_are_refused_by_name(fields: dict[str, Any], place: str) -> None:
     asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
-    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as found:
+    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as refusal:
         rendered_chat(asked, HFTokenizer(tokenizer()))
-    assert found.value.status == 400 and found.value.param == place
+    assert refusal.value.status == 400 and refusal.value.param == place
 
 
 def test_a_conversation_with_a_lone_surrogate_is_refused() -> None:
@@ -301,9 +309,9 @@ ANSWERED: Any = {"role": "assistant", "content": "ho"}
 )
 def test_fields_that_the_template_does_not_read_are_refused(fields: dict[str, Any], param: str) -> None:
     asked = ChatFields.model_validate({"messages": [HI]} | fields)
-    with pytest.raises(ApiError, match="this chat template does not read it") as found:
+    with pytest.raises(ApiError, match="this chat template does not read it") as refusal:
         rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()))
-    assert found.value.status == 400 and found.value.param == param
+    assert refusal.value.status == 400 and refusal.value.param == param
     for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
         rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny_models.tokenizer()))
 

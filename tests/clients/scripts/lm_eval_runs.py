@@ -26,18 +26,18 @@ def main(url: str, model: str, folder: str, tasks: str) -> dict[str, Any]:
 
 
 def _run(manager: TaskManager, kind: str, arguments: str, tasks: list[str]) -> dict[str, Any]:
-    found = lm_eval.simple_evaluate(
+    evaluation = lm_eval.simple_evaluate(
         model=kind, model_args=arguments, tasks=tasks, task_manager=manager, batch_size=2, bootstrap_iters=0
     )
     scores = {
         f"{task} {name}": value
-        for task, results in found["results"].items()
+        for task, results in evaluation["results"].items()
         for name, value in results.items()
         if isinstance(value, float) and "stderr" not in name
     }
     answers = {
-        task: [sample["resps"] for sample in sorted(samples, key=lambda one: one["doc_id"])]
-        for task, samples in found["samples"].items()
+        task: [sample["resps"] for sample in sorted(samples, key=lambda item: item["doc_id"])]
+        for task, samples in evaluation["samples"].items()
     }
     return {"scores": scores, "answers": answers}
 

@@ -171,11 +171,11 @@ def build(name: str, target: Path) -> Any:
 
 def captured(module: torch.nn.Module, run: Callable[[], object]) -> list[Tensor]:
     """What a module returns while this runs."""
-    found: list[Tensor] = []
-    hook = module.register_forward_hook(lambda _, inputs, output: found.append(output.detach()))
+    outputs: list[Tensor] = []
+    hook = module.register_forward_hook(lambda _, inputs, output: outputs.append(output.detach()))
     run()
     hook.remove()
-    return found
+    return outputs
 
 
 def eagle3_steps(model: Any, text: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
