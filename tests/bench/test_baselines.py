@@ -1,4 +1,4 @@
-"""Transformers' own generation as an arm: the same weights, the same text, the settings it says it has."""
+"""Transformers' own generation as an arm: the same weights, the same text, and the settings it reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> Non
     together = [
         sum(round["step"] == step for round in plain.rounds) for step in {round["step"] for round in plain.rounds}
     ]
-    assert max(together) == 2  # never three
+    assert max(together) == 2  # never three rows at once
     assert baseline.num_forwards == 2 * max(map(len, baseline.texts))
 
 
@@ -114,7 +114,7 @@ def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: 
     lineup = Lineup(decoder, parse_arms("hf-assisted-tuned@3,hf-assisted"), PARAMS)
     ids = decoder.encode(PROMPTS[0].text, chat=True)
     lineup.generate(lineup.arms[0], [ids], [PARAMS])
-    # at the end fewer tokens are left to generate
+    # the last round has fewer tokens left to generate
     assert max(drafted) == 3 and drafted == sorted(drafted, reverse=True) and drafted.count(3) > len(drafted) / 2
     tuned = drafted.copy()
     drafted.clear()

@@ -1,4 +1,4 @@
-"""Records: one line per finished run, whole or not there; a run goes on only under its own settings."""
+"""Records: one complete line per finished run; a benchmark is resumed only with the settings it began with."""
 
 import json
 import resource
@@ -244,7 +244,7 @@ def test_arms_take_turns_before_the_next_repeat() -> None:
     alone, together = (
         ("none", "hf-lookup", "ngram"),
         ("none", "ngram"),
-    )  # transformers' own works for one row prompt only
+    )  # transformers' own works for a single prompt only
     assert order == [
         *((1, prompt, repeat, arm) for prompt in ("a/1", "a/2") for repeat in (0, 1) for arm in alone),
         *((2, "a/1", repeat, arm) for repeat in (0, 1) for arm in together),

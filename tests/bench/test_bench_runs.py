@@ -1,4 +1,4 @@
-"""Runs: in turn, each from an empty KV cache, judged against plain decoding."""
+"""Runs: arms take turns, each run starts with an empty KV cache, and texts are compared with plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def measured(
     batches: Sequence[int] = (1,),
     repeats: int = 1,
 ) -> list[Run]:
-    """The runs of these arms on PROMPTS, as the folder holds them afterwards."""
+    """The runs of these arms on PROMPTS, read back from the folder."""
     runner = runner_of(folder, decoder, arms, params, batches, repeats)
     runs = list(runner.run([]))
     assert read_records(folder)[1] == runs
@@ -48,7 +48,7 @@ def verdicts(runs: Sequence[Run], arm: str) -> list[str]:
 
 
 class Spy(Lineup):
-    """Notes what is asked of it, and fails where it is told to."""
+    """Records its calls, and fails for the prompts it was given to fail for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -129,7 +129,7 @@ def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -
     params = replace(GREEDY, temperature=0.9 if sampled else 0.0, seed=1)
     decoder = toy().using(acceptance=load_wrong_rule("first-mismatch-kept"))
     runs = measured(tmp_path, decoder, "model@4", params)
-    # under sampling a rule that does not couple draws promises a distribution and no text
+    # under sampling, a rule that does not couple draws promises a distribution, not a text
     assert ("different" in verdicts(runs, "model@4")) is not sampled
     assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
 
@@ -195,7 +195,7 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     resumed = list(runner.run(read_records(tmp_path)[1]))
     assert [run.key for run in (*whole, *resumed)] == [measurement.key for measurement in runner.plan]
     assert read_records(tmp_path)[1] == [*whole, *resumed]
-    # the reference text came from the first process, so the rest is judged against it
+    # the reference text comes from the first process, and the other runs are compared with it
     assert [run.verdicts for run in (*whole, *resumed)].count(["reference"]) == 2
     assert len([event for event in again.events if event[2] == 24]) == len(runner.plan) - 3
 

@@ -1,4 +1,4 @@
-"""Figures from runs: medians, intervals that cover what they should, verdicts, and no number for what failed."""
+"""Figures from runs: medians, intervals with the right coverage, verdicts, and no number for a failed run."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]
     """Seconds of two arms: log-normal speed-ups with geometric mean TRUTH, and jitter that repeats bring."""
     rng = np.random.default_rng(seed)
     ratio = np.exp(np.log(TRUTH) + SPREAD * rng.standard_normal(GROUPS))
-    base = np.exp(rng.standard_normal(GROUPS))  # prompts take very different times, which pairing takes out
+    base = np.exp(rng.standard_normal(GROUPS))  # prompts take very different times; pairing removes the difference
     noise = np.exp(jitter * rng.standard_normal((2, GROUPS, repeats)))
     return (base[:, None] / ratio[:, None] * noise[0]).tolist(), (base[:, None] * noise[1]).tolist()
 
@@ -107,7 +107,7 @@ def test_the_worst_verdict_of_several_repeats_counts() -> None:
     runs += [run("hf", "a/1", 1.0, verdicts=["different"])]
     summaries = summarise(runs, "none")
     assert [summary.verdicts["different"] for summary in summaries] == [1, 1, 1]
-    assert [summary.arm for summary in wrong_texts(summaries)] == ["ngram"]  # the others promised nothing
+    assert [summary.arm for summary in wrong_texts(summaries)] == ["ngram"]  # no other arm promises this text
 
 
 def test_time_is_split_into_shares_of_the_measured_seconds() -> None:

@@ -1,4 +1,4 @@
-"""`compare`: the arms of a benchmark, judged as its texts are, option by option."""
+"""`compare`: the arms of a benchmark, how their texts are compared, and its options."""
 
 from __future__ import annotations
 

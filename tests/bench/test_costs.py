@@ -1,4 +1,4 @@
-"""Costs against their tables, the roofline, and the probe on small models."""
+"""Costs: tables of measurements, the roofline model, and the probe on small models."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_roofline_is_bound_by_bandwidth_and_by_compute() -> None:
     machine = Machine(memory_bandwidth=1e12, flops=100e12, launch_ms=0.5, overhead_ms=0.1)
     assert machine.forward_ms(1e9, 1) == pytest.approx(2.0)  # 2 GB at 1 TB/s
     assert machine.forward_ms(1e9, 1000) == pytest.approx(20.0)  # 2 TFLOP at 100 TFLOP/s
-    assert machine.forward_ms(1e8, 1) == 0.5  # no forward is faster than its launches
+    assert machine.forward_ms(1e8, 1) == 0.5  # no forward is faster than the launches of its kernels
     costs = paper_costs(1e9, 1e8, machine, batches=(1, 200), widths=range(1, 6))
     assert costs.forward(1, 5) == costs.forward(1, 1) == pytest.approx(2.0)
     assert costs.forward(200, 5) == pytest.approx(20.0)

@@ -1,4 +1,4 @@
-"""The files that a tuning leaves for this and other engines, parsed back, with the keys those engines document."""
+"""The settings files that `tune` writes for this and other engines can be parsed and have the documented keys."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Predictions against enumeration, limits and orders, and against observed statistics."""
+"""The predicted speed-up agrees with enumeration, limits and observed statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ modest = settings(max_examples=40)
 
 
 def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Costs) -> tuple[float, float]:
-    """Expected tokens of one row and milliseconds of a round, over every fate of every row.
+    """Expected tokens of one row and milliseconds of a round, over every outcome of every row.
 
     lengths[n]: probability that a row proposes n tokens.
     """

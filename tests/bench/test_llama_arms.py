@@ -1,6 +1,6 @@
-"""Arms of llama.cpp: what is refused, the loop around its forwards, and how its texts are judged.
+"""Arms of llama.cpp: which settings are refused, the loop around its forwards, and how its texts are compared.
 
-The forwards are made up here; tests/clients/test_llama_cpp.py has the real ones.
+The forwards here are simulated; tests/clients/test_llama_cpp.py runs the real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def following(tokens: Sequence[int]) -> int:
-    """The made-up model's choice, which repeats itself before long."""
+    """The next token of the simulated model, whose texts soon repeat."""
     return (tokens[-1] * 3 + sum(tokens[-2:-1]) + 1) % VOCABULARY
 
 
@@ -43,7 +43,7 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class MadeUpModel:
-    """As `LlamaCppModel`, over `following`; keeps the numbers of tokens of its forwards."""
+    """Stands for `LlamaCppModel`, with tokens from `following`; records the number of tokens of each forward."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -65,7 +65,7 @@ class MadeUpModel:
 
 
 class RepeatedText:
-    """Prompt lookup in the binding's form: what followed the last token before."""
+    """Prompt lookup with the binding's interface: the tokens after the previous occurrence of the last one."""
 
     def __init__(self, max_ngram_size: int, num_pred_tokens: int) -> None:
         self.most = num_pred_tokens
@@ -77,7 +77,7 @@ class RepeatedText:
 
 @pytest.fixture(autouse=True)
 def binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup under the binding's name; no functions of llama.cpp."""
+    """A stand-in for the binding that has prompt lookup and no function of llama.cpp."""
     package, drafting = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     drafting.LlamaPromptLookupDecoding = RepeatedText  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
@@ -115,7 +115,7 @@ def test_texts_of_llama_cpp_end_where_ours_do(name: str) -> None:
 
 
 class FromTheToy(MadeUpModel):
-    """Chooses as the toy does, or, spoiled, one token further."""
+    """Chooses the toy model's token or, if spoiled, the next higher token id."""
 
     def __init__(self, decoder: SpeculativeDecoder, spoiled: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ragged batches cost what enumeration and random rounds say; the probe measures them, and trees, as drafted."""
+"""Costs of ragged batches agree with enumeration and simulation; the probe measures ragged batches and trees."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unpadded_costs(**changes: Any) -> Costs:
 
 
 def enumerated(lengths: list[float], batch: int, cost: Any) -> float:
-    """Milliseconds of a round over every combination of proposals; cost: longest, draft tokens in all."""
+    """Expected milliseconds of a round over all combinations of proposals; cost(longest draft, draft tokens in all)."""
     total = 0.0
     for rows in itertools.product(range(len(lengths)), repeat=batch):
         chance = 1.0
@@ -64,8 +64,8 @@ def test_a_ragged_round_costs_what_the_tokens_of_its_rows_cost(batch: int) -> No
 def test_a_ragged_round_is_padded_only_if_that_takes_fewer_tokens() -> None:
     costs = linear_costs(ragged=by_tokens(), padded=(1, 2, 4, 8), totals=(6, 8, 20))
     assert costs.verifying(4, 3, [3]) == pytest.approx(10 + 0.5 * 8 + 0.25)  # 7 tokens, padded to 8, not to 16
-    assert costs.verifying(4, 3, [12]) == pytest.approx(10 + 0.5 * 16 + 0.25)  # 16, which 20 is beyond
-    assert costs.verifying(4, 7, [17]) == pytest.approx(10 + 0.5 * 32 + 0.25)  # 21, which no total holds
+    assert costs.verifying(4, 3, [12]) == pytest.approx(10 + 0.5 * 16 + 0.25)  # padded to 16; ragged, it takes 20
+    assert costs.verifying(4, 7, [17]) == pytest.approx(10 + 0.5 * 32 + 0.25)  # 21 ragged tokens exceed every total
     assert costs.verifying(1, 3, [3]) == costs.plain(1, 4)
 
 

@@ -1,4 +1,4 @@
-"""What a report is made of: ratios with intervals, charts, samples, and a page that escapes all it is given."""
+"""Reports: ratios with intervals, charts, sample texts, and a page in which every value is escaped."""
 
 import json
 import re
@@ -194,7 +194,7 @@ def test_charts_of_one_batch_size_have_the_same_size(page: str) -> None:
 
 
 def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
-    """Runs with given times; "hf" is a baseline."""
+    """A folder of runs with these times; the arm "hf" is a baseline."""
     runs = [run for arm, seconds in parts for run in timed(arm, seconds)]
     for run in runs:
         run.verdicts[:] = ["reference" if run.arm == "none" else "identical"]
@@ -217,7 +217,7 @@ def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_promp
     assert headline(data) == "auto: 2.00x plain decoding (2.00 to 2.00), 10 prompts"
     data = folder_of(("none", [1.0, 1.0, 1.0]), ("auto", [2.0, 2.0]), ("ngram@2", [2.0]))
     assert headline(data).startswith("No drafter was faster than plain decoding, 3 prompts:")
-    assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # of two prompts and of one
+    assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # from two prompts and from one
 
 
 def test_every_number_of_the_headline_is_in_a_table() -> None:
@@ -375,7 +375,7 @@ def test_the_report_shows_prompts_beside_answers_and_the_command(tmp_path: Path)
     lines = (folder / "runs.jsonl").read_text().splitlines(keepends=True)
     old = {name: value for name, value in json.loads(lines[0]).items() if name not in ("prompts", "command")}
     (folder / "runs.jsonl").write_text(json.dumps(old) + "\n" + "".join(lines[1:]))
-    page = render(load(folder), [], ToyTokenizer())  # of a folder written before
+    page = render(load(folder), [], ToyTokenizer())  # a folder written by an earlier version
     assert 'aria-label="Answer"' in page and 'aria-label="Prompt"' not in page and "Run it again" not in page
 
 
@@ -437,7 +437,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, content: str | None, m
 
 
 def test_arms_that_tune_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
-    """`tune` names in its header the arms of its screening only."""
+    """The header of a `tune` folder names only the arms of its screening."""
     header, runs = read_records(folder)
     start(tmp_path, replace(header, settings=header.settings | {"arms": ["none", "ngram@2"]}))
     for run in runs:
@@ -449,7 +449,7 @@ def test_arms_that_tune_chose_while_it_measured_are_reported(folder: Path, tmp_p
 
 def test_report_loads_no_weights(capsys, monkeypatch, folder: Path) -> None:
     assert any(command.callback is report_command for command in app.registered_commands)
-    monkeypatch.setattr(report, "charts", lambda data: [])  # drawn and tested above
+    monkeypatch.setattr(report, "charts", lambda data: [])  # the charts are tested above
     for arguments, in_ids in (((), False), (("--ids",), True)):
         monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
         with pytest.raises(SystemExit) as exited:

@@ -1,4 +1,4 @@
-"""The report in a real browser: filled, drawn, readable, and never wider than its window."""
+"""The report in a real browser: it is filled in, readable, and never wider than its window."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
 )
 NARROW, PHONE, WIDE = 320, 400, 1200  # pixels
-# what the page measures of itself, told by the title of the page around it; sizes in CSS pixels
+# the page measures itself and puts the result into the title of the page around it; sizes in CSS pixels
 PROBE = """<script>
 const all = [...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll') && !e.closest('svg'));
 const shown = e => e.getBoundingClientRect().width > 0;
@@ -75,9 +75,9 @@ def browse(page: Path, folder: Path, *more: str) -> str:
 
 @pytest.fixture
 def measured(page: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
-    """What a copy of the page with the probe in it measures; the copy alone may run scripts.
+    """Measurements from a copy of the page that contains the probe; only the copy may run scripts.
 
-    It stands in a frame, since a browser's window has a least width.
+    The copy is shown in a frame, since the window of a browser has a minimum width.
     """
 
     def measure(width: int, *more: str, edit: Callable[[str], str] = lambda text: text) -> dict[str, float]:
@@ -104,7 +104,7 @@ def test_the_report_has_no_empty_cells_draws_its_charts_and_fits_the_window(meas
     assert values["rows"] >= 15 and values["empty"] == 0
     assert values["charts"] == values["drawn"] == 4
     assert values["smallest"] >= 13 and values["tokens"] > 20
-    assert values["sticky"] <= 1 and values["first"] <= max(150, width / 4)  # the first column stays, and leaves room
+    assert values["sticky"] <= 1 and values["first"] <= max(150, width / 4)  # the first column stays visible
     assert values["head"] <= 60  # no blank band above the first column's head
 
 

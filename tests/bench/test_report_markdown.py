@@ -1,4 +1,4 @@
-"""The table for a README: every figure from the runs, against any arm, with what it was measured on."""
+"""The table for a README: its figures come from the runs, any arm can be the baseline, and the machine is named."""
 
 import re
 import sys

@@ -67,7 +67,7 @@ def test_no_word_and_no_figure_is_broken(name: str, width: int) -> None:
 
 
 def test_a_table_laid_out_by_rich_breaks_words() -> None:
-    """The check above fails for a table as rich lays it out by itself."""
+    """Negative control of the test above: rich's own layout breaks words."""
     from rich.table import Table as RichTable
 
     console = Console(width=40, color_system=None, force_terminal=True)
@@ -86,7 +86,7 @@ def test_a_narrow_table_drops_optional_columns_before_intervals(subtests: pytest
         with subtests.test(width=width):
             text = "\n".join(printed(small, width))
             assert header in text and interval in text and ("alpha" in text) == bool(header)
-    assert printed(small, 10)[0].strip() == "none"  # a list of entries, where not even this fits
+    assert printed(small, 10)[0].strip() == "none"  # where no table fits, a list of entries is printed
 
 
 def test_figures_are_listed_if_columns_do_not_fit() -> None:

@@ -1,4 +1,4 @@
-"""The formula against simulated rounds, and the table."""
+"""The formula agrees with simulated rounds, and the table shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.7, RAGGED], ids=["alpha", "by position"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_simulated_rounds_agree_with_the_formula(acceptance: Acceptance | float, batch: int) -> None:
-    """12,000 rounds or so: the speed-up's sampling error is about 1 %, the text's end and the last rows add little."""
+    """About 12,000 rounds: the sampling error of the speed-up is about 1 %; the ends of the texts add little."""
     costs, load = linear_costs(), Load(rows=8 * batch, batch=batch, tokens=4000 // batch)
     plain = play(costs, acceptance, 0, load, seed=0)
     played = plain / play(costs, acceptance, 4, load, seed=1)
@@ -43,7 +43,7 @@ def test_a_simulated_run_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize(("alpha", "taken"), [(1.0, 5 + 5 + 3), (0.0, 9 * 5 + 4 + 3 + 2 + 1)])
 def test_simulated_rows_draft_no_further_than_their_end(alpha: float, taken: int) -> None:
-    """13 tokens at 1 ms a column: 4 are drafted a round as long as 5 or more tokens are left, whatever is drawn."""
+    """13 tokens at 1 ms a column: every round drafts 4 tokens as long as 5 or more are left, whatever is drawn."""
     costs = Costs({1: {1: 1.0, 5: 5.0}}, {1: {1: 0.0, 5: 0.0}}, {1: 0.0}, {1: 0.0})
     assert play(costs, alpha, 4, Load(rows=1, batch=1, tokens=13), seed=0) == taken
 

@@ -1,4 +1,4 @@
-"""The grid of a sweep, and the advice that follows from what was measured."""
+"""The grid of a sweep, and the advice derived from its measurements."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The choice itself, on runs whose answer is known by construction; and the race that leaves them."""
+"""How `tune` chooses an arm from runs whose best arm is known by construction, and the race that makes those runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ PLAIN = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]
 
 
 def run(arm: str, group: int, repeat: int, seconds: float, *, draft: float = 0.0, verdict: str = "identical") -> Run:
-    """draft: the share of the time that went into drafting."""
+    """draft: the share of the time that drafting took."""
     stats = Stats(
         num_rounds=10,
         num_steps=10,
@@ -76,7 +76,7 @@ def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> Non
     assert advice.best is not None and advice.best.name == "model@4" and advice.best.predicted == 1.5
     assert advice.expected is not None and advice.expected.value == pytest.approx(2.0, rel=0.03)
     assert advice.expected.low is not None and advice.expected.low > 1.9
-    assert advice.optimism < 1e-3  # one arm wins every resample, so nothing is taken off
+    assert advice.optimism < 1e-3  # one arm wins every resample, so its speed-up is not corrected
     assert (
         advice.sentence.startswith("batch 1: model@4 with draft model d, 1.99x plain decoding (1.97 to")
         and advice.units == 16
@@ -213,7 +213,7 @@ def test_drafters_without_a_prediction_are_still_measured() -> None:
 
 
 class Scripted:
-    """A meter whose arms take `factors` times PLAIN, with noise; `left` units fit in the time."""
+    """A meter whose arms take PLAIN times their factor, with noise; the time limit allows `max_units` units."""
 
     def __init__(self, factors: Mapping[str, float], max_units: int, noise: float = 0.01) -> None:
         self.factors, self.left, self.noise = factors, max_units, noise
@@ -238,20 +238,20 @@ def arms_of(*names: str) -> list[Arm]:
 
 
 def test_the_search_drops_beaten_arms_and_ends_once_the_best_is_known() -> None:
-    meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, left=500)
+    meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, max_units=500)
     runs = search(meter, arms_of("none", "ngram@3", "model@4", "suffix@4"), GROUPS, 1, 1e9)
     lineups = [names for names, _, _ in meter.asked]
     assert lineups[0] == ["none", "ngram@3", "model@4", "suffix@4"] and lineups[-1] == ["none", "model@4", "suffix@4"]
-    assert len(lineups) == 9  # the second rung: the first after all eight groups
+    assert len(lineups) == 9  # the second rung, the first one that begins after all eight groups
     assert [group for _, group, _ in meter.asked] == [*(f"chat/{i}" for i in range(8)), "chat/0"]
     assert meter.asked[8][2] == 2 and len(runs) == sum(map(len, lineups))
 
 
 def test_the_search_ends_when_only_plain_decoding_or_no_time_is_left() -> None:
-    meter = Scripted({"none": 1.0, "ngram@3": 1.5}, left=500)
+    meter = Scripted({"none": 1.0, "ngram@3": 1.5}, max_units=500)
     search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)
     assert len(meter.asked) == FIRST_RUNG
-    meter = Scripted({"none": 1.0, "ngram@3": 0.9}, left=30, noise=0.5)
+    meter = Scripted({"none": 1.0, "ngram@3": 0.9}, max_units=30, noise=0.5)
     assert len(search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)) == 60 and len(meter.asked) == 30
 
 

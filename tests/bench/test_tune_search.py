@@ -55,7 +55,7 @@ def test_screened_candidates_have_predictions_and_measured_costs(tmp_path: Path)
     assert first is not None and all(
         candidate.costs.target == first.target for candidate in result.screened if candidate.costs
     )
-    shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out
+    shapes = space.lineup.decoder.shapes  # at one row, a width that was slower than a wider one is left out
     assert {b: set(ms) for b, ms in first.target.items()} == {
         b: {shapes.width_for(n, b) for n in range(1, 5)} for b in (1, 2)
     }

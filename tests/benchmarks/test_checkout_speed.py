@@ -1,4 +1,4 @@
-"""The comparison of two checkouts' speeds: like with like, and a slower one is found."""
+"""The comparison of two checkouts' speeds compares equal settings and finds a slower checkout."""
 
 from __future__ import annotations
 

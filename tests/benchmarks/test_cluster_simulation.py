@@ -1,4 +1,4 @@
-"""The simulation of clusters: what follows by arithmetic where no node dies, and that nothing is lost where some do."""
+"""The simulation of clusters agrees with arithmetic where no node dies, and loses nothing where some die."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_token_is_lost_when_nodes_die() -> None:
     whole = Simulation(replace(SMALL, start=5.0), 4, BLOCKS).run()
     assert result.deaths > 0 and result.repeated > 0 and whole.seconds < result.seconds < 10 * whole.seconds
     assert result.tokens == whole.tokens == 6000
-    assert Simulation(frail, 4, BLOCKS, seed=1).run() == result  # by its seed
+    assert Simulation(frail, 4, BLOCKS, seed=1).run() == result  # the seed decides the result
 
 
 def test_the_command_prints_a_line_per_number_of_nodes(

@@ -1,4 +1,4 @@
-"""The benchmark of numbers of threads, on a tiny model: figures of every count, resumed, and differences found."""
+"""The benchmark of thread counts, on a tiny model: figures for every count, resumed runs, and detected differences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
     cores: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "BITS_THREADS", (1, 2, 3, 5))  # of the kernels many more are tested
+    monkeypatch.setattr(cores, "BITS_THREADS", (1, 2, 3, 5))  # many more of the kernels are tested
     real, width = torch.equal, max(cores.WIDTHS)
 
     def equal(logits: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The fit of the match kinds finds the numbers that drafts were accepted by."""
+"""The fit of the match kinds recovers the probabilities by which drafts were accepted."""
 
 from __future__ import annotations
 

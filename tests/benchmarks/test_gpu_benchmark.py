@@ -20,7 +20,7 @@ def test_the_gpu_benchmark_runs_on_tiny_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, out = logging.getLogger("slipstream"), tmp_path / "result.json"
-    monkeypatch.setattr(log, "handlers", log.handlers[:])  # it adds one
+    monkeypatch.setattr(log, "handlers", log.handlers[:])  # resuming adds one line
     options = ["--small", "--acceptance", "0.6", "--json", str(out)]
     code, printed, err = run_main(capsys, monkeypatch, lambda: terminal.run(gpu.main), *options)
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""The search for layers that draft well: what it counts, in what order it tries, what it prints and keeps."""
+"""The search for layers that draft well: its counts, the order of its candidates, its output and its records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_search_counts_the_accepted_drafts_of_every_choice_of_layers(
             right = [a == b for a, b in zip(draft, text[at:], strict=False)]
             rows.append(torch.tensor(right).long().cumprod(0).float())
     assert len(rows) == 8 and candidate.accepted == tuple(torch.stack(rows).mean(0).tolist())
-    assert truth.judge(layers) == candidate  # a candidate leaves nothing behind
+    assert truth.judge(layers) == candidate  # a candidate does not change the model
     assert (candidate.agreement == 1) == (len(layers) == 4) and candidate.agreement >= candidate.accepted[-1]
 
 

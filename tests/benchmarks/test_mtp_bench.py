@@ -1,4 +1,4 @@
-"""The benchmark of MTP layers: both systems write the text that the weights were made for, and another is found."""
+"""The benchmark of MTP layers: both systems write the text the weights were made for, and any other is detected."""
 
 from __future__ import annotations
 

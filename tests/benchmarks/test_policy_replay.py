@@ -1,4 +1,4 @@
-"""Lengths that pay, over known texts and known costs: what they gain, what they lose, and what they follow."""
+"""Automatic draft lengths, replayed over known texts and costs: their gains, their losses, and their causes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def costs(column: float = 1.0, step: float = 5.0) -> Costs:
 
 
 def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts in which nothing repeats; the draft model is right with this chance, and says so truly."""
+    """Texts without repetition; the draft model is right with this probability, and reports it truthfully."""
     rng, made = random.Random(seed), []
     for _ in range(count):
         output = [rng.randrange(1 << 19) for _ in range(length)]
@@ -52,7 +52,7 @@ def seconds(
     batch: int = 1,
     cost_model: CostModel | None = None,
 ) -> float:
-    """Of one setting over all texts; length None is what pays, by what `cost_model` knows, by default the costs."""
+    """Seconds of one setting over all texts; length None is automatic, by `cost_model` (default: the costs)."""
     recording = replay.Recording(table, copy.deepcopy(records))
     if length is None:
         played = replay.auto(recording, drafter, cost_model or replay.cost_model_of(table))
@@ -95,7 +95,7 @@ def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
 
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
-    """The rounds of `suffix` with lengths that pay, over a known text."""
+    """The rounds of `suffix` with automatic lengths over a known text."""
     recording = replay.Recording(costs, [{"prompt": prompt, "output": output}])
     replayed_text = replay.auto(recording, "suffix:outputs=0", replay.cost_model_of(costs))
     replayed_text.seconds([0])

@@ -1,4 +1,4 @@
-"""What `benchmarks/predicted_outputs.py` prints of predictions, on the toy model."""
+"""The output of `benchmarks/predicted_outputs.py` on the toy model."""
 
 from __future__ import annotations
 

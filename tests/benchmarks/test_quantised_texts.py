@@ -1,4 +1,4 @@
-"""The benchmark of quantised texts: int15 says what the file's numbers say, and another text is found."""
+"""The benchmark of quantised texts: int15 gives the text of the file's own numbers, and another text is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of random weights: both models follow the tour, the draft model as often as was asked."""
+"""Pairs of random weights: both models follow the tour, the draft model with the requested probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the server: loads and storms on the toy, and that they notice what is wrong."""
+"""The benchmarks of the server: loads and storms on the toy, and the errors that they detect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_whole_answer_has_a_single_time() -> None:
 async def _answers_with(response: bytes, *, stream: bool = True) -> Answer:
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        for start in range(0, len(response), 9):  # pieces of chunks, as networks cut them
+        for start in range(0, len(response), 9):  # chunks in pieces, as a network delivers them
             writer.write(response[start : start + 9])
             await writer.drain()
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""The benchmark of structured output: texts that are valid and those of plain decoding, and it notices others."""
+"""The benchmark of structured output: its texts are valid and those of plain decoding, and it detects any others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' options take."""
+"""The values that options of the benchmarks accept."""
 
 import pytest
 from terminal import numbers

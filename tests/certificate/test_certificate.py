@@ -1,4 +1,4 @@
-"""The certificate passes what is exact and fails every rule that is not."""
+"""The certificate passes exact rules and fails every inexact one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a 
 
 
 def checks(decoder: SpeculativeDecoder) -> list[Check]:
-    """With the shortest texts and the fewest runs, as many on a busy machine as on a quiet one."""
+    """The checks with the shortest texts and a fixed, small number of runs, however busy the machine is."""
     return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=0.0).run())
 
 
@@ -86,7 +86,7 @@ def test_a_distribution_test_without_drafts_is_reported_as_powerless() -> None:
 
 
 def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypatch: pytest.MonkeyPatch) -> None:
-    # options that change nothing: a bonus token from the raw logits is then right, and cannot be told from the others
+    # without options that change logits, a bonus token from the raw logits is right and cannot be caught
     params = replace(sampled_frequencies.PARAMS, top_k=0, temperature=1.0, max_tokens=2)
     monkeypatch.setattr(sampled_frequencies, "PARAMS", params)
     monkeypatch.setattr(sampled_frequencies, "TOKENS", 2)

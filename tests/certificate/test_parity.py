@@ -1,4 +1,4 @@
-"""Ties and bugs are told apart by full precision, not by hope."""
+"""Full precision distinguishes ties from bugs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exact(second: float) -> Tensor:
 
 
 def judged(gap: float, errors: list[float], dtype: torch.dtype = torch.bfloat16) -> Difference:
-    """errors: of token 8, at the position of the difference and at those before it."""
+    """errors: errors of the logit of token 8, at the position of the difference and at those before it."""
 
     def working(ids: list[int]) -> Tensor:
         rounded = exact(gap)
@@ -81,7 +81,7 @@ def test_a_text_that_continues_after_the_end_of_the_other_is_not_a_tie() -> None
     assert explain(PROMPT, [5], [5], lambda ids, n: exact(0), lambda ids: exact(0), torch.bfloat16) is None
 
 
-# Ties are judged by what a token is chosen by: scores after penalties, bias, bad words and the seed's noise
+# A tie is a tie of final scores: after penalties, bias, bad words and the noise of the seed
 
 TOKENS = [5, 6, 7, 5, 6]
 OPTIONS = [

@@ -25,7 +25,7 @@ ARGUMENTS = {
 
 def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     plain = decoder.using("none", num_draft_tokens="auto")
-    params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end
+    params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end token
     expected = plain.generate(MESSAGES, params).text
     bodies = {
         "messages": MESSAGES,

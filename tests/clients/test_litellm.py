@@ -25,13 +25,13 @@ def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, dec
     plain = decoder.using("none", num_draft_tokens="auto")
     expected = plain.generate(
         MESSAGES, SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})
-    ).text  # without an end
+    ).text  # without an end token
     bodies = {
         "asked": {"messages": MESSAGES, "max_tokens": 60, "temperature": 0.8, "seed": 4, "logit_bias": {"1": -50}},
         "prompt": "A heron",
         "predicted": expected,
         "form": {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS, "strict": True}},
-        "tools": [{"type": "function", "function": {"name": "stop_now"}}],  # litellm takes additionalProperties out
+        "tools": [{"type": "function", "function": {"name": "stop_now"}}],  # litellm removes additionalProperties
     }
     answers: dict[str, Any] = run_script("litellm", "litellm_calls.py", server.url, "tiny", json.dumps(bodies))
     assert answers["whole"] == answers["stream"] == answers["async"] == answers["predicted"] == expected

@@ -1,4 +1,4 @@
-"""llama.cpp itself, on a file that both read: its numbers, and its arms beside ours."""
+"""llama.cpp itself, on a file that both engines read: its logits, and its arms beside ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = [5, 9, 5, 9, 5, 9, 70, 71, 33, 100]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    """The binding's environment behind this one: it brings C functions and needs nothing that is not here."""
+    """Append the binding's environment to the import path; its other requirements are installed here."""
     (packages,) = (ROOT / ".clients" / "llama_cpp" / "lib").glob("python*/site-packages")
     sys.path.append(str(packages))
 
@@ -50,8 +50,8 @@ def test_logits_of_llama_cpp_equal_ours_up_to_rounding(file: Path) -> None:
     assert llama.vocab_size == expected.shape[1]
     scale = float(expected.std())
     assert float((logits - expected).abs().max()) < 0.1 * scale
-    assert float((logits.flip(0) - expected).abs().max()) > scale  # those of other positions are far away
-    again = torch.from_numpy(llama.forward(IDS[4:], 4).copy())  # what the cache held from there on is forgotten
+    assert float((logits.flip(0) - expected).abs().max()) > scale  # logits of other positions are far away
+    again = torch.from_numpy(llama.forward(IDS[4:], 4).copy())  # the cache drops everything from that position on
     assert float((again - expected[4:]).abs().max()) < 0.1 * scale
     assert int(llama.read(IDS).argmax()) == int(logits[-1].argmax())
     llama.close()

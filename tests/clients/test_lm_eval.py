@@ -13,7 +13,7 @@ from tests.support.running_server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2, needs("lm_eval")]
 TASKS = ROOT / "tests" / "clients" / "tasks"
-CLOSE = 2e-3  # of a log-likelihood: the sum of a few tokens', in float32, by other kernels
+CLOSE = 2e-3  # tolerance of a log-likelihood: a sum over a few tokens in float32, by other kernels
 
 
 def load() -> SpeculativeDecoder:
@@ -30,7 +30,9 @@ def results() -> Any:
 def test_scores_equal_those_of_lm_evals_own_model(results: Any) -> None:
     expected, ours, remote = (results[name]["scores"] for name in ("hf", "server", "remote tokenizer"))
     assert ours == expected and {"facts_choice acc,none", "facts_choice acc_norm,none"} < set(expected)
-    assert remote.items() <= expected.items() and 0 < expected["facts_choice acc,none"] < 1  # some right, some wrong
+    assert (
+        remote.items() <= expected.items() and 0 < expected["facts_choice acc,none"] < 1
+    )  # not all right, not all wrong
 
 
 def test_texts_equal_those_of_lm_evals_own_model(results: Any) -> None:

@@ -1,4 +1,4 @@
-"""`speculators` computes the same with a head of `slipstream train`, and what is recorded of its own heads."""
+"""`speculators` computes the same logits with a head of `slipstream train`, and the recorded ones with its own."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_speculators_loads_a_trained_head_and_computes_the_same(tmp_path: Path) 
     save_file({"text": torch.tensor(text)}, steps)
     report = run_script("speculators", "speculators_load.py", str(head), str(steps))
     assert report.pop("class") == "Eagle3DraftModel"
-    assert report.pop("unknown settings") == ["torch_dtype", "trained"]  # of transformers, and for readers
-    assert report.pop("unknown settings of the layer") == ["rope_theta"]  # for readers of before transformers 5
+    assert report.pop("unknown settings") == ["torch_dtype", "trained"]  # fields of transformers, and for readers
+    assert report.pop("unknown settings of the layer") == ["rope_theta"]  # for readers older than transformers 5
     assert not any(report.values())
     pair, logits = pair_of(str(target), head), load_file(steps)["logits"]
     offsets = load_file(head / "model.safetensors")["d2t"]

@@ -1,4 +1,4 @@
-"""Constraints are checked when they are made, with one line that says what is wrong."""
+"""Constraints are checked when they are created; an error says in one line what is wrong."""
 
 from __future__ import annotations
 

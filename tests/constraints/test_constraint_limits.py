@@ -1,4 +1,4 @@
-"""Where a constraint reaches a limit its row fails, at the token and for the reason of plain decoding, and no other."""
+"""Only the row whose constraint reaches a limit fails, at the token and for the reason of plain decoding."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str,
 
 
 def test_a_smaller_limit_changes_the_outcome() -> None:
-    """The comparison above would notice a text that fails one token earlier."""
+    """Negative control: the comparison above notices a text that fails one token earlier."""
     constraint, limits = CASES["cost"]
     requests = [request(constraint, seed) for seed in range(4)]
     smaller = Limits(lexer_cost=limits.lexer_cost // 2, step_cost=limits.step_cost)
@@ -94,7 +94,7 @@ def test_a_lexer_stopped_by_a_limit_is_never_reused_for_another_row() -> None:
     path = walk(first, 0, 200)
     assert first.problem(path) is not None and not first.masks(path, []).any()
     short = walk(limited(Limits()).constraint(WORDS, ends), 1, 3)
-    for later in (other, made.constraint(WORDS, ends)):  # one that ran beside it, and a new one
+    for later in (other, made.constraint(WORDS, ends)):  # a row that ran beside it, and a new row
         assert later.masks(short, []).any() and later.problem(short) is None
         expected = limited(Limits()).constraint(WORDS, ends).masks(short, [])
         assert (allowed(later.masks(short, [])) == allowed(expected)).all()

@@ -1,4 +1,4 @@
-"""Drafts under a grammar keep the target's constrained distribution, by enumeration; the tempting way does not."""
+"""Drafts under a grammar keep the target's constrained distribution, by enumeration; an obvious shortcut does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def masked(distribution: Distribution, grammar: object) -> Distribution:
 
 
 def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -> Draft:
-    """What becomes of these drafts, one in each row."""
+    """These drafts, one per row, after the grammar was applied."""
     target = Session(HashBackend(VOCAB))
     rows = [Row(i, [0], SamplingParams(max_tokens=50), seed=i) for i in range(len(tokens))]
     for row in rows:

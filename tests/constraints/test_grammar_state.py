@@ -1,4 +1,4 @@
-"""Masks are functions of the tokens alone, agree with what may be consumed, and are single where a token is forced."""
+"""Masks depend on the tokens alone, agree with what can be consumed, and have a single token where it is forced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST = next(iter(CONSTRAINTS.values()))
 
 
 def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
-    """A random legal output, ended or not."""
+    """A random legal output, complete or not."""
     rng, path, grammar = random.Random(seed), list[int](), state(constraint)
     while len(path) < longest:
         legal = np.flatnonzero(allowed(grammar.masks(path, []))[0])
@@ -73,7 +73,7 @@ def test_forced_tokens_are_the_only_ones_their_masks_allow(name: str) -> None:
             masks = allowed(grammar.masks(path[:at], run))
             for count, token in enumerate(run):
                 assert np.flatnonzero(masks[count]).tolist() == [token]
-            if run[-1:] != [tokenizer().eos_token_id]:  # and where no run begins there is a choice
+            if run[-1:] != [tokenizer().eos_token_id]:  # where no forced run begins, several tokens are allowed
                 assert masks[len(run)].sum() != 1
             assert path[at : at + len(run)] == run[: len(path) - at]
             assert grammar.forced(path[:at], 2) == run[:2]
@@ -108,7 +108,7 @@ def test_further_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
         assert mask[further] == mask[end]
         mask[further] = False
         assert (mask == allowed(plain.masks(path[:at], []))[0]).all()
-    assert more.forced(path[:-1], 8) == []  # two ends to choose from
+    assert more.forced(path[:-1], 8) == []  # two end tokens are allowed
 
 
 def test_a_text_outside_the_grammar_allows_no_token_and_says_why() -> None:

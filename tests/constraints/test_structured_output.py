@@ -1,4 +1,4 @@
-"""Structured output: the text of plain constrained decoding whatever drafts, and always what was demanded."""
+"""Structured output: the text of plain constrained decoding with every drafter, always valid under its constraint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_finished_text_satisfies_its_constraint(plain: list[Result]) -> No
     for result, options in zip(plain, MIXED, strict=True):
         assert result.finish_reason == ("length" if options.constraint is None else "stop"), result.error
         assert is_valid(result, options.constraint), result.text
-    assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts are their own
+    assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts differ from the greedy ones
 
 
 def test_the_prompt_without_a_constraint_does_not_satisfy_it() -> None:
@@ -102,7 +102,7 @@ def test_constrained_texts_are_the_same_alone_and_in_a_batch(plain: list[Result]
 
 @pytest.mark.slow
 def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
-    """Choices between few texts: their frequencies against the product of masked probabilities."""
+    """The frequencies of a few allowed texts agree with the products of their masked probabilities."""
     words, count = ["ab", "ac", "b"], 600
     options = SamplingParams(max_tokens=8, temperature=1.5, constraint=Constraint(choice=words))
     expected = probabilities(words, 1.5)
@@ -112,11 +112,11 @@ def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
         chi = sum((sampled.count(word) - count * expected[word]) ** 2 / (count * expected[word]) for word in words)
         assert chi < 23, (name, acceptance)  # 2 degrees of freedom: probability 1e-5
         uniform = sum((sampled.count(word) - count / 3) ** 2 / (count / 3) for word in words)
-        assert uniform > 23  # a distribution that is not the target's is noticed
+        assert uniform > 23  # negative control: another distribution is noticed
 
 
 def probabilities(words: list[str], temperature: float) -> dict[str, float]:
-    """Of each word, by every way in which the grammar lets tokens spell it."""
+    """The probability of each word, over all token sequences that spell it under the grammar."""
     from tests.support.structured_outputs import allowed, state
 
     end, total = tokenizer().eos_token_id, dict.fromkeys(words, 0.0)

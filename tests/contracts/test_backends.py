@@ -66,7 +66,7 @@ def test_a_forward_without_logits_still_writes_the_cache(name: str) -> None:
 def test_leftovers_and_padding_do_not_affect_logits(name: str) -> None:
     backend = make(name)
     tokens, other = text(backend), text(backend, seed=1)
-    backend.forward(other.repeat(1, 2), [0], first_slot=0, logits=False)  # longer than the text: leftovers after it
+    backend.forward(other.repeat(1, 2), [0], first_slot=0, logits=False)  # stale entries follow
     padded = torch.cat([tokens[:, :9], other[:, :5]], dim=1)
     close(backend.forward(padded, [0], first_slot=0, logits=True)[0, :9], whole(name, tokens)[:9])
     close(backend.forward(tokens[:, 9:], [9], first_slot=0, logits=True)[0], whole(name, tokens)[9:])
@@ -118,7 +118,7 @@ def test_reserve_keeps_the_cached_tokens(name: str, size: tuple[int, int]) -> No
     tokens = text(backend)
     backend.forward(tokens[:, :12], [0], first_slot=0, logits=False)
     backend.reserve(*size)
-    backend.reserve(1, 5)  # asking for less takes nothing away
+    backend.reserve(1, 5)  # asking for less memory frees none
     close(backend.forward(tokens[:, 12:], [12], first_slot=0, logits=True)[0], whole(name, tokens)[12:])
     if size[0] > 1:
         backend.forward(tokens, [0], first_slot=size[0] - 1, logits=False)

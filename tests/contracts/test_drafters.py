@@ -1,4 +1,4 @@
-"""What every file in `slipstream/drafters/` must do; a new one is tested without a line here."""
+"""The contract of every drafter in `slipstream/drafters/`; a new file is tested automatically."""
 
 import copy
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ def test_a_proposal_depends_only_on_its_row(name: str, coupled: bool, params: li
 def test_rows_may_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     rows, drafter = make_rows(params), make(name, coupled)
     seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
-    single_row_drafters = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
+    single_row_drafters = [make(name, coupled) for _ in rows]  # one for each row, without access to other rows
     for step, seating in enumerate(seatings):
         seated = [rows[i] for i in seating]
         draft = propose(drafter, seated, [3] * len(seated))
@@ -170,11 +170,11 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
         drafters.load("nonsense", drafters.Setup(CPU, 7))
 
 
-FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # draft nothing, or only what rounds have taught them
+FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # these draft nothing, or only what earlier rounds taught them
 
 
 @pytest.mark.parametrize("name", sorted(set(drafters.names()) - FROM_ROUNDS))
 def test_every_drafter_that_can_draft_from_a_text_does(name: str) -> None:
-    """Empty drafts keep every other promise."""
+    """A drafter that never drafts would pass every other test."""
     draft = propose(make(name, coupled=True), make_rows(PARAMS[0]), [4] * 4)
     assert sum(draft.lengths) > 0

@@ -1,7 +1,7 @@
-"""The whole loop: joint frequencies of tokens against the target's distribution, and what must be caught.
+"""The whole loop: joint frequencies of tokens follow the target's distribution, and wrong rules are caught.
 
-A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found in
-real projects fails the same test with the same number of runs.
+A correct loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found
+in real projects fails the same test with the same number of runs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in 
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 
-SOME, LONGER = 12, 10  # rows and tokens of texts that are compared one by one
+SOME, LONGER = 12, 10  # rows and tokens of texts that are compared token by token
 
-# the fast part of the tests has a few of each kind
+# the fast tests have a few cases of each kind
 over_ways = pytest.mark.parametrize(
     ("drafter", "rule"), mostly_slow(WAYS, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
 )
@@ -137,7 +137,7 @@ def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str
     assert any(round.num_accepted_tokens for result in results for round in result.rounds)
 
 
-# what must be caught
+# Wrong rules and draws that must be caught
 
 MORE = range(3 * RUNS // 2)
 
@@ -166,7 +166,7 @@ Draw = Callable[[Sampler, Tensor, int], Tensor]
 
 @dataclass
 class OtherDraws:
-    """A sampler that draws draft tokens in another way than it is told to."""
+    """A sampler whose draft tokens are drawn by the function `how`."""
 
     sampler: Sampler
     how: Draw
@@ -180,7 +180,7 @@ class OtherDraws:
 
 @dataclass
 class DrawsOtherwise:
-    """Drafts of another drafter, drawn otherwise than their distribution says."""
+    """Drafts of another drafter whose tokens are drawn by the function `how`."""
 
     inner: Drafter
     how: Draw
@@ -191,7 +191,7 @@ class DrawsOtherwise:
 
 @dataclass
 class StopsAfterUnlikely:
-    """Drafts that end at the first token with a small q, which is kept in the draft or not."""
+    """Drafts that end at the first token with a small q, either with or without that token."""
 
     inner: Drafter
     keeps: bool
@@ -216,7 +216,7 @@ def colder(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
     return sampler.draw(probs**2, first, Stream.DRAFT)
 
 
-def as_told(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+def as_stated(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
     return sampler.draw(probs, first, Stream.DRAFT)
 
 
@@ -247,7 +247,7 @@ def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str
 
 @pytest.mark.slow
 def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
-    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
+    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_stated)).p_value > SUSPICIOUS
 
 
 @pytest.mark.slow

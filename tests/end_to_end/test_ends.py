@@ -1,4 +1,4 @@
-"""Where a text ends: looked for token by token inside the accepted block, the same for every drafter."""
+"""A text ends at the same token with every drafter, even inside an accepted block."""
 
 from functools import cache
 from typing import Any
@@ -52,7 +52,7 @@ def ended(ends: int | tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("position", [0, 3, 6, 7])  # of blocks of seven: first, inside, bonus, first of the second
+@pytest.mark.parametrize("position", [0, 3, 6, 7])  # in blocks of seven: first, inside, bonus, next block
 def test_the_text_ends_at_end_of_sequence_wherever_it_falls_in_a_block(drafter: str, position: int) -> None:
     at = first_new(position)
     result = run(drafter, SamplingParams(max_tokens=COUNT), ends=text()[at])
@@ -64,8 +64,8 @@ def test_the_text_ends_at_end_of_sequence_wherever_it_falls_in_a_block(drafter: 
 def test_an_end_inside_the_accepted_block_drops_the_rest_of_it() -> None:
     at = first_new(2)
     result = run("oracle", SamplingParams(max_tokens=COUNT), ends=text()[at], count=10)
-    _, only = result.rounds  # the first is the prompt's own
-    assert only.draft[: at + 1] == tuple(text()[1 : at + 2])  # the draft went on, rightly, after the end
+    _, only = result.rounds  # the first round reads the prompt
+    assert only.draft[: at + 1] == tuple(text()[1 : at + 2])  # the draft was right beyond the end of the text
     assert only.num_accepted_tokens == at and only.origins == ("accepted",) * at
     assert result.token_ids == text()[: at + 1]
 
@@ -78,7 +78,7 @@ def test_a_round_cut_by_an_end_counts_as_rejected_only_if_its_rejection_was_reac
     made = SpeculativeDecoder(model, drafter=Oracle(texts, frozenset({wrong_at})), num_draft_tokens=10)
     _, only = made.generate(PROMPT, SamplingParams(max_tokens=COUNT)).rounds
     assert len(only.tokens) == only.num_accepted_tokens == at
-    assert not only.rejected  # alpha counts tested tokens, and none after the end was tested
+    assert not only.rejected  # alpha counts tested tokens, and no token after the end was tested
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

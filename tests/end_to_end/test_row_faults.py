@@ -17,8 +17,8 @@ from tests.support import tiny_models
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
 
-BAD = 59  # a token: the row whose prompt begins with it fails
-AT = 6  # tokens of output after which it does
+BAD = 59  # a token id: the row whose prompt begins with it fails
+AT = 6  # tokens of output after which the bad row fails
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 MIXED = [
     SamplingParams(max_tokens=24, ignore_eos=True),
@@ -29,11 +29,11 @@ MIXED = [
 
 
 class Broken(Exception):
-    """What the faults of these tests raise."""
+    """The exception that these tests raise."""
 
 
 class Panic(BaseException):
-    """What Rust raises is no `Exception`."""
+    """A panic of Rust code, which is not an `Exception`."""
 
 
 def is_bad(row: Row) -> bool:
@@ -45,7 +45,7 @@ def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None
     honest = getattr(owner, name)
     object.__setattr__(
         owner, name, lambda *arguments, **more: wrapper(honest, *arguments, **more)
-    )  # of frozen ones too
+    )  # works for frozen objects too
     try:
         yield
     finally:
@@ -62,7 +62,7 @@ def in_drafter(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_forward(decoder: SpeculativeDecoder) -> Any:
-    """The forward writes what it writes, and fails."""
+    """The forward fails after it has written to its caches."""
 
     def score(honest: Any, rows: Sequence[Row], *arguments: Any, **more: Any) -> Any:
         out = honest(rows, *arguments, **more)
@@ -75,7 +75,7 @@ def in_forward(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_policy(decoder: SpeculativeDecoder) -> Any:
-    """What learns from a round fails once that is committed."""
+    """Code that learns from a round fails after the round was committed."""
 
     def observe(honest: Any, rows: Sequence[Row]) -> None:
         honest(rows)
@@ -95,7 +95,7 @@ def in_rust(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_stop_check(decoder: SpeculativeDecoder) -> Any:
-    """What is asked while tokens are committed cannot be asked twice."""
+    """The check of a stop condition fails; it runs while tokens are committed, so it cannot be repeated."""
 
     def check(row: Row, token: int) -> bool:
         if is_bad(row):
@@ -172,7 +172,7 @@ def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 @cache
 def without_fault(made: Any, place: int) -> list[Result]:
-    """What the prompts in this order become where nothing fails."""
+    """The results of the prompts in this order where nothing fails."""
     results: list[Result] = made().generate(*ordered(place))
     return results
 
@@ -283,7 +283,7 @@ def test_a_keyboard_interrupt_is_raised() -> None:
 
 
 class Alarm:
-    """Handlers of every form."""
+    """Signal handlers in two forms: a bound method and a callable object."""
 
     def method(self, number: int, frame: object) -> None:
         raise TimeoutError("time is up")
@@ -302,7 +302,7 @@ def alarm(number: int, frame: object) -> None:
 def test_an_exception_from_a_signal_handler_reaches_the_caller(
     handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller's alarm comes once, so a round that is repeated would hide it."""
+    """An alarm comes once, so repeating the round would hide it."""
     prompts, params = ordered(1)
     wanted, decoder = toy().generate(prompts, params), toy()
     raised = []

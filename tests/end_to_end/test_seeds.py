@@ -1,4 +1,4 @@
-"""By default every token is the target's own draw, so that a seed has one text whatever drafts."""
+"""By default every token is the target's own draw, so that a seed gives the same text with every drafter."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ PLAIN = {"draft": None, "drafter": "none"}
 
 
 class OwnDraws:
-    """Samples one token from a flat distribution by random numbers of its own, and says so."""
+    """Drafts one token from a uniform distribution with random numbers of its own, and declares that it does."""
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         probs = torch.full((len(rows), 1, VOCAB), 1 / VOCAB)

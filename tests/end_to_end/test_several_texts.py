@@ -1,4 +1,4 @@
-"""`n` texts of one prompt: each is the text that its own seed gives alone."""
+"""`n` texts of one prompt: each is the text that its seed gives by itself."""
 
 from __future__ import annotations
 

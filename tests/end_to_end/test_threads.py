@@ -1,4 +1,4 @@
-"""Several threads, interleaved streams, forks, closing and pickling: right texts, or one line."""
+"""With threads, interleaved streams, forks, closing and pickling, texts are right or an error says what is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREADS = 6
 
 
 def together(work: list[Callable[[], Any]]) -> list[Any]:
-    """What each function returns, all started at once in threads of their own."""
+    """The results of functions that are started at once, each in a thread of its own."""
     results: list[Any] = [None] * len(work)
     begin = threading.Barrier(len(work))
 
@@ -99,7 +99,7 @@ def test_no_two_threads_are_inside_a_model_at_once() -> None:
     def counted(*arguments: Any, **options: Any) -> Any:
         inside[0] += 1
         highest[0] = max(highest[0], inside[0])
-        threading.Event().wait(0.001)  # lets the others in if they can
+        threading.Event().wait(0.001)  # gives other threads a chance to enter
         inside[0] -= 1
         return forward(*arguments, **options)
 
@@ -187,8 +187,8 @@ def test_interleaved_decoders_keep_their_own_attended_lengths() -> None:
             assert backend.attended_lengths == wanted[id(decoder)]
 
 
-def in_a_child(work: Callable[[], str]) -> str:
-    """What `work` returns in a forked process, which is given 20 seconds."""
+def in_forked_process(work: Callable[[], str]) -> str:
+    """The result of `work` in a forked process, which may take 20 seconds."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
@@ -214,7 +214,7 @@ def test_a_decoder_from_before_a_fork_is_refused_in_one_line() -> None:
     paused = decoder.stream(text, params)
     next(paused)
     for use in (lambda: decoder.generate(text, params).text, lambda: next(paused).text):
-        output = in_a_child(use)
+        output = in_forked_process(use)
         assert output.startswith(f"UsageError: this decoder was made in process {os.getpid()} and this is process ")
         assert "allowed: " in output and "\n" not in output
     assert decoder.generate(text, params).token_ids == before
@@ -235,7 +235,7 @@ def test_a_decoder_made_in_a_fork_works_even_if_the_lock_was_taken_before() -> N
     holder = threading.Thread(target=hold)
     holder.start()
     assert taken.wait(PATIENCE)
-    output = in_a_child(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
+    output = in_forked_process(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
     leave.set()
     holder.join()
     assert output == expected

@@ -1,4 +1,4 @@
-"""Texts do not depend on PyTorch's default type and device, which belong to the caller; NaN is no text."""
+"""Texts do not depend on PyTorch's default type and device, which stay as the caller set them; NaN is an error."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -35,7 +35,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def use(default: Any) -> None:
-    """Make this PyTorch's default: a type, or a device."""
+    """Set PyTorch's default type or default device."""
     (torch.set_default_dtype if isinstance(default, torch.dtype) else torch.set_default_device)(default)
 
 

@@ -1,4 +1,4 @@
-"""`generate` with our loop says what it says without it; what cannot be honoured is refused."""
+"""`generate` returns the same text with our loop as without it; options our loop cannot honour are refused."""
 
 import gc
 import weakref
@@ -54,7 +54,7 @@ def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
         return_dict_in_generate=True,
     )
     assert torch.equal(drafted.sequences, plain) and drafted.slipstream_stats.num_draft_tokens > 0
-    spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # of calls that have a draft model
+    spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # only in calls that have a draft model
     assert torch.equal(target.generate(ids, **options, custom_generate=spoken, drafter="none"), plain)
     with pytest.raises(
         UsageError, match=r"no tokenizers are at hand.*tokenizer= and draft_tokenizer= of .*CustomGenerate"
@@ -109,7 +109,7 @@ def test_sampling_follows_the_global_seed_and_greedy_decoding_leaves_it_alone() 
     assert torch.equal(state, torch.get_rng_state())
 
 
-class Says(StoppingCriteria):
+class EndsAfter(StoppingCriteria):
     """Ends a row after one of these tokens, from the third on."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -122,9 +122,9 @@ class Says(StoppingCriteria):
 @pytest.mark.parametrize("ends", [ENDS, None])
 @pytest.mark.parametrize("option", [{}, {"min_new_tokens": 9}])
 def test_criteria_end_rows_as_in_generate(ends: list[int] | None, option: dict[str, Any]) -> None:
-    """Without end tokens `generate` lets stopped rows run on; with a minimum, it lets criteria end them earlier."""
+    """Without end tokens, `generate` continues stopped rows; a minimum length does not hold back criteria."""
     full = expected("llama")[:, WIDTH:]
-    stops = Says(full[:, 4].tolist())
+    stops = EndsAfter(full[:, 4].tolist())
     ours, plain = both({"eos_token_id": ends, "stopping_criteria": [stops]} | option)
     assert torch.equal(ours, plain)
     assert plain.shape != expected("llama").shape or not torch.equal(plain, expected("llama"))
@@ -168,7 +168,7 @@ def test_a_stopping_criterion_must_give_one_answer_per_row() -> None:
 
 
 class Recorder(BaseStreamer):
-    """What a streamer is told."""
+    """A streamer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -193,7 +193,7 @@ def test_a_streamer_gets_what_generate_gives_it() -> None:
 def test_a_streamer_with_several_rows_is_refused() -> None:
     with pytest.raises(UsageError, match="streamer"):
         shared("llama").generate(**batch(), **GREEDY, streamer=Recorder(), custom_generate=custom_generate)
-    with pytest.raises(ValueError, match="batch size 1"):  # transformers' own says so itself
+    with pytest.raises(ValueError, match="batch size 1"):  # transformers itself warns about this
         shared("llama").generate(
             **batch(), **GREEDY, streamer=TextStreamer(tokenizer()), custom_generate=custom_generate
         )
@@ -216,7 +216,7 @@ def test_the_output_object_has_sequences_results_and_statistics() -> None:
         assert row[: len(text)] == text and not any(row[len(text) :])
 
 
-CACHE = cache_name(shared("llama")) or ""  # what this transformers calls it
+CACHE = cache_name(shared("llama")) or ""  # the name of the option in the installed transformers
 IDS = batch()["input_ids"]
 REFUSALS: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
@@ -304,7 +304,7 @@ def test_changed_weights_and_dtypes_take_effect_in_the_next_call() -> None:
     model.load_state_dict(fresh("llama", 5).state_dict())
     after = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
     assert torch.equal(after, model.generate(**batch(), **GREEDY)) and not torch.equal(before, after)
-    model.double()  # another precision is another decoder
+    model.double()  # another precision needs another decoder
     assert torch.equal(after, model.generate(**batch(), **GREEDY, custom_generate=custom_generate))
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cache_audit")
 
 
 class Forbid(LogitsProcessor):
-    """Pushes down a token that depends on the row's length and last token."""
+    """Lowers the logit of a token that depends on the row's length and last token."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, ((7 * input_ids[:, -1:] + input_ids.shape[1]) % VOCAB), -30.0).where(
@@ -177,4 +177,4 @@ def pair_distribution(temperature: float) -> chi_square.Array:
 def test_sampled_tokens_have_the_distribution_of_the_processed_logits(acceptance: str) -> None:
     counts = sampled_counts(temperature=1.3, top_p=0.9, acceptance=acceptance)
     assert chi_square.p_value(counts, pair_distribution(1.3)) > chi_square.SUSPICIOUS
-    assert chi_square.p_value(counts, pair_distribution(1.0)) < chi_square.SUSPICIOUS  # the test has power
+    assert chi_square.p_value(counts, pair_distribution(1.0)) < chi_square.SUSPICIOUS  # negative control

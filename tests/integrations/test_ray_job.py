@@ -1,6 +1,6 @@
-"""A job over a Ray cluster: the lines of one machine, though a node dies and though the driver does.
+"""A job on a Ray cluster writes the lines of one machine, even if a node or the driver dies.
 
-Run in an environment that has Ray: pip install 'slipstream-lm[ray]'. Without it all of this is skipped.
+Run in an environment that has Ray: pip install 'slipstream-lm[ray]'. Without Ray these tests are skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cluster(environment: dict[str, str]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The lines of the job on one machine."""
+    """The lines of the same job on one machine."""
     out = tmp_path_factory.mktemp("alone") / "out.jsonl"
     toy().batch(LINES, out)
     return by_id(out)
@@ -86,10 +86,10 @@ def test_a_killed_driver_and_a_killed_node_lose_and_duplicate_no_line(
         errors = driver.communicate(timeout=PATIENCE)[1]
     assert driver.returncode == 1, errors  # one line is bad
     why = f"{source}, line {len(LINES)}: top_p=7; allowed: a number above 0, up to 1"
-    assert why in errors.splitlines()  # among what Ray says itself
+    assert why in errors.splitlines()  # among Ray's own output
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert by_id(out) == alone
-    write(source, LINES[:-1])  # a job of a cluster goes on on one machine
+    write(source, LINES[:-1])  # a job that a cluster began can be resumed on one machine
     process = subprocess.run([*COMMAND, str(source), str(out), *TOY], env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and process.stderr.startswith("0 of 320 answered now, 320 earlier")
 
@@ -134,7 +134,7 @@ def test_without_ray_the_command_says_what_to_install(
 
 
 def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
-    """Blocks of several callers share rounds; each gets its own lines."""
+    """Blocks of several callers share rounds, and each caller gets its own lines."""
     import json
     from concurrent.futures import ThreadPoolExecutor
 
@@ -156,6 +156,6 @@ def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
     assert [answered["number"] for answered in answered_blocks] == [block["number"] for block in blocks]
     assert (
         all(all(answered["answered"]) for answered in answered_blocks) and max(widths) == 4
-    )  # blocks alone have two rows
+    )  # a block by itself has two rows
     texts = {json.loads(line)["text"] for answered in answered_blocks for line in answered["line"]}
     assert len(texts) == 1

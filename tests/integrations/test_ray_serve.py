@@ -1,4 +1,4 @@
-"""The server behind Ray Serve: the same texts, streams, affinity of sessions; skipped where Ray is not installed."""
+"""The server behind Ray Serve: texts, streams and session affinity; skipped where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ serve.shutdown()
 
 @dataclass
 class Cluster:
-    """Two replicas behind an address."""
+    """Two replicas behind one address."""
 
     url: str
     process: subprocess.Popen[str]
 
     def ask(self, what: str) -> int:
-        """Do something; how many replicas there are then."""
+        """Send the cluster a command; return its number of replicas afterwards."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
@@ -114,7 +114,7 @@ def test_a_session_stays_with_the_replica_that_has_its_prompt(url: str) -> None:
 
 
 def read(lines: Iterator[str]) -> tuple[str, bool]:
-    """The rest of a stream's text, and whether it came to its end."""
+    """The rest of a stream's text, and whether the stream was complete."""
     text = ""
     try:
         for line in lines:
@@ -129,7 +129,7 @@ def read(lines: Iterator[str]) -> tuple[str, bool]:
 
 @pytest.mark.slow
 def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> None:
-    """And requests that come after it are answered, at last by as many replicas as before."""
+    """Later requests are answered, and in the end there are as many replicas as before."""
     body = {"prompt": "The heron", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "num_draft_tokens": 0}
     wanted = SpeculativeDecoder("toy", drafter="suffix").generate(
         "The heron", SamplingParams(max_tokens=3000, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Code written for the reference systems runs with its import line changed, and is exact where theirs was not."""
+"""Code written for the reference systems runs after a change of its import line, and is exact where they are not."""
 
 import logging
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.tiny_models import perturbed, reference, shared
 
 pytestmark = pytest.mark.slow
 
-# the references' own code, as they print it
+# the code that the references publish
 
 
 def test_the_single_example_runs_as_printed() -> None:
@@ -49,7 +49,7 @@ def test_the_single_example_runs_as_printed() -> None:
     assert output_ids == plain[: [*plain, 1].index(1) + 1]
     assert output_text and 0 < accept_rate < 1
 
-    torch.manual_seed(1)  # a text that is long enough for a rate
+    torch.manual_seed(1)  # a text that is long enough to measure a rate
     output_ids, accept_rate = speculative_generate(
         inputs,
         drafter,
@@ -65,7 +65,7 @@ def test_the_single_example_runs_as_printed() -> None:
 
 
 class Dataset(list[str]):
-    """What the loop asks of a data set: dataset[i:j]["prompt"]."""
+    """The one operation of a data set that the loop uses: dataset[i:j]["prompt"]."""
 
     def __getitem__(self, part: Any) -> Any:
         return {"prompt": list(self)[part]}
@@ -115,7 +115,7 @@ def test_every_number_of_draft_tokens_decodes_and_reports_statistics() -> None:
     assert all(0 < rate < 1 for rate in rates.values()) and rates[8] < rates[2]
 
 
-# greedy is the target's greedy text
+# greedy decoding gives the target's greedy text
 
 
 @pytest.mark.each_value

@@ -1,4 +1,4 @@
-"""Text sampled through the reference signatures follows the processor's distribution, as the references write it."""
+"""Text sampled through the reference signatures follows the processor's distribution as the references define it."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ RUNS = 400
 
 
 class Sharpened(LogitsProcessor):
-    """A user's own: edits its input in place, as such code does, and draws for itself."""
+    """A user's processor that edits its input in place and draws its own samples."""
 
     def _process(self, logits: Tensor) -> Tensor:
         logits[..., 2] = -1e20
@@ -47,14 +47,14 @@ class Sharpened(LogitsProcessor):
 
 
 class Peaked(MultinomialProcessor):
-    """A user's own that draws like a known one."""
+    """A user's processor that samples like a known one."""
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits * logits.abs()
 
 
 class Inherited(NucleusProcessor):
-    """A user's own on top of a known one: nothing but its distribution is new."""
+    """A user's processor derived from a known one, with another distribution only."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return 0.5 * super().__call__(logits) + 0.5 / logits.shape[-1]
@@ -141,11 +141,11 @@ observed = cache(observe)
 
 
 def matches(texts: list[list[int]], name: str) -> bool:
-    """Whether the chi-square test finds the texts drawn from a formula's distribution."""
+    """Whether a chi-square test accepts that the texts follow a formula's distribution."""
     return p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-# of those with options of our own, whose distribution is compared below to the last digits, one is sampled
+# only one processor with native options is sampled: their distributions are compared digit by digit below
 SAMPLED = ("top-k", "own draws", "own process", "own distribution")
 
 
@@ -197,7 +197,7 @@ def test_decode_samples_from_the_full_softmax() -> None:
 
 @pytest.mark.parametrize("name", ["multinomial", "top-k", "nucleus", "both"])
 def test_a_processor_run_as_native_options_has_the_same_distribution(name: str) -> None:
-    """The fast path is the slow one: frequencies could not tell small differences apart."""
+    """The fast path is compared with the slow one directly, as frequencies could not show small differences."""
     processor = PROCESSORS[name][0]
     assert distribution._native(processor) is not None
     kind = type(processor)

@@ -1,4 +1,4 @@
-"""The reference signatures: what calls leave behind, what debug output says, what is refused."""
+"""The reference signatures: state after a call, debug output, and refused arguments."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ from tests.support.tiny_models import fresh, perturbed, prompts, reference, shar
 
 pytestmark = pytest.mark.slow
 
-# what the calls leave behind
+# State after a call
 
 
 def test_models_are_freed_with_their_last_user() -> None:
@@ -54,13 +54,13 @@ def test_a_decoder_is_reused_until_its_models_are_replaced(monkeypatch: pytest.M
         first = speculative_generate(PROMPTS[0], drafter, target, eos_tokens_id=None)[0]
         autoregressive_generate(PROMPTS[0], target)
     assert len(built) == 1
-    target.load_state_dict(fresh("llama", 2).state_dict())  # trained in between: nothing is remembered
+    target.load_state_dict(fresh("llama", 2).state_dict())  # new weights: nothing may be remembered
     second = speculative_generate(PROMPTS[0], drafter, target, eos_tokens_id=None)[0]
     assert len(built) == 1 and second == reference(target, PROMPTS[0], 40) != first
     speculative_generate(PROMPTS[0], fresh("llama", 3), target)
     assert len(built) == 2
     assert autoregressive_generate(PROMPTS[0], target.double(), eos_tokens_id=None) == reference(target, PROMPTS[0], 40)
-    assert len(built) == 2  # a model of another type is looked at anew by the decoder that it has
+    assert len(built) == 2  # the decoder of a model examines the model again after its type changed
 
 
 def test_copies_and_pickles_of_a_model_do_not_carry_its_decoder() -> None:

@@ -1,4 +1,4 @@
-"""Models that read text and images: their text is `generate`'s, by our loop, from a folder, and images are refused."""
+"""Models that read text and images: our loop writes the text of `generate`, and images are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ IDS = torch.tensor([[0, 0, 5, 9, 11, 5, 9, 11], [5, 9, 11, 5, 9, 11, 5, 20]])
 BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": [7, 49]}
 over_classes = pytest.mark.parametrize("name", mostly_slow(CONFIGS, "Gemma3ForConditionalGeneration"))
-TYPES = {  # what processors return beside the ids of a text: no token of it is an image's
+TYPES = {  # processors return this beside the ids of a text: no token belongs to an image
     "Gemma3ForConditionalGeneration": "token_type_ids",
     "Qwen2VLForConditionalGeneration": "mm_token_type_ids",
     "Qwen2_5_VLForConditionalGeneration": "mm_token_type_ids",

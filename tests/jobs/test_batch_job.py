@@ -1,4 +1,4 @@
-"""A job answers every line once, with the text that `generate` gives, and what it refuses stops nothing else."""
+"""A job answers every line once, with the text of `generate`; a refused line does not stop the others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_order_batch_size_and_drafter_do_not_change_a_byte(tmp_path: Path) -> No
     random.Random(1).shuffle(lines)
     toy(drafter="none", max_batch_size=2).batch(lines, tmp_path / "two.jsonl")
     assert by_id(tmp_path / "one.jsonl") == by_id(tmp_path / "two.jsonl")
-    for line in lines:  # the negative control: other ids are other seeds
+    for line in lines:  # negative control: other ids give other seeds
         line.pop("seed", None)
         line["custom_id" if "body" in line else "id"] += "'"
     toy().batch(lines, tmp_path / "three.jsonl")
@@ -154,7 +154,7 @@ def test_a_row_that_fails_fails_alone_and_is_retried_by_the_next_run(
 
 
 def test_a_line_nested_too_deeply_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
-    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line's object is one more
+    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line adds one level
     lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
     lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
     report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")

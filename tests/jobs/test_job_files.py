@@ -1,4 +1,4 @@
-"""What a job finds in its files: torn lines, other jobs, other processes; and Parquet beside JSON lines."""
+"""Files of a job with torn lines, with lines of another job, or in use by another process; and Parquet files."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_file_without_lines_is_refused_and_nothing_is_written(
     with pytest.raises(UsageError, match=r"in\.jsonl' holds no requests; allowed: at least one line$"):
         decoder.batch(source, tmp_path / "out.jsonl")
     assert list(tmp_path.iterdir()) == [source]
-    assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # as generate([]) is no texts
+    assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # like generate([]), which is empty
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.parquet.jsonl", "out.errors.jsonl"])
@@ -168,7 +168,7 @@ def test_an_answer_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatc
 def test_a_parquet_job_gives_the_answers_of_json_lines(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     pyarrow = pytest.importorskip("pyarrow")
-    columns = dict.fromkeys(name for line in LINES for name in line)  # of a row without a value: null
+    columns = dict.fromkeys(name for line in LINES for name in line)  # a row without a value has null
     parquet.write_table(pyarrow.Table.from_pylist([columns | line for line in LINES]), tmp_path / "in.parquet")
     report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert counts(report) == (9, 0, 9, 0)

@@ -1,4 +1,4 @@
-"""The place in a prediction moves on with the text, and is found again after every kind of edit."""
+"""The position in a prediction advances with the text, and is found again after every kind of edit."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def test_after_a_replaced_token_the_place_moves_on_by_one() -> None:
 
 def test_one_token_may_be_replaced_by_two_or_three() -> None:
     assert goes_on([1, 2, 77, 78]) == goes_on([1, 2, 77, 78, 79]) == OLD[3:]
-    assert after([1, 2, 77, 78, 79, 80]) is None  # this is no longer one token's place
+    assert after([1, 2, 77, 78, 79, 80]) is None  # four tokens are too many to replace one
     assert goes_on([1, 2, 77, 78, 79, 80, 4]) == OLD[4:]
 
 
@@ -113,7 +113,7 @@ edits = st.lists(
 @settings(max_examples=150)
 @given(edits, st.integers(0, 2**32))
 def test_after_any_edit_the_place_is_found_within_two_tokens(changes: list[tuple[int, int, list[int]]], _: int) -> None:
-    """All tokens of the prediction are different, so that where the text stands is never in doubt."""
+    """All tokens of the prediction are different, so that the position is unambiguous."""
     old = list(range(60))
     text, at = list[int](), 0
     for start, gone, new in sorted(changes):
@@ -132,7 +132,7 @@ def test_after_any_edit_the_place_is_found_within_two_tokens(changes: list[tuple
 
 
 def test_an_edit_that_was_made_is_expected_again() -> None:
-    """`data` (2) became `readings` (70, 71) once; where it comes next the prediction has it so."""
+    """`data` (2) was replaced by `readings` (70, 71) once; the next `data` is predicted as `readings`."""
     old = [1, 2, 3, 4, 5, 2, 6, 7, 8, 2, 9]
     alignment = Alignment(old, lambda token: False)
     alignment.read([1, 70, 71, 3, 4])
@@ -157,7 +157,7 @@ def test_a_token_expected_to_be_rewritten_but_unchanged_is_still_followed() -> N
 
 
 def test_an_edit_that_would_make_the_prediction_far_longer_is_not_expected_again() -> None:
-    prediction = [1000, 1, 1001, 1002, *[1, 5] * 200]  # every 1 to come would become eight tokens, and so on with those
+    prediction = [1000, 1, 1001, 1002, *[1, 5] * 200]  # each later 1 would become eight tokens, which contain 1 again
     alignment = Alignment(prediction, lambda _: False)
     alignment.read([1000, *[10, 11] * 4, 1001, 1002, 1])
     assert alignment.prediction == prediction

@@ -1,4 +1,4 @@
-"""Which draft is verified where a prediction and the decoder's own drafter both have one."""
+"""Which draft is verified where both the prediction and the decoder's drafter have one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD = list(range(100, 160))
 
 @dataclass
 class Others:
-    """Drafts tokens 7 of the same acceptance probability; remembers what it was asked for."""
+    """Drafts only token 7, always with the same acceptance probability; records its calls."""
 
     probs: Sequence[float] | None
     asked: list[list[int]] = field(default_factory=list)

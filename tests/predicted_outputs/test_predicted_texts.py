@@ -24,12 +24,12 @@ WRONG = "There is no such text, and never was.\nNothing of it comes true."
 
 
 def toy(drafter: str = "none", **settings: Any) -> SpeculativeDecoder:
-    """Eight draft tokens a round, so that nothing depends on what forwards cost."""
+    """A decoder that always drafts eight tokens a round, so that measured times do not matter."""
     return SpeculativeDecoder("toy", drafter="ngram", **{"num_draft_tokens": 8} | settings).using(drafter)
 
 
 def edited(text: str) -> str:
-    """A token replaced, some left out, some put in."""
+    """The text with a token replaced, some removed and some inserted."""
     return f"{text[:9]}x{text[10:20]}{text[24:30]} and more{text[30:]}"
 
 
@@ -86,11 +86,11 @@ def test_trees_are_drafted_beside_predictions(draft: str | None) -> None:
     asked = [replace(params, prediction=guess) for params, guess in zip(options, guesses, strict=True)]
     results = decoder.generate(texts, asked)
     assert [result.token_ids for result in results] == [guess.token_ids for guess in expected]
-    assert any(round.parents for result in results for round in result.rounds)  # trees beside chains of a prediction
+    assert any(round.parents for result in results for round in result.rounds)  # trees beside predicted chains
 
 
 def test_a_wrong_prediction_replaces_no_retrieved_draft() -> None:
-    """What retrieval drafts goes before first guesses; a right one still comes to its turn."""
+    """Retrieved drafts take precedence over an unproven prediction; a right prediction is still used later."""
     decoder = toy("ngram", num_draft_tokens=8)
     prompt, params = "A heron stood. A heron stood. A heron", replace(GREEDY, max_tokens=40)
     without = decoder.generate(prompt, params)
@@ -164,7 +164,7 @@ def _toy(drafter: str) -> SpeculativeDecoder:
 
 
 def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: a rule that accepts whatever a prediction says changes the text."""
+    """Negative control: a rule that accepts every predicted token changes the text."""
     from slipstream.core import acceptance, session
 
     def credulous(choice: Any, draft: Draft) -> Any:
@@ -224,7 +224,7 @@ def test_the_drafters_policy_learns_nothing_from_predictions() -> None:
     row, at_first = Row(0, [1], GREEDY, seed=0), Positions(8).acceptance_probs(Row(1, [1], GREEDY, seed=0), 4)
     assert policy._positions.acceptance_probs(row, 4) == at_first
     decoder.generate("The heron", GREEDY)
-    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds of its own do teach it
+    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds without a prediction do teach it
 
 
 def test_a_wrong_prediction_costs_few_rounds_and_few_tokens() -> None:

@@ -1,4 +1,4 @@
-"""What a row's prediction proposes, and how it learns what its proposals are worth."""
+"""The proposals of a row's prediction, and how it learns their acceptance."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def predictions() -> RowPredictions:
 
 
 def drafted(made: Row, source: RowPredictions, tokens: Sequence[int]) -> None:
-    """A round in which the whole proposal is verified and the text goes on with these tokens."""
+    """Commit these tokens in a round that verifies the whole proposal."""
     draft, start = tuple(source.proposal(made).tokens), len(made.tokens)
     right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens, strict=False)))
     made.tokens += tokens
@@ -82,7 +82,7 @@ def test_a_wrong_prediction_stops_proposing_until_it_is_right_again() -> None:
 
 
 def test_misleading_matches_lead_to_fewer_and_fewer_proposals() -> None:
-    """Two tokens agree again and again, and what follows never does."""
+    """Two tokens of the prediction match again and again, and the token after them never does."""
     made, source, asked = row(), predictions(), 0
     source.proposal(made)
     for at in range(40):
@@ -106,7 +106,7 @@ def test_what_one_row_learns_does_not_affect_another() -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 17])
 def test_proposals_depend_only_on_the_text_and_its_rounds(step: int) -> None:
-    """Rows that come by the same text in the same rounds are proposed the same, whoever asks in between."""
+    """Rows with the same text and the same rounds get the same proposals, even if others are requested between."""
     text = [*OLD[:30], 300, 301, *OLD[31:60], *OLD[70:90]]
     first, other, first_source, second_source = row(), row(), predictions(), predictions()
     for start in range(0, len(text), step):
@@ -119,7 +119,7 @@ def test_proposals_depend_only_on_the_text_and_its_rounds(step: int) -> None:
 def test_an_edit_in_a_long_draft_shortens_the_next_ones_only_a_little(
     max_lost: float, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
+    """Otherwise one draft that was cut off early would shorten the next ones, however good the prediction has been."""
     monkeypatch.setattr(predicted_drafts, "MAX_LOST", max_lost)
     made, source = row(), predictions()
     for start in range(0, 96, 24):

@@ -1,4 +1,4 @@
-"""What an installation brings: all that the commands import, and a library that needs four packages alone."""
+"""The dependencies of an installation: the commands can import what they need, and the library needs four packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def with_requirements(packages: set[str]) -> set[str]:
-    """These packages and all that they require, without extras, as far as it is installed."""
+    """These packages and all their installed requirements, without extras."""
     reached, waiting = set[str](), set(packages)
     while waiting:
         name = waiting.pop()
@@ -57,18 +57,18 @@ def test_every_imported_package_is_declared() -> None:
 
 
 def test_modules_import_no_extra_at_top_level() -> None:
-    """All that the packages import, but for what an extra's own file imports in a function."""
+    """Every import of the packages, except those in functions of a file that belongs to an extra."""
     optional = names([text for extra in PROJECT["optional-dependencies"].values() for text in extra]) - {
         "slipstream-lm"
     }
     above = {module.split(".")[0] for name in FILES for module in imports(name, top_level=True)}
     extra = {module for module in above & MODULES.keys() if MODULES[module] & (optional - with_requirements(DECLARED))}
-    assert extra - {"ray"} == set()  # of files that only a cluster reads
+    assert extra - {"ray"} == set()  # imported by files that only a cluster runs
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
 def test_names_missing_from_the_oldest_transformers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the oldest version that is allowed; what it lacks was found by importing every module beside it."""
+    """The names missing from the oldest allowed version were found by importing every module with it installed."""
     from transformers import cache_utils
 
     monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)  # which came with 5.23

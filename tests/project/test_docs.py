@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, its figures stand on one page, and it stays short."""
+"""The documentation: its code runs, its links resolve, its figures stand on one page, and it stays short."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FIGURE = re.compile(
 )
 MOST_WORDS = 20_000
 GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
-# Names of models in the documentation, which are not on every machine, and what the tests take for them.
+# Models that the documentation names, which are not on every machine, and their substitutes in the tests.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
 HELP = {"--help", "-h", "--help-all", "--version"}
 OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The code of a page in a language, but for blocks that are called a sketch."""
+    """The code blocks of a page in one language, except those marked as a sketch."""
     codes = []
     for indent, name, more, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         if name == language and "sketch" not in more:
@@ -67,7 +67,7 @@ def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkey
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that a line calls, and the rest of the line."""
+    """The command that a line calls, and its arguments."""
     command: Any = typer.main.get_command(cli.app)
     while (parts := getattr(command, "commands", None)) and words and words[0] in parts:
         command, words = parts[words[0]], words[1:]
@@ -76,7 +76,7 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def problem_of(line: str) -> str | None:
-    """What is wrong with a line of shell, or None."""
+    """An error message for a line of shell, or None."""
     words = shlex.split(line, comments=True)
     while words and words[0] in ("cat",) and "|" in words:
         words = words[words.index("|") + 1 :]
@@ -179,7 +179,7 @@ def test_a_speed_figure_in_prose_is_caught() -> None:
 
 
 def words_of(page: Path) -> int:
-    """Words outside code: what has a letter in it."""
+    """The number of words outside code; a word has at least one letter."""
     return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
 
 

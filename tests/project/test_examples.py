@@ -1,4 +1,4 @@
-"""The examples run on the embedded model or the toy and show what they say; what is saved in them is clean."""
+"""The examples run on the embedded model or the toy and show what they promise; their saved output is clean."""
 
 import ast
 import contextlib
@@ -27,7 +27,7 @@ SETTINGS = {
     "SLIPSTREAM_REPEATS": "1",
     "OMP_NUM_THREADS": "1",
 }
-TOY = {"SLIPSTREAM_TARGET": "toy"}  # for what does not depend on the model
+TOY = {"SLIPSTREAM_TARGET": "toy"}  # for tests that do not depend on the model
 NAMES = ("getting_started", "top_k_acceptance", "longest_matching_prefix", "batches", "draft_length")
 URL_OR_TAG = re.compile(r"https?://\S+|<[^<>]*>")
 ABSOLUTE = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?[/\\][\w.-]+[/\\][\w.-]+")
@@ -50,7 +50,7 @@ def notebook(*cells: str) -> Any:
 
 
 def executed(name: str) -> str:
-    """What an example shows that the runner runs, in a process of its own."""
+    """The output of an example, run by the runner in a process of its own."""
     (path,) = run.examples(FOLDER, [name])
     before = path.read_bytes()
     outcome = run.run_example(path, SETTINGS)
@@ -60,7 +60,7 @@ def executed(name: str) -> str:
 
 
 def read_here(name: str, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str] | None = None) -> str:
-    """What a notebook's code prints and displays in this process, which need not import everything anew."""
+    """The printed and displayed output of a notebook's code, run in this process to save imports."""
     for variable, value in {**SETTINGS, **(changes or {})}.items():
         monkeypatch.setenv(variable, value)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -72,7 +72,7 @@ def read_here(name: str, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, 
 
 
 def _displayed(source: str, names: dict[str, Any]) -> str:
-    """Run a cell; the HTML and the text of its last line's value."""
+    """Run a cell; return the value of its last line as HTML and as text."""
     *statements, last = ast.parse(source).body
     if not isinstance(last, ast.Expr):
         exec(compile(source, "cell", "exec"), names)
@@ -83,7 +83,7 @@ def _displayed(source: str, names: dict[str, Any]) -> str:
 
 
 def leaks(text: str) -> list[str]:
-    """Absolute paths in a text, and folders of this machine by name."""
+    """Absolute paths in a text, and names of folders of this machine."""
     paths = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
     return paths + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
 

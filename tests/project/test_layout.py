@@ -1,4 +1,4 @@
-"""Which packages there are, that imports point one way, and (printed) how much the core is to read."""
+"""The packages, the direction of imports between them, and (printed) the size of the core."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_packages_import_one_way(graph: dict[str, set[str]]) -> None:
 
 
 def test_imports_form_no_cycle(graph: dict[str, set[str]]) -> None:
-    assert graph["slipstream.wiring.engine_access"] >= {"slipstream.core.scheduler"}  # it is not empty
+    assert graph["slipstream.wiring.engine_access"] >= {"slipstream.core.scheduler"}  # the package is not empty
     finished: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which cases run: products that are covered pair by pair, tables that are one test."""
+"""Selection of cases: pairwise coverage of products, and tables that form one test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Windows lacks is not needed: modules that only Unix has, UTF-8 as the system's encoding."""
+"""The package does not need what Windows lacks: Unix modules, and UTF-8 as the encoding of the system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 
 def locale_dependent(source: str) -> Iterator[str]:
-    """Calls that read or write text in the encoding of the system, which on Windows is not UTF-8."""
+    """Calls that read or write text in the encoding of the system, which is not UTF-8 on Windows."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or any(word.arg in (None, "encoding") for word in node.keywords):
             continue
@@ -40,7 +40,7 @@ def locale_dependent(source: str) -> Iterator[str]:
             continue
         words = {word.arg: word.value for word in node.keywords}
         owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
-        first = 1 if name == "fdopen" or not owner else 0  # the place of the mode
+        first = 1 if name == "fdopen" or not owner else 0  # the position of the argument `mode`
         mode = words.get("mode") or (node.args[first] if len(node.args) > first else None)
         is_text: dict[str, bool] = {
             "read_text": not node.args,
@@ -107,7 +107,7 @@ def test_importing_filelock_without_unix_modules_prints_no_warning() -> None:
 
 
 def address(log: IO[str]) -> str:
-    """Where a server says that it listens."""
+    """The address that a server prints."""
     lines = []
     for line in log:
         lines.append(line)

@@ -15,7 +15,7 @@ def patterns() -> list[str]:
 
 
 def left_out(patterns_kept: list[str]) -> list[str]:
-    """Files of the package, besides Python's, that no pattern names."""
+    """Files of the package, other than Python files, that no pattern includes."""
     named = {path for pattern in patterns_kept for path in PACKAGE.glob(pattern)}
     files = (path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
     return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in named)

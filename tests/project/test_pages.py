@@ -1,4 +1,4 @@
-"""What the pages of the documentation name exists."""
+"""Files, names and commands that the documentation mentions exist."""
 
 import re
 from pathlib import Path

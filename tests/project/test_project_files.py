@@ -1,4 +1,4 @@
-"""The files that a project is expected to have say what the package says."""
+"""The standard files of a project exist and agree with the package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_changelog_has_the_version_and_standard_headings_only() -> None:
 def test_the_citation_has_the_current_version_and_licence() -> None:
     citation = yaml.safe_load(text("CITATION.cff"))
     project: dict[str, Any] = tomllib.loads(text("pyproject.toml"))["project"]
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # fields that the schema requires
     assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert (str(citation["version"]), citation["license"]) == (__version__, project["license"])
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]

@@ -1,6 +1,6 @@
-"""The public interface, name by name, is what `public_names.txt` says: a change to it is a change of that file.
+"""The public interface is the one listed in `public_names.txt`, so that every change to it shows in that file.
 
-`python -m tests.project.test_public_names > tests/project/public_names.txt` writes the file anew.
+`python -m tests.project.test_public_names > tests/project/public_names.txt` rewrites the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STREAMS = ("Stream", "AsyncStream")  # what `stream` and `astream` return
 
 
 def listing() -> str:
-    """Every public name with its signature, and the names in it with theirs."""
+    """Every public name with its signature, and its members with theirs."""
     lines = "\n".join(line for module in MODULES for line in _module(module))
     return re.sub(r" object at 0x\w+", "", lines) + "\n"
 
@@ -93,7 +93,7 @@ def test_the_public_interface_equals_public_names_txt() -> None:
 
 def test_the_listing_sees_a_change(monkeypatch: Any) -> None:
     def chat(self: Any, messages: Any, spoken: bool = False) -> None:
-        """Another signature."""
+        """A function with a changed signature."""
 
     before = listing()
     monkeypatch.setattr(SpeculativeDecoder, "chat", chat)

@@ -89,8 +89,8 @@ def test_tools_are_shown_to_the_model(decoder: SpeculativeDecoder) -> None:
     assert decoder.chat(CHAT, constrained, tools=TOOLS).prompt_token_ids != decoder.encode(CHAT)
 
 
-class Says:
-    """A logits processor that lets the model say one text and then end."""
+class ForcedText:
+    """A logits processor that forces one text and then the end token."""
 
     def __init__(self, prompt_length: int, ids: list[int]) -> None:
         self.prompt_length, self.ids = prompt_length, ids
@@ -105,7 +105,7 @@ class Says:
 
 def test_tool_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
     length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
-    says = Says(length, decoder.encode(f"so {CALL}"))
+    says = ForcedText(length, decoder.encode(f"so {CALL}"))
     answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says])
     (call,) = answer.tool_calls
     assert (call.name, json.loads(call.arguments)) == ("add", {"x": 1}) and answer.text == f"so {CALL}"
@@ -115,7 +115,7 @@ def test_tool_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
 
 def test_alternatives_have_their_own_calls(decoder: SpeculativeDecoder) -> None:
     length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
-    says = Says(length, decoder.encode(CALL))
+    says = ForcedText(length, decoder.encode(CALL))
     answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says], n=2, temperature=1.0)
     assert [call.name for other in (answer, *answer.alternatives) for call in other.tool_calls] == ["add", "add"]
 

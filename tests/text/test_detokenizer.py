@@ -1,4 +1,4 @@
-"""Text that arrives token by token: whole characters only, and nothing that belongs to a stop string."""
+"""Text is released token by token, in whole characters and without any part of a stop string."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_streamed_text_arrives_in_whole_characters(text: str) -> None:
     shown = pieces(TOKENIZER.encode(text))
     assert "".join(shown) == text
     assert BROKEN not in "".join(shown)
-    assert shown[-1] == ""  # nothing certain is held back to the end
+    assert shown[-1] == ""  # text that can no longer change is released before the end
 
 
 @modest
@@ -75,7 +75,7 @@ def shown_through(stop_strings: list[str], chunks: list[str]) -> tuple[str, bool
 
 
 def first_completed(text: str, stop_strings: list[str]) -> str:
-    """What precedes the stop string that is complete first, the longest if several are complete at once."""
+    """The text before the stop string that is complete first; of several complete at once, the longest counts."""
     for end in range(len(text) + 1):
         begins = [end - len(stop) for stop in stop_strings if text[:end].endswith(stop)]
         if begins:

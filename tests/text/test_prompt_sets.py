@@ -93,7 +93,7 @@ def test_an_empty_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_only_newlines_separate_the_lines_of_a_prompt_file(tmp_path: Path) -> None:
-    """JSON may hold the other characters that Python ends lines at."""
+    """JSON may contain other characters that Python treats as ends of lines."""
     file = tmp_path / "lines.jsonl"
     file.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c\x85d"}\n', newline="")
     assert [prompt.prompt for prompt in read_prompts(file)] == ["a\u2028b", "c\x85d"]

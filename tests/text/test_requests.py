@@ -1,4 +1,4 @@
-"""Prompts in every form that callers and tokenizers have them, and what is said of other forms."""
+"""Prompts in every form that callers and tokenizers use, and the errors for other forms."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ def make_round(draft: int, accepted: int, tokens: int, *, rejected: bool, step: 
 
 ROUNDS = [
     make_round(4, 4, 5, rejected=False, step=0),  # all kept, and a bonus token
-    make_round(4, 2, 3, rejected=True, step=1),  # two kept, the third refused, one recovered
+    make_round(4, 2, 3, rejected=True, step=1),  # two kept, the third rejected, one recovered
     make_round(0, 0, 1, rejected=False, step=2),  # plain
-    make_round(3, 0, 1, rejected=True, step=3),  # the first refused
+    make_round(3, 0, 1, rejected=True, step=3),  # the first rejected
     make_round(4, 2, 2, rejected=False, step=4),  # ended inside the draft, by length
 ]
 

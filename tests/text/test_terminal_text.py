@@ -1,4 +1,4 @@
-"""What models, files and other machines say never controls the terminal; a pipe gets it as it is."""
+"""Text from models, files and other machines never controls the terminal; a pipe gets it unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.text.terminal_text import harmless
 from tests.support.command_line import run
 
 ESCAPE, BELL, DELETE, NEXT_LINE = "\x1b", "\x07", "\x7f", "\x85"
-OF_RICH = r"\x1b\[(\?25[lh]|2K|1A)|\r"  # its cursor is hidden, shown and moved where something is redrawn
+OF_RICH = r"\x1b\[(\?25[lh]|2K|1A)|\r"  # redrawing hides, shows and moves the cursor
 BIASED = ("--target", "toy", "-p", "A heron", "--raw", "--max-tokens", "3", "--logit-bias")
 
 

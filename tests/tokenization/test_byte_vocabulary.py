@@ -1,4 +1,4 @@
-"""Tokenizers read as bytes: what their tokens stand for, what plain text becomes, and what is refused."""
+"""The bytes of tokens: what each token stands for, how plain text is encoded, and which tokenizers are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_encoding_starts_are_where_tokens_begin(kind: str, text: str) -> None:
     assert len(encoding.starts) == len(encoding.ids)
     for number, start in zip(encoding.ids, encoding.starts, strict=True):
         inside = len(text[:start].encode())
-        assert inside <= at < inside + 4  # bytes of one character all begin where it does
+        assert inside <= at < inside + 4  # all bytes of a character begin at its position
         at += len(of(kind).texts[number] or b"")
 
 
@@ -124,4 +124,4 @@ def test_tokenizers_without_known_bytes_are_refused_with_the_reason() -> None:
 
 def test_a_tokenizer_of_plain_characters_is_read() -> None:
     vocabulary = byte_vocabulary(info(letters(unk_token="?")), 50)
-    assert vocabulary.ids[b"t"] == 19 and b"?" not in vocabulary.ids  # what stands for the unknown stands for no text
+    assert vocabulary.ids[b"t"] == 19 and b"?" not in vocabulary.ids  # the token for unknown text has no text

@@ -1,4 +1,4 @@
-"""What a tokenizer tells of its chat template and its special tokens."""
+"""The chat template and the special tokens of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 

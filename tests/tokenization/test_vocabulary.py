@@ -1,4 +1,4 @@
-"""Whether two vocabularies fit: what the report says, from loaded models and from files without weights."""
+"""Whether two vocabularies fit: reports from loaded models and from folders without weights."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_different_end_ids_of_the_draft_are_reported_but_do_not_matter() -> None
 
 
 def cutting(merges: Sequence[tuple[str, str]]) -> HFTokenizer:
-    """Byte pairs over four tokens; which pairs are merged decides how a text is cut."""
+    """A byte-pair tokenizer of four tokens; its merges decide where a text is cut."""
     vocabulary = {"x": 0, "1": 1, "2": 2, "12": 3}
     inner = Tokenizer(models.BPE(vocabulary, list(merges)))
     return HFTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
@@ -219,7 +219,7 @@ def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: 
     expected = VocabularyInfo.of(whole)
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_pretrained", None
-    )  # weights cannot be loaded from here on
+    )  # from here on, loading weights raises
     info = inspect_vocabulary(str(folder))
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids and info.special == expected.special != {}

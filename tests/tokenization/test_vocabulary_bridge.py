@@ -1,4 +1,4 @@
-"""Text between two vocabularies: what a draft model reads of a target's tokens, and what its own become."""
+"""The bridge between vocabularies: target tokens for the draft model to read, and drafts as target tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ours(pair: VocabularyBridge, text: str) -> list[int]:
 
 
 def read(pair: VocabularyBridge, tokens: Sequence[int], step: int = 1) -> list[int]:
-    """What the draft model has read when the tokens were committed `step` at a time."""
+    """The tokens that the draft model has read after the text was committed `step` tokens at a time."""
     text, ids = DraftText(pair), list[int]()
     for end in [*range(step, len(tokens), step), len(tokens)]:
         before = text.settled
@@ -42,7 +42,7 @@ def written(texts: Sequence[bytes | None], ids: Sequence[int]) -> bytes:
 
 
 def drafted(pair: VocabularyBridge, before: str | list[int], *drafts: str | int) -> list[int]:
-    """The target's tokens of a draft given as pieces of text and draft tokens."""
+    """The target tokens for a draft of text pieces and draft tokens."""
     made = Continuation(pair, ours(pair, before) if isinstance(before, str) else before)
     for draft in drafts:
         for token in pair.draft.encode(draft).ids if isinstance(draft, str) else [draft]:
@@ -50,7 +50,7 @@ def drafted(pair: VocabularyBridge, before: str | list[int], *drafts: str | int)
     return made.tokens()
 
 
-# what the draft model reads
+# What the draft model reads
 
 
 @pytest.mark.pairwise
@@ -64,7 +64,7 @@ def test_a_text_is_retokenized_by_the_draft_models_tokenizer_however_it_arrives(
 
 
 def test_settling_one_word_too_early_is_caught() -> None:
-    """The control of the test above: tokens that could still change are not read again."""
+    """Negative control of the test above: tokens that could still change are not read again."""
     pair = bridge("digits", "bytes")
     tokens = ours(pair, STORY)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_a_text_without_spaces_settles_as_well() -> None:
     assert text.settled > 0
 
 
-# what becomes of its drafts
+# How drafts become target tokens
 
 
 @pytest.mark.each_value
@@ -162,7 +162,7 @@ def test_a_draft_becomes_the_tokens_that_the_target_would_have_used(target: str,
 
 def test_a_draft_that_would_retokenize_the_committed_text_is_encoded_alone() -> None:
     pair = bridge("bytes", "sentencepiece")
-    tokens = [*ours(pair, "The "), *(pair.target.ids[bytes([byte])] for byte in b"he")]  # not how it cuts "heron"
+    tokens = [*ours(pair, "The "), *(pair.target.ids[bytes([byte])] for byte in b"he")]  # "heron" is cut otherwise
     assert written(pair.target.texts, drafted(pair, tokens, "ron was")) == b"ron was"
 
 

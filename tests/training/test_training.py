@@ -1,4 +1,4 @@
-"""A trained head foresees its target better than a new one, changes no text, and learns as the formulas say."""
+"""A trained head predicts its target better than a new one, changes no text, and follows the formulas of training."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_trained_head_changes_no_text_and_accepts_what_was_estimated(trained: 
 
 @pytest.mark.slow
 def test_the_trained_network_drafts_what_its_written_files_draft(trained: Path) -> None:
-    """Unrolled over a text, the head drafts at each row what a plain transcription of its files drafts there."""
+    """Unrolled over a text, the head drafts at each row the tokens of a plain transcription of its files."""
     state, head = State.read(trained), written(trained)
     assert state is not None
     loaded = decoder().target
@@ -242,7 +242,7 @@ def test_a_nan_loss_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some texts are neither learned nor held out, as they answer a prompt that is held out."""
+    """Texts that answer a held-out prompt are neither learned nor held out."""
     (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
     heads, loss, calls = [], TrainableHead.loss, list[None]()
 
@@ -287,7 +287,7 @@ def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
 
 
 class Clock:
-    """Its seconds pass with every look at it, as on a machine that is busy with something else."""
+    """A clock that advances at every reading, as on a busy machine."""
 
     def __init__(self, seconds_per_look: float) -> None:
         self.seconds, self._per_look = 0.0, seconds_per_look
@@ -339,7 +339,7 @@ def test_more_time_continues_a_training_with_more_texts_and_steps(
     learned, held = split(made[4], training_job.HELD_TOKENS)
     assert results[-1]["steps"] == -(-training_run.PASSES * sum(len(text.ids) for text in learned) // 256)
     before = split(made[0], training_job.HELD_TOKENS)[1]
-    assert held[: len(before)] == before  # what was held out is not learned later
+    assert held[: len(before)] == before  # texts that were held out are not learned later
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_the_time_limit_holds_however_slow_the_machine_is(
         training.show = lambda progress: seconds_left.append(progress.seconds_left)
         result = training.run(decoder())
     assert 0 < result["steps"] < 100_000 and (tmp_path / "config.json").exists()
-    step = 20 * seconds_per_look  # a step and a judgement look at the clock fewer times
+    step = 20 * seconds_per_look  # a step and an evaluation read the clock fewer times
     assert clock.seconds < 360 + step
     assert seconds_left[0] <= 360 and seconds_left[-1] < step
     assert all(later <= earlier + step for earlier, later in pairwise(seconds_left))

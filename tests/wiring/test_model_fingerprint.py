@@ -1,4 +1,4 @@
-"""The fingerprint of what a text depends on: not of what the machine's speed decides."""
+"""The fingerprint covers everything that a text depends on, and nothing that depends on the speed of the machine."""
 
 from dataclasses import replace
 from typing import Any

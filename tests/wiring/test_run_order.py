@@ -1,4 +1,4 @@
-"""The order in which rows are decoded: the longest first, common beginnings side by side, and results as asked."""
+"""The order of decoding: the longest rows first, common beginnings together, results in the order of prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_longest_rows_run_first_together_with_rows_of_the_same_prefix() -> N
         1,
         4,
         0,
-    ]  # reused in larger units only
+    ]  # the cache is reused in larger units only
     assert ordered(rows, lambda item: None, 1) == rows
 
 
@@ -45,4 +45,4 @@ def test_results_keep_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) 
     assert [len(result.token_ids) for result in together] == lengths
     assert begun[0] == [1, 3, 2, 0]
     decoder.generate(prompts[:2], params[:2])
-    assert begun[-1] == [0, 1]  # all begin at once
+    assert begun[-1] == [0, 1]  # all rows begin at once

@@ -70,7 +70,7 @@ def test_short_names_of_dtypes_are_accepted(short: str, name: str) -> None:
     assert DecoderConfig(draft_dtype=short).draft_dtype == name
 
 
-def test_sizes_may_end_in_a_unit(capsys: Any, monkeypatch: Any) -> None:
+def test_sizes_may_end_in_a_unit() -> None:
     from slipstream.apps.cli.simulate import read_size
 
     assert [read_size(text) for text in ("8b", "0.5B", "100g", "1e12", "10t", "3")] == [8e9, 5e8, 1e11, 1e12, 1e13, 3]

@@ -1,4 +1,4 @@
-"""Calls a server through litellm: python litellm_calls.py URL MODEL BODIES. Prints what came back as one line of JSON.
+"""Calls a server through litellm: python litellm_calls.py URL MODEL BODIES. Prints the responses as one line of JSON.
 
 BODIES: JSON with `asked` (fields of a chat), `prompt`, `form` (a response format), `tools`, and `predicted` (a text).
 """

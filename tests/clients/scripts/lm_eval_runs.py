@@ -1,6 +1,6 @@
 """The same tasks by lm-eval's own model and by a server: python lm_eval_runs.py URL MODEL FOLDER TASKS.
 
-FOLDER: of the model; TASKS: folder of the tasks' files. Prints scores, log-likelihoods and texts as one line of JSON.
+FOLDER holds the model and TASKS the files of the tasks. Prints scores, log-likelihoods and texts as one line of JSON.
 """
 
 from __future__ import annotations
