@@ -93,7 +93,7 @@ OPTIONS = [
     {"temperature": 0.9, "top_k": 12},
     {"temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.3},
 ]
-over_options = pytest.mark.parametrize("given", mostly_slow(OPTIONS, OPTIONS[0], OPTIONS[-1]))
+over_options = pytest.mark.parametrize("options", mostly_slow(OPTIONS, OPTIONS[0], OPTIONS[-1]))
 
 
 def decoder() -> SpeculativeDecoder:

@@ -56,7 +56,7 @@ def _sampler(row: Row) -> Sampler:
     ids=["surer", "worse", "untold"],
 )
 def test_the_draft_with_more_expected_tokens_is_taken(probs: Sequence[float] | None, is_other_drafter: bool) -> None:
-    draft = proposed(others := Others(probs), free=True)
+    draft = proposed(others := Others(probs), free_drafts=True)
     assert others.asked == [[20]]
     assert (
         draft.tokens[0, 0] == (7 if is_other_drafter else OLD[8])
@@ -65,7 +65,7 @@ def test_the_draft_with_more_expected_tokens_is_taken(probs: Sequence[float] | N
 
 
 def test_a_drafter_that_needs_forwards_is_not_asked_beside_a_prediction() -> None:
-    draft = proposed(others := Others((0.995,) * 20), free=False)
+    draft = proposed(others := Others((0.995,) * 20), free_drafts=False)
     assert others.asked == [[0]] and draft.tokens[0, 0] == OLD[8]
 
 
