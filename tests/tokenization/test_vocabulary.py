@@ -173,8 +173,8 @@ def test_tokenizers_that_split_text_differently_are_usable_and_the_report_says_w
     [
         ("a:{{ messages[0]['content'] }}", "b:{{ messages[0]['content'] }}", False, "a chat becomes other ids"),
         ("a:", "a:", True, "a chat becomes the same ids"),
-        ("a:", None, False, "only the target has template"),
-        (None, "a:", False, "only the draft has template"),
+        ("a:", None, False, "only the target has one"),
+        (None, "a:", False, "only the draft has one"),
         ("a:", "{{ raise_exception('never') }}", False, "a chat becomes other ids"),
         (None, None, None, None),
     ],
@@ -182,7 +182,7 @@ def test_tokenizers_that_split_text_differently_are_usable_and_the_report_says_w
 def test_chat_templates_are_compared_by_their_output(target: Any, draft: Any, same: Any, expected: Any) -> None:
     a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=template))) for template in (target, draft))
     report = compare_vocabularies(a, b)
-    reported = [(template.same, template.found) for template in report.findings if template.subject == "chat template"]
+    reported = [(finding.same, finding.found) for finding in report.findings if finding.subject == "chat template"]
     assert report.usable and reported == ([] if expected is None else [(same, expected)])
 
 
