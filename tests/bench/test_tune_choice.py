@@ -158,14 +158,17 @@ def test_log_speed_ups_are_paired_by_prompt_or_else_by_repeat() -> None:
 
 def test_an_arm_that_failed_or_whose_text_differs_is_never_advised() -> None:
     wrong = timed("model@4", scaled(0.3), verdict="different")
-    broken = [replace(one, error="RuntimeError: no memory", texts=[], verdicts=[]) for one in timed("ngram@3", PLAIN)]
+    broken = [
+        replace(measured, error="RuntimeError: no memory", texts=[], verdicts=[])
+        for measured in timed("ngram@3", PLAIN)
+    ]
     runs = [*timed("none", PLAIN), *wrong, *broken, *timed("suffix@4", scaled(0.8))]
     advice = advise(1, entries("ngram@3", "suffix@4", "model@4"), runs)
     assert advice.best is not None and advice.best.name == "suffix@4"
-    lost = {one.name: (one.failed, one.lost) for one in advice.others}
+    lost = {arm.name: (arm.failed, arm.lost) for arm in advice.others}
     assert lost["model@4"] == (True, "8 of 8 texts differ from plain decoding and are no ties")
     assert lost["ngram@3"] == (True, "failed: RuntimeError: no memory")
-    failed = [replace(one, error="RuntimeError: no memory") for one in timed("none", PLAIN)]
+    failed = [replace(measured, error="RuntimeError: no memory") for measured in timed("none", PLAIN)]
     with pytest.raises(SlipstreamError, match=r"plain decoding failed.*no memory"):
         advise(1, entries("ngram@3"), failed)
 

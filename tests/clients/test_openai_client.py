@@ -130,7 +130,7 @@ def test_concurrent_requests_get_their_own_answers(server: RunningServer, decode
         transport = httpx.AsyncClient(trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
 
-            async def one(prompt: str) -> str:
+            async def complete(prompt: str) -> str:
                 text = ""
                 async for chunk in await client.completions.create(
                     model="tiny", prompt=prompt, max_tokens=30, temperature=0, stream=True
@@ -138,10 +138,10 @@ def test_concurrent_requests_get_their_own_answers(server: RunningServer, decode
                     text += chunk.choices[0].text
                 return text
 
-            return list(await asyncio.gather(*map(one, prompts)))
+            return list(await asyncio.gather(*map(complete, prompts)))
 
     expected = decoder.generate(prompts, SamplingParams(max_tokens=30), chat=False)
-    assert asyncio.run(ask()) == [one.text for one in expected]
+    assert asyncio.run(ask()) == [result.text for result in expected]
 
 
 def test_closing_a_stream_ends_its_request(client: openai.OpenAI, server: RunningServer) -> None:

@@ -19,7 +19,7 @@ def main(url: str, name: str, bodies: str) -> dict[str, Any]:
     inputs = json.loads(bodies)
     place: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "model": name, "max_retries": 0}
     model = ChatOpenAI(**place, **inputs["options"], stream_usage=True)
-    messages = [HumanMessage(one["content"]) for one in inputs["messages"]]
+    messages = [HumanMessage(message["content"]) for message in inputs["messages"]]
     whole = model.invoke(messages)
     chunks = list(model.stream(messages))
     longer = ChatOpenAI(**place, **inputs["options"] | {"max_tokens": 200})
@@ -32,7 +32,7 @@ def main(url: str, name: str, bodies: str) -> dict[str, Any]:
         "reason": whole.response_metadata["finish_reason"],
         "stream": "".join(str(chunk.content) for chunk in chunks),
         "stream_usage": sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks),
-        "batch": [one.content for one in model.batch([messages, messages])],
+        "batch": [answer.content for answer in model.batch([messages, messages])],
         "async": asyncio.run(model.ainvoke(messages)).content,
         "form": longer.with_structured_output(inputs["form"], method="json_schema", strict=True).invoke(messages),
         "call": called.tool_calls,
