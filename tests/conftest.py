@@ -1,13 +1,13 @@
-"""What every test relies on: no network, and one thread for small models."""
+"""What every test relies on: no network, and a single thread for small models."""
 
 import gc
 import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
-# before torch is: processes, threads and commands that tests start compute with one thread too, beside other tests
+# before torch is imported anywhere: commands that tests start also compute with one thread
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# the threads of large models wait without spinning: spinning beside other tests takes their cores for nothing
+# threads of large models wait without spinning, which would take cores from other tests
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import shutil
@@ -24,11 +24,11 @@ from hypothesis import settings
 from slipstream.models.cache_folder import cache_folder
 from tests.support.markers import left_out
 
-# PyTorch and the models are imported where they are used: the process that hands out tests waits for neither
+# PyTorch and the models are imported in functions, so that the process that distributes tests never loads them
 
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
 USERS_CACHE = os.environ.get("SLIPSTREAM_MODELS")
-FEW_TURNS = 3  # in which each forward of a small model is timed
+FEW_TURNS = 3  # how often each forward of a small model is timed
 
 # the same examples in every run, however busy the machine is
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
@@ -37,7 +37,7 @@ settings.load_profile("steady")
 
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads only get in each other's way on small models; the large ones take every core."""
+    """Small models run fastest on one thread; large models use every core."""
     import torch
 
     torch.set_num_threads(1 if request.node.get_closest_marker("models") is None else os.cpu_count() or 1)
@@ -46,12 +46,12 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run whole products of parameters, and all other cases")
+    parser.addoption("--exhaustive", action="store_true", help="run every case, with whole products of parameters")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only an exhaustive run has; after `-k` and `-m` have chosen."""
+    """Deselect what only an exhaustive run has, after `-k` and `-m` have been applied."""
     if not config.getoption("exhaustive"):
         without = set(left_out(items))
         config.hook.pytest_deselected(items=[item for item in items if item in without])
@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the cache folder of this run, for all its processes: each model is calibrated once.
+    """Create the cache folder that all processes of this run share, so that each model is calibrated once.
 
-    Until the first test nothing is collected: looking through all that is imported took a fifth of the time to there.
+    The garbage collector is off until the first test: traversing all imported modules took a fifth of the start-up.
     """
     gc.disable()
     if OWN_CACHE in os.environ:
@@ -69,14 +69,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder, kernels = Path(tempfile.mkdtemp(prefix="slipstream-tests-")), cache_folder() / "kernels"
     os.environ[OWN_CACHE] = str(folder)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    with suppress(OSError):  # then kernels are compiled once more
+    with suppress(OSError):  # without the link, kernels are compiled once more
         kernels.mkdir(parents=True, exist_ok=True)
         (folder / "kernels").symlink_to(kernels, target_is_directory=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Leave libraries, tests and what else there is by now out of garbage collections: it stays to the end."""
+    """Exclude imported libraries and tests from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -84,7 +84,7 @@ def pytest_runtestloop() -> None:
 
 @cache
 def remembered_draft_times() -> Any:
-    """The library's own function, whatever stands for it while a test runs."""
+    """The library's own function, even while a test has replaced it."""
     from slipstream.wiring import model_pair
 
     return model_pair.remembered_draft_times
@@ -92,11 +92,11 @@ def remembered_draft_times() -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before any fixture: the cache folder, and what is known of the times of draft models.
+    """Choose the cache folder, and what is known of the times of draft models, before any fixture runs.
 
-    Calibrations of small models are not left in the user's cache; real models are looked for there. What a tiny draft
-    model takes is as much as its target, or luck: drafting is decided as if it were not known. Their forwards are timed
-    less often than those of real models, as no test depends on these times.
+    Calibrations of small models stay out of the user's cache; real models are looked up there. The times of a tiny
+    draft model are noise, so drafting is decided as if they were unknown. Its forwards are timed less often than those
+    of real models, as no test depends on these times.
     """
     from slipstream.reproducibility import calibration
     from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes
@@ -109,14 +109,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     elif USERS_CACHE is not None:
         os.environ["SLIPSTREAM_MODELS"] = USERS_CACHE
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
-    remembered = remembered_draft_times()  # asked for before it is replaced
+    remembered = remembered_draft_times()  # cached before it is replaced below
     calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
-    model_pair.remembered_draft_times = remembered if real else lambda *given: DraftTimes()
+    model_pair.remembered_draft_times = remembered if real else lambda *arguments: DraftTimes()
 
 
 @pytest.fixture(autouse=True)
 def quiet_log() -> Iterator[None]:
-    """The command line, run within a test, sets what the library logs; the next test must not see it."""
+    """Restore the log level, which a command run within a test changes."""
     logger = logging.getLogger("slipstream")
     level = logger.level
     yield

@@ -1,4 +1,4 @@
-"""What counts as a whole number, a number and a text, and how others are refused."""
+"""What counts as a whole number, a number and a text, and how other values are refused."""
 
 import math
 from typing import Any
@@ -24,20 +24,20 @@ from slipstream.errors import UsageError
         (None, False, False),
     ],
 )
-def test_booleans_and_texts_are_no_numbers_and_infinity_is_none_either(value: Any, whole: bool, number: bool) -> None:
+def test_booleans_texts_and_infinity_are_not_numbers(value: Any, whole: bool, number: bool) -> None:
     assert (is_whole(value), is_number(value)) == (whole, number)
 
 
-def test_bounds_are_allowed_themselves() -> None:
+def test_bounds_are_inclusive() -> None:
     assert is_whole(3, 3, 3) and not is_whole(2, 3) and not is_whole(4, 3, 3)
     assert is_number(0.5, 0.5, 0.5) and not is_number(0.4, 0.5) and not is_number(0.6, 0.5, 0.5)
 
 
-def test_a_lone_surrogate_is_no_text() -> None:
+def test_a_lone_surrogate_is_not_text() -> None:
     assert is_text("a\U0001f680") and not any(map(is_text, ("", "a\ud800", b"a", 1)))
 
 
-def test_what_is_refused_is_told_with_what_is_allowed() -> None:
+def test_a_refusal_names_the_value_and_what_is_allowed() -> None:
     check_whole("n", "auto", 1, words=("auto",))
     check_choice("dtype", "auto", ("auto", "float32"))
     for refused, message in (

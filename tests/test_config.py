@@ -28,7 +28,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_setting_is_refused_naming_field_value_and_what_is_allowed(
+def test_an_invalid_setting_is_refused_naming_field_value_and_what_is_allowed(
     name: str, subtests: pytest.Subtests
 ) -> None:
     for value in IMPOSSIBLE[name]:
@@ -51,7 +51,7 @@ IMPOSSIBLE_FOR_A_DECODER: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE_FOR_A_DECODER)
-def test_decoder_refuses_an_impossible_setting_in_one_line(name: str, subtests: pytest.Subtests) -> None:
+def test_the_decoder_refuses_an_invalid_setting_in_one_line(name: str, subtests: pytest.Subtests) -> None:
     for value in IMPOSSIBLE_FOR_A_DECODER[name]:
         with subtests.test(repr(value)):
             with pytest.raises(UsageError) as refusal:
@@ -70,7 +70,7 @@ def test_decoder_takes_every_setting_and_its_default_from_the_config() -> None:
     assert asdict(SpeculativeDecoder("toy").config) == defaults
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_help_text() -> None:
     for field in fields(DecoderConfig):
         assert field.metadata["help"]
 
@@ -83,21 +83,21 @@ def test_every_setting_says_what_it_means() -> None:
         {"acceptance": "topk:4", "dtype": "bfloat16", "device": "cpu", "load_options": {"revision": "main"}},
     ],
 )
-def test_settings_come_back_from_json_as_they_were(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_survive_a_round_trip_through_json(settings: dict[str, Any], tmp_path: Path) -> None:
     config = DecoderConfig(**settings)
     file = tmp_path / "settings.json"
     file.write_text(config.to_json())
     assert DecoderConfig.from_json(file) == config
 
 
-def test_file_need_not_name_every_setting(tmp_path: Path) -> None:
+def test_settings_missing_from_a_file_keep_their_defaults(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"max_batch_size": 3}))
     assert DecoderConfig.from_json(file) == DecoderConfig(max_batch_size=3)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b'{"max_batch": 3}', "unknown key 'max_batch'"),
         (b"[1, 2]", "is not an object"),
@@ -112,12 +112,12 @@ def test_file_need_not_name_every_setting(tmp_path: Path) -> None:
         (b'{"fast": "false"}', "fast='false'"),
     ],
 )
-def test_bad_file_is_refused_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+def test_bad_file_is_refused_in_one_line(content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_bytes(content)
     with pytest.raises(UsageError) as refusal:
         DecoderConfig.from_json(file)
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_DRAFT_TOKENS])
-def test_fixed_draft_length_is_that_of_every_row(count: int) -> None:
+def test_a_fixed_draft_length_applies_to_every_row(count: int) -> None:
     assert Fixed(count).lengths([None] * 3) == [count] * 3  # type: ignore[list-item]
 
 
 @subcases("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])
-def test_impossible_draft_length_is_refused(count: Any) -> None:
+def test_an_invalid_draft_length_is_refused(count: Any) -> None:
     with pytest.raises(UsageError, match=rf"^num_draft_tokens={count!r}; allowed: .* 0 to {MAX_DRAFT_TOKENS}"):
         LengthChoice.parse(count)

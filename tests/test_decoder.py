@@ -86,7 +86,7 @@ def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     ],
     ids=repr,
 )
-def test_prompt_of_another_kind_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
+def test_prompt_of_the_wrong_type_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     refused("^prompt .*; allowed: a text, a list of token ids or a list of chat messages$", toy, prompt)
 
 
@@ -102,7 +102,7 @@ def test_prompt_that_fills_the_context_is_refused(bare: SpeculativeDecoder, leng
     refused(f"^prompt has {length} tokens; allowed: at most {CONTEXT - 1}$", bare, [1] * length)
 
 
-def test_max_tokens_may_fill_the_context_and_not_more(bare: SpeculativeDecoder) -> None:
+def test_max_tokens_may_fill_the_context_but_not_exceed_it(bare: SpeculativeDecoder) -> None:
     message = rf"^max_tokens=23; allowed: at most 22 after a prompt of 10 tokens \(the model's context is {CONTEXT}\)$"
     refused(message, bare, [1] * 10, SamplingParams(max_tokens=23))
     assert len(bare.generate([1] * 10, SamplingParams(max_tokens=22)).token_ids) == 22
@@ -114,7 +114,7 @@ def test_one_bad_prompt_refuses_the_batch_before_anything_is_decoded(bare: Specu
 
 
 @subcases("count", [0, 1, 3])
-def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, count: int) -> None:
+def test_a_list_of_params_must_match_the_number_of_prompts(toy: SpeculativeDecoder, count: int) -> None:
     refused(
         f"^params: {count} given for 2 prompts; allowed: one, or one per prompt$",
         toy,
@@ -124,7 +124,7 @@ def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, c
 
 
 @subcases("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
-def test_params_of_another_kind_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
+def test_params_of_the_wrong_type_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
     refused("^params: .*; allowed: SamplingParams, or keywords such as max_tokens=10$", toy, "a", params)
 
 
@@ -157,14 +157,14 @@ def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
 
 
 @subcases("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
-def test_model_that_is_none_is_refused_by_name(source: Any) -> None:
+def test_a_source_that_is_not_a_model_is_refused_by_name(source: Any) -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder(source)
     assert str(source) in str(refusal.value) and "allowed" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_both_models() -> None:
+def test_a_draft_model_whose_tokens_have_no_known_bytes_is_refused_naming_both_models() -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder("toy", tiny(), tokenizer=words(WORDS))
     message = str(refusal.value)
@@ -173,7 +173,7 @@ def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_b
     assert "\n" not in message
 
 
-def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() -> None:
+def test_a_draft_model_of_another_size_is_refused_without_tokenizers_to_compare() -> None:
     with pytest.raises(
         UsageError, match="draft_tokenizer is given, but there is no draft model; allowed: with a draft"
     ):
@@ -182,7 +182,7 @@ def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() 
         SpeculativeDecoder(tiny(), tiny(vocab=7))
 
 
-def test_draft_with_a_padded_head_and_the_same_tokenizer_is_taken() -> None:
+def test_a_draft_model_with_a_padded_head_and_the_same_tokenizer_is_allowed() -> None:
     decoder = SpeculativeDecoder(tiny(), tiny(vocab=8), tokenizer=words(WORDS))
     assert decoder.drafter_name == "hybrid"
     params = SamplingParams(max_tokens=6)
@@ -203,20 +203,20 @@ def test_differing_tokens_are_described_in_the_order_of_the_targets_ids() -> Non
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "draft_tokenizer"])
-def test_what_is_no_tokenizer_is_refused_at_once(name: str) -> None:
+def test_an_object_that_is_not_a_tokenizer_is_refused(name: str) -> None:
     model = fresh("llama")
     for value, shown in (("smollm2", "'smollm2'"), (model, "a LlamaForCausalLM"), (5, "5")):
         with pytest.raises(UsageError, match=f"^{name}={shown}; allowed: a Hugging Face tokenizer, such as Auto"):
             SpeculativeDecoder(model, model, reproducible=False, **{name: value})
 
 
-def test_a_processors_tokenizer_serves() -> None:
+def test_a_processor_is_allowed_as_a_tokenizer() -> None:
     processor = SimpleNamespace(tokenizer=tokenizer())
     decoder = SpeculativeDecoder(fresh("llama"), tokenizer=processor, reproducible=False)
     assert decoder.encode("ab", chat=False) == tokenizer()("ab")["input_ids"]
 
 
-def test_objects_that_are_no_models_are_refused_in_one_line() -> None:
+def test_objects_that_are_not_models_are_refused_in_one_line() -> None:
     for source in (tokenizer(), [fresh("llama")], fresh("llama").config):
         with pytest.raises(UsageError, match=r"^model .{1,60} is a \w+.*; allowed: a hub id, a folder, ") as refusal:
             SpeculativeDecoder(source)
@@ -224,8 +224,8 @@ def test_objects_that_are_no_models_are_refused_in_one_line() -> None:
         assert ("a tokenizer goes into tokenizer=" in str(refusal.value)) == hasattr(source, "decode")
 
 
-class Doubled(torch.nn.Module):
-    """An output layer of somebody's own, which does not say how many outputs it has."""
+class CustomOutputLayer(torch.nn.Module):
+    """A custom output layer, which does not say how many outputs it has."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -236,16 +236,16 @@ class Doubled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_an_output_layer_of_ones_own_serves(fast: bool) -> None:
+def test_a_custom_output_layer_works(fast: bool) -> None:
     model = fresh("llama")
-    model.lm_head = Doubled(model.lm_head)
+    model.lm_head = CustomOutputLayer(model.lm_head)
     decoder = SpeculativeDecoder(model, model, fast=fast, reproducible=False)
     expected = reference(model, [5, 9, 11], 8)
     assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == expected
 
 
-class Proposes:
-    """A drafter of somebody's own that proposes one and the same id."""
+class RepeatsToken:
+    """A custom drafter that always proposes the same token id."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -255,17 +255,17 @@ class Proposes:
 
 
 @pytest.mark.parametrize("token", [-1, -5, 61, 10**12])
-def test_ids_that_the_target_does_not_have_are_drafts_like_others(token: int) -> None:
+def test_drafted_ids_outside_the_vocabulary_are_rejected_like_other_drafts(token: int) -> None:
     model, options = fresh("llama"), {"num_draft_tokens": 2, "reproducible": False}
     for acceptance in ("match", "rejection", "block"):
-        decoder = SpeculativeDecoder(model, drafter=Proposes(token), acceptance=acceptance, **options)
+        decoder = SpeculativeDecoder(model, drafter=RepeatsToken(token), acceptance=acceptance, **options)
         assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == reference(model, [5, 9, 11], 8)
         sampled = SamplingParams(max_tokens=8, temperature=0.9, seed=3)
         texts = [d.generate([5, 9, 11], sampled).token_ids for d in (decoder, decoder.using("none"))]
         assert len(texts[0]) == 8 and (acceptance != "match" or texts[0] == texts[1])
 
 
-# The public face: names, signatures, kinds of prompts, streams, refusals
+# Public names, signatures, kinds of prompts, streams and refusals
 
 PARAMS = SamplingParams(max_tokens=12)
 LETTERS = tokenizer()
@@ -280,15 +280,15 @@ def ids(text: str) -> list[int]:
     return LETTERS(text)["input_ids"]
 
 
-def test_public_names() -> None:
+def test_the_package_exports_its_public_names() -> None:
     names = "Chunk Draft Drafter Policy Result Round Row SamplingParams SlipstreamError SpeculativeDecoder Stats "
     assert set(slipstream.__all__) >= set((names + "UsageError Verdict __version__").split())
     assert all(hasattr(slipstream, name) for name in slipstream.__all__)
 
 
-def test_the_constructor_takes_what_the_design_says() -> None:
+def test_the_constructor_has_the_documented_parameters_and_defaults() -> None:
     signature = inspect.signature(SpeculativeDecoder.__init__)
-    found = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
+    declared = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
     keywords = {
         "tokenizer": None,
         "draft_tokenizer": None,
@@ -307,14 +307,14 @@ def test_the_constructor_takes_what_the_design_says() -> None:
         "max_batch_size": 8,
         "load_options": None,
     }
-    assert found == [
+    assert declared == [
         ("target", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
         ("draft", "POSITIONAL_OR_KEYWORD", None),
         *((name, "KEYWORD_ONLY", default) for name, default in keywords.items()),
     ]
 
 
-def test_every_kind_of_prompt_stands_for_its_ids(decoder: SpeculativeDecoder) -> None:
+def test_text_chat_and_ids_of_one_prompt_give_the_same_tokens(decoder: SpeculativeDecoder) -> None:
     bare = decoder.generate(ids("hello"), PARAMS)
     assert bare.prompt_token_ids == ids("hello")
     assert decoder.generate("hello", PARAMS, chat=False).token_ids == bare.token_ids
@@ -331,11 +331,11 @@ def test_a_list_of_prompts_gives_a_list_of_results_in_order(decoder: Speculative
     batch = decoder.generate(mixed, PARAMS)
     assert [r.token_ids for r in batch] == [decoder.generate(prompt, PARAMS).token_ids for prompt in mixed]
     assert isinstance(decoder.generate(["hello"], PARAMS), list)
-    own = decoder.generate(mixed, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
-    assert [len(r.token_ids) for r in own] == [1, 2, 3]
+    by_length = decoder.generate(mixed, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
+    assert [len(r.token_ids) for r in by_length] == [1, 2, 3]
 
 
-def test_a_template_is_used_only_where_there_is_one() -> None:
+def test_text_is_templated_only_if_the_tokenizer_has_a_template() -> None:
     untemplated = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(template=None))
     assert untemplated.generate("hello", PARAMS).prompt_token_ids == ids("hello")
     with pytest.raises(UsageError, match="no chat template"):
@@ -356,7 +356,7 @@ def test_chunks_add_up_to_the_result(drafter: str, stop: Any) -> None:
         "".join(chunk.text for chunk in chunks) == result.text == (whole[: whole.index(whole[7:10])] if stop else whole)
     )
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
-    assert [chunk.origins for chunk in chunks] == [done.origins for done in result.rounds]
+    assert [chunk.origins for chunk in chunks] == [round.origins for round in result.rounds]
     assert chunks[-1].round.finish_reason == result.finish_reason == ("stop" if stop else "length")
 
 
@@ -366,7 +366,9 @@ def test_a_stream_gives_text_as_it_comes(decoder: SpeculativeDecoder) -> None:
     for chunk in made.stream("hello", PARAMS):
         shown += chunk.text
         seen += chunk.token_ids
-        assert shown == LETTERS.decode(seen, skip_special_tokens=True)  # one character per token: nothing to wait for
+        assert shown == LETTERS.decode(
+            seen, skip_special_tokens=True
+        )  # one character per token, so no text is held back
     assert shown == made.generate("hello", PARAMS).text
 
 
@@ -385,7 +387,7 @@ def test_loaded_models_and_ids_need_no_tokenizer() -> None:
         bare.generate(prompt, SamplingParams(bad_words=["x"]))
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_options_and_objects_that_are_not_models_are_refused() -> None:
     with pytest.raises(TypeError, match="gamma"):
         SpeculativeDecoder(shared("llama"), gamma=4)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="'gamma'; allowed: temperature"):
@@ -397,23 +399,23 @@ def test_unknown_names_are_refused() -> None:
     assert issubclass(UsageError, SlipstreamError) and issubclass(UsageError, ValueError)
 
 
-def test_the_result_reports_what_happened(decoder: SpeculativeDecoder) -> None:
+def test_a_result_reports_seed_rounds_text_and_losslessness(decoder: SpeculativeDecoder) -> None:
     result = decoder.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=12))
     assert result.seed == 3 and result.stats.lossless and len(result.token_ids) == 12
-    assert sum(len(done.tokens) for done in result.rounds) == 12
+    assert sum(len(round.tokens) for round in result.rounds) == 12
     assert result.text == LETTERS.decode(result.token_ids, skip_special_tokens=True)
     lossy = SpeculativeDecoder(shared("llama"), acceptance="topk:5").generate([3], PARAMS)
     assert not lossy.stats.lossless
 
 
-def test_a_drafter_object_is_used_as_it_is() -> None:
+def test_a_drafter_object_is_used_unchanged() -> None:
     class Fives:
         def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
             return Draft.from_lists([[5] * length for length in lengths], sampler.device)
 
     made = SpeculativeDecoder(shared("llama"), drafter=Fives(), num_draft_tokens=2)
     result = made.generate([3, 4], PARAMS)
-    assert made.drafter_name == "Fives" and {token for done in result.rounds for token in done.draft} == {5}
+    assert made.drafter_name == "Fives" and {token for round in result.rounds for token in round.draft} == {5}
     assert result.token_ids == made.using("none").generate([3, 4], PARAMS).token_ids
     assert CHAT_TEMPLATE not in result.text
 
@@ -421,8 +423,10 @@ def test_a_drafter_object_is_used_as_it_is() -> None:
 def test_fields_of_sampling_params_are_keywords_of_every_call(decoder: SpeculativeDecoder) -> None:
     options: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 9, "n": 2}
     expected = decoder.generate("hello", SamplingParams(**options))
-    got = decoder.generate("hello", **options)
-    assert [r.token_ids for r in (got, *got.alternatives)] == [r.token_ids for r in (expected, *expected.alternatives)]
+    generated = decoder.generate("hello", **options)
+    assert [r.token_ids for r in (generated, *generated.alternatives)] == [
+        r.token_ids for r in (expected, *expected.alternatives)
+    ]
     assert [len(result.token_ids) for result in decoder.generate(["a", "b"], max_tokens=3)] == [3, 3]
     for call in (decoder.generate, decoder.stream, decoder.astream):
         with pytest.raises(UsageError, match=r"^params and max_tokens= are both given; allowed: one of them$"):
@@ -450,12 +454,12 @@ def test_encode_and_decode_mirror_each_other(decoder: SpeculativeDecoder) -> Non
         SpeculativeDecoder(shared("llama")).decode([3])
 
 
-def test_help_tells_every_field() -> None:
+def test_help_documents_every_field() -> None:
     for cls, settings in ((SamplingParams, SamplingParams), (SpeculativeDecoder, DecoderConfig)):
         shown = " ".join(pydoc.plain(pydoc.render_doc(cls)).replace("|", " ").split())
         for item in fields(settings):
-            told = " ".join(item.metadata["help"].replace("|", " ").split())
-            assert f"{item.name} = " in shown and told in shown, item.name
+            help_text = " ".join(item.metadata["help"].replace("|", " ").split())
+            assert f"{item.name} = " in shown and help_text in shown, item.name
 
 
 def test_the_public_methods_come_first_in_help() -> None:
@@ -463,7 +467,7 @@ def test_the_public_methods_come_first_in_help() -> None:
     engine = shown.index("Methods inherited from slipstream.wiring.engine_access.EngineAccess")
 
     def place(name: str) -> int:
-        method = re.search(rf" {name}\(\s*self", shown)  # from Python 3.13 on a long list of arguments has lines
+        method = re.search(rf" {name}\(\s*self", shown)  # Python 3.13 breaks a long list of arguments into lines
         assert method is not None, name
         return method.start()
 

@@ -1,4 +1,4 @@
-"""Files that are whole whatever ends the process that writes them."""
+"""Files stay whole, whatever ends the process that writes them."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def test_a_failed_replacement_leaves_the_old_file_and_nothing_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize("torn", [b"", b"torn", b"torn" * BLOCK], ids=["none", "short", "long"])
-def test_a_torn_last_line_is_cut_and_the_next_follows_the_whole_ones(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_last_line_is_cut_before_the_next_line_is_appended(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntwo\n" + torn)
     with open(path, "r+b", buffering=0) as file:
@@ -32,9 +32,9 @@ def test_a_torn_last_line_is_cut_and_the_next_follows_the_whole_ones(tmp_path: P
     assert path.read_bytes() == b"one\ntwo\nthree\n"
 
 
-def test_a_write_that_takes_a_part_is_continued(tmp_path: Path) -> None:
+def test_a_partial_write_is_continued(tmp_path: Path) -> None:
     class Stingy:
-        """A file on an almost full disk: two bytes a call."""
+        """A file on an almost full disk: each call writes two bytes."""
 
         def __init__(self) -> None:
             self.file = open(tmp_path / "file", "wb", buffering=0)  # noqa: SIM115
@@ -51,7 +51,7 @@ def test_a_write_that_takes_a_part_is_continued(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"seven b"
 
 
-def test_a_lock_ends_with_its_holder_however_that_ends(tmp_path: Path) -> None:
+def test_a_lock_is_released_when_its_holder_dies(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     hold = (
         "import pathlib, sys; from slipstream.durable_files import locked; "
@@ -69,7 +69,7 @@ def test_a_lock_ends_with_its_holder_however_that_ends(tmp_path: Path) -> None:
     second.release()
 
 
-def test_windows_is_not_asked_to_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_not_synced_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("text")
     opened = list[tuple[object, int]]()
     real = os.open

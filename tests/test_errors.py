@@ -1,4 +1,4 @@
-"""A wrong name that is near a known one is answered with that one."""
+"""A misspelt name is answered with the known name nearest to it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_only_near_names_are_suggested() -> None:
         (("--draft-dtype", "in8"), "int8"),
     ],
 )
-def test_choices_of_the_command_line(
+def test_the_command_line_suggests_near_choices(
     arguments: tuple[str, str], near: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _, told = run(capsys, monkeypatch, "generate", "--target", "toy", "-p", "x", *arguments)
-    assert code == 2 and f"did you mean '{near}'?" in told and len(told.splitlines()) == 1
+    code, _, errors = run(capsys, monkeypatch, "generate", "--target", "toy", "-p", "x", *arguments)
+    assert code == 2 and f"did you mean '{near}'?" in errors and len(errors.splitlines()) == 1
 
 
-def test_settings_in_files_and_sampling_options(
+def test_settings_files_and_sampling_options_suggest_near_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="did you mean 'temperature'"):
@@ -45,11 +45,11 @@ def test_settings_in_files_and_sampling_options(
     (file := tmp_path / "c.json").write_text(json.dumps({"draftr": "ngram"}))
     assert "did you mean 'drafter'?" in run(capsys, monkeypatch, "generate", "-p", "x", "--config", str(file))[2]
     (lines := tmp_path / "p.jsonl").write_text('{"prompt": "x", "category": "code"}\n')
-    told = run(capsys, monkeypatch, "generate", "--prompt-file", str(lines), "--category", "coed")[2]
-    assert "did you mean 'code'?" in told
+    errors = run(capsys, monkeypatch, "generate", "--prompt-file", str(lines), "--category", "coed")[2]
+    assert "did you mean 'code'?" in errors
 
 
-def test_a_conversation() -> None:
+def test_slash_commands_suggest_near_names() -> None:
     chat = toy()
     assert "did you mean 'nucleus'?" in refused(chat, "/sampling nuclues")
     assert "did you mean 'temperature'?" in refused(chat, "/set temprature 1")

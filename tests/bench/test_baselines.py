@@ -1,4 +1,4 @@
-"""Transformers' own generation as an arm: the same weights, the same text, the settings it says it has."""
+"""Transformers' own generation as an arm: the same weights, the same text, and the settings it reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,12 +36,12 @@ def measured(
 
 
 @pytest.mark.slow
-def test_every_baseline_says_what_plain_decoding_says(tmp_path: Path) -> None:
+def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))
     assert [run.error for run in runs if run.error] == []
-    found = {v for run in runs for v in run.verdicts}
-    assert found <= {"reference", "identical", "tie"} and "identical" in found
+    all_verdicts = {verdict for run in runs for verdict in run.verdicts}
+    assert all_verdicts <= {"reference", "identical", "tie"} and "identical" in all_verdicts
     alone = [run for run in runs if run.batch == 1]
     expected = {p.id: reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS}
     assert [run.texts[0] for run in alone if run.arm == "hf"] == list(expected.values())
@@ -53,27 +53,29 @@ def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> Non
     decoder = pair(max_batch_size=2)
     lineup = Lineup(decoder, parse_arms("none,hf"), PARAMS)
     start(tmp_path, Header({}, {}, {}, "now"))
-    ours, theirs = Runner(lineup, plan(lineup.arms, PROMPTS, [2], 1, at_once=3), tmp_path).run([])
-    assert [len(run.texts) for run in (ours, theirs)] == [3, 3] and ours.verdicts == ["identical"] * 3
-    assert set(theirs.verdicts) <= {"identical", "tie"}
-    assert ours.rounds is not None
-    together = [sum(done["step"] == step for done in ours.rounds) for step in {done["step"] for done in ours.rounds}]
-    assert max(together) == 2  # never three
-    assert theirs.num_forwards == 2 * max(map(len, theirs.texts))
+    plain, baseline = Runner(lineup, plan(lineup.arms, PROMPTS, [2], 1, at_once=3), tmp_path).run([])
+    assert [len(run.texts) for run in (plain, baseline)] == [3, 3] and plain.verdicts == ["identical"] * 3
+    assert set(baseline.verdicts) <= {"identical", "tie"}
+    assert plain.rounds is not None
+    together = [
+        sum(round["step"] == step for round in plain.rounds) for step in {round["step"] for round in plain.rounds}
+    ]
+    assert max(together) == 2  # never three rows at once
+    assert baseline.num_forwards == 2 * max(map(len, baseline.texts))
 
 
-def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
+def test_each_row_of_a_padded_batch_has_its_own_end(tmp_path: Path) -> None:
     decoder = pair()
     texts = [reference(shared("llama"), decoder.encode(p.text, chat=True), 16) for p in PROMPTS]
     end = texts[0][4]
     params = replace(PARAMS, stop_token_ids=[end])
     (baseline,) = Lineup(decoder, parse_arms("hf"), params)._baselines.values()
-    got, _ = baseline.generate([decoder.encode(p.text, chat=True) for p in PROMPTS], [params] * 3)
-    assert got == [text[: text.index(end) + 1] if end in text else text for text in texts]
-    assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
+    generated, _ = baseline.generate([decoder.encode(p.text, chat=True) for p in PROMPTS], [params] * 3)
+    assert generated == [text[: text.index(end) + 1] if end in text else text for text in texts]
+    assert len(generated[0]) <= 5 and len({len(text) for text in generated}) > 1
 
 
-def test_arms_share_the_objects_they_can_share() -> None:
+def test_arms_share_models() -> None:
     decoder = pair()
     lineup = Lineup(decoder, parse_arms("none,none.plain,hf,hf-assisted"), PARAMS)
     baselines = lineup._baselines
@@ -83,7 +85,7 @@ def test_arms_share_the_objects_they_can_share() -> None:
 
 
 @pytest.mark.slow
-def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Path) -> None:
+def test_baselines_of_a_packed_model_use_an_unpacked_copy(tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     decoder = SpeculativeDecoder(str(tmp_path / "model"), reproducible=False, fast=True)
@@ -96,7 +98,7 @@ def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Pat
     assert {v for run in runs for v in run.verdicts} <= {"reference", "identical", "tie"}
 
 
-def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
     drafted: list[int] = []
@@ -112,7 +114,7 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
     lineup = Lineup(decoder, parse_arms("hf-assisted-tuned@3,hf-assisted"), PARAMS)
     ids = decoder.encode(PROMPTS[0].text, chat=True)
     lineup.generate(lineup.arms[0], [ids], [PARAMS])
-    # at the end fewer tokens are left to generate
+    # the last round has fewer tokens left to generate
     assert max(drafted) == 3 and drafted == sorted(drafted, reverse=True) and drafted.count(3) > len(drafted) / 2
     tuned = drafted.copy()
     drafted.clear()
@@ -124,17 +126,21 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
 def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
-    found = {one.arm: one for one in summarise(runs, "none") if one.batch == 1}
+    by_arm = {summary.arm: summary for summary in summarise(runs, "none") if summary.batch == 1}
     assert all((run.num_forwards is None) == (run.arm == "none") for run in runs)
-    assert found["hf"].block_efficiency == 1.0 == found["none"].block_efficiency
-    assert found["hf-assisted-tuned@3"].block_efficiency > 1.2
-    assert found["hf-lookup@5"].block_efficiency > 1.0
-    assert all(one.block_efficiency is None for one in summarise(runs, "none") if one.batch == 2 and one.stats is None)
+    assert by_arm["hf"].block_efficiency == 1.0 == by_arm["none"].block_efficiency
+    assert by_arm["hf-assisted-tuned@3"].block_efficiency > 1.2
+    assert by_arm["hf-lookup@5"].block_efficiency > 1.0
+    assert all(
+        summary.block_efficiency is None
+        for summary in summarise(runs, "none")
+        if summary.batch == 2 and summary.stats is None
+    )
     model = lineup._baselines["hf"].model
     assert not model._forward_pre_hooks
 
 
-def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
+def test_a_call_does_not_change_the_assistants_generation_config() -> None:
     assistant = fresh("llama")
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
     assistant.generation_config.num_assistant_tokens = 2
@@ -150,7 +156,7 @@ def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
     assert assistant.generation_config is before
 
 
-def test_defaults_of_the_model_do_not_come_in() -> None:
+def test_baselines_ignore_the_models_generation_defaults() -> None:
     model = fresh("llama")
     expected = reference(model, [5, 6, 7, 5, 6, 7], 16)
     model.generation_config.repetition_penalty = 3.0
@@ -164,7 +170,7 @@ def test_defaults_of_the_model_do_not_come_in() -> None:
 
 
 @pytest.mark.slow
-def test_sampled_baselines_are_seeded_and_not_compared(tmp_path: Path) -> None:
+def test_sampled_baselines_are_seeded_but_not_compared(tmp_path: Path) -> None:
     params = replace(PARAMS, temperature=1.0, seed=4)
     lineup = Lineup(pair(), parse_arms("none,hf,hf-assisted,hf-lookup"), params)
     runs = measured(tmp_path, lineup, params, repeats=2)

@@ -1,4 +1,4 @@
-"""A benchmark killed at any moment loses nothing that was finished."""
+"""A benchmark that is killed at any moment keeps every finished run."""
 
 import random
 import signal
@@ -38,17 +38,17 @@ def kill_plan() -> tuple[list[Arm], list[Measurement]]:
 
 
 def go_on(folder: Path, delay: float | None = None) -> None:
-    """Run what is missing; with a delay, be killed once it has computed so many seconds after its first run."""
+    """Run the missing runs; with a delay, the process kills itself so many seconds of CPU time after its first run."""
     torch.set_num_threads(1)
     arms, planned = kill_plan()
     runs = iter(Runner(Lineup(toy(), arms, GREEDY), planned, folder).run(open_folder(folder, HEADER)))
     if delay is not None:
         next(runs)
-        signal.setitimer(signal.ITIMER_PROF, delay)  # of its own time, however busy the machine is
+        signal.setitimer(signal.ITIMER_PROF, delay)  # CPU time of the process, so that a busy machine does not matter
     list(runs)
 
 
-def test_a_kill_loses_nothing_finished(tmp_path: Path) -> None:
+def test_a_killed_benchmark_keeps_every_finished_run(tmp_path: Path) -> None:
     rng, kept = random.Random(7), b""
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         for _ in range(5):
@@ -59,13 +59,13 @@ def test_a_kill_loses_nothing_finished(tmp_path: Path) -> None:
     assert 5 <= len(runs) < len(planned)
     go_on(tmp_path)
     whole = read_records(tmp_path)[1]
-    assert whole[: len(runs)] == runs and [run.key for run in whole] == [one.key for one in planned]
-    found = [v for run in whole for v in run.verdicts]
-    assert set(found) == {"reference", "identical"} and found.count("reference") == len(PROMPTS)
+    assert whole[: len(runs)] == runs and [run.key for run in whole] == [measurement.key for measurement in planned]
+    all_verdicts = [verdict for run in whole for verdict in run.verdicts]
+    assert set(all_verdicts) == {"reference", "identical"} and all_verdicts.count("reference") == len(PROMPTS)
 
 
 def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
-    """Start a process in the folder that is killed `delay` seconds after its first run; the whole lines it left."""
+    """Start a process that is killed `delay` seconds after its first run; return the complete lines in the folder."""
     server.stdin.write(f"{folder} {delay}\n")
     server.stdin.flush()
     assert int(server.stdout.readline()) == -signal.SIGPROF  # which ends it as at once as SIGKILL

@@ -1,4 +1,4 @@
-"""Records: one line per finished run, whole or not there; a run goes on only under its own settings."""
+"""Records: one complete line per finished run; a benchmark is resumed only with the settings it began with."""
 
 import json
 import resource
@@ -37,7 +37,7 @@ def run_of(repeat: int, **changes: object) -> Run:
     return replace(run, **changes)  # type: ignore[arg-type]
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
+def test_appended_runs_are_read_back(tmp_path: Path) -> None:
     runs = [run_of(0), run_of(1, error="RuntimeError: broken", texts=[], verdicts=[])]
     start(tmp_path / "new" / "folder", HEADER)
     for run in runs:
@@ -57,14 +57,14 @@ def test_a_line_holds_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "error"
     )
     assert list(run) == fields.split() and (header["kind"], run["kind"]) == ("header", "run")
-    done = Round(0, 5, 1, 9, (1, 2), (1, 3), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0))
-    assert compact(done) == {
+    round = Round(0, 5, 1, 9, (1, 2), (1, 3), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0))
+    assert compact(round) == {
         **{"row": 0, "step": 5, "start": 9, "draft": [1, 2], "tokens": [1, 3], "accepted": 1, "rejected": True},
         "seconds": [0.1, 0.2, 0.3, 0.4, 1.0],
     }
 
 
-def test_a_folder_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
+def test_a_folder_written_before_a_field_was_added_can_be_read(tmp_path: Path) -> None:
     start(tmp_path, HEADER)
     append(tmp_path, run_of(0))
     file = tmp_path / FILE
@@ -120,14 +120,14 @@ def test_a_header_without_runs_is_replaced(tmp_path: Path) -> None:
         start(tmp_path, HEADER)
 
 
-def test_a_torn_header_begins_anew(tmp_path: Path) -> None:
+def test_a_folder_with_a_torn_header_starts_over(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"kind": "head')
     assert open_folder(tmp_path, HEADER) == []
     assert read_records(tmp_path) == (HEADER, [])
 
 
 @pytest.mark.parametrize("line", ['{"kind": "walk"}', "no json", "[]", '{"kind": "run", "arm": "none"}'])
-def test_a_line_of_something_else_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_not_a_run_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     start(tmp_path, HEADER)
     with (tmp_path / FILE).open("a") as file:
         file.write(line + "\n")
@@ -135,7 +135,7 @@ def test_a_line_of_something_else_is_refused_with_its_number(tmp_path: Path, lin
         read_records(tmp_path)
 
 
-def test_a_folder_goes_on_only_under_its_own_settings(tmp_path: Path) -> None:
+def test_a_folder_is_resumed_only_with_its_own_settings(tmp_path: Path) -> None:
     prompts = name_prompts([NamedPrompt("one", "x"), NamedPrompt("two", "x")])
     models, arms = {"target": "toy", "draft": None}, parse_arms("none,ngram")
     common = (DecoderConfig(), SamplingParams())
@@ -161,12 +161,12 @@ def test_a_folder_goes_on_only_under_its_own_settings(tmp_path: Path) -> None:
     assert read_records(tmp_path)[1] == [run_of(0)]
 
 
-def test_settings_compare_as_json_holds_them() -> None:
+def test_settings_are_compared_as_json() -> None:
     assert list(differences({"stop": ("a",), "bias": {3: 1.0}}, {"stop": ["a"], "bias": {"3": 1.0}})) == []
     assert list(differences({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})) == [("a.b", 1, 2), ("c", None, 3)]
 
 
-def test_arms_are_written_in_a_small_syntax() -> None:
+def test_arms_are_parsed_from_their_names() -> None:
     texts = "none, ngram, ngram:2-4@7, ngram_table:fill, model@4/topk:10, none.plain, model@4/block.plain~0.8"
     texts += ", hf-lookup@5~1"
     arms = parse_arms(texts)
@@ -206,7 +206,7 @@ WRONG_ARMS = {
 
 
 @subcases("text", WRONG_ARMS)
-def test_wrong_arms_are_refused(text: str) -> None:
+def test_invalid_arms_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=WRONG_ARMS[text]):
         parse_arms(text)
 
@@ -227,7 +227,7 @@ def test_groups_are_full_and_cover_every_prompt(batch: int) -> None:
     assert len({tuple(group.ids) for group in made}) == len(made)
 
 
-def test_groups_keep_to_a_family_where_they_can() -> None:
+def test_groups_keep_to_one_family_if_they_can() -> None:
     assert [(group.family, group.ids) for group in groups(PROMPTS, 4)] == [
         ("a", ["a/1", "a/2", "a/3", "a/4"]),
         ("b", ["b/1", "b/2", "b/3", "b/4"]),
@@ -237,26 +237,29 @@ def test_groups_keep_to_a_family_where_they_can() -> None:
 
 def test_arms_take_turns_before_the_next_repeat() -> None:
     arms = parse_arms("none,hf-lookup,ngram")
-    order = [(one.batch, one.group.ids[0], one.repeat, one.arm.name) for one in plan(arms, PROMPTS[:2], [1, 2], 2)]
+    order = [
+        (measurement.batch, measurement.group.ids[0], measurement.repeat, measurement.arm.name)
+        for measurement in plan(arms, PROMPTS[:2], [1, 2], 2)
+    ]
     alone, together = (
         ("none", "hf-lookup", "ngram"),
         ("none", "ngram"),
-    )  # transformers' own works for one row prompt only
+    )  # transformers' own works for a single prompt only
     assert order == [
         *((1, prompt, repeat, arm) for prompt in ("a/1", "a/2") for repeat in (0, 1) for arm in alone),
         *((2, "a/1", repeat, arm) for repeat in (0, 1) for arm in together),
     ]
 
 
-def test_a_call_may_be_given_more_prompts_than_it_decodes_together() -> None:
+def test_a_call_may_have_more_prompts_than_its_batch_size() -> None:
     planned = plan(parse_arms("none,hf"), PROMPTS, [2], 1, at_once=5)
-    assert [(one.batch, len(one.group.ids)) for one in planned] == [(2, 5)] * 4
+    assert [(measurement.batch, len(measurement.group.ids)) for measurement in planned] == [(2, 5)] * 4
     for at_once, message in ((1, "--at-once 1; allowed: at least the batch size, 2"), (11, "--at-once 11; allowed: 1")):
         with pytest.raises(UsageError, match=message):
             plan(parse_arms("none"), PROMPTS, [2], 1, at_once=at_once)
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
+def test_an_invalid_plan_is_refused() -> None:
     arms = parse_arms("none,hf-assisted")
     for batches, repeats, message in (
         ([11], 1, "batch size 11; allowed: 1 to 10"),
@@ -268,7 +271,7 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
             plan(arms, PROMPTS, batches, repeats)
 
 
-def test_trees_and_chains_are_spelled_as_lengths_are() -> None:
+def test_an_arm_may_have_a_tree_or_chain_as_its_length() -> None:
     tree, chain = parse_arms("model@4x2/match~0.8,auto@chain")
     assert (tree.num_draft_tokens, chain.num_draft_tokens) == ("4x2", "chain")
     assert label(tree.name) == "model, tree 4x2, match rule, temperature 0.8" and label(chain.name) == "auto, no trees"

@@ -1,4 +1,4 @@
-"""Runs: in turn, each from an empty KV cache, judged against plain decoding."""
+"""Runs: arms take turns, each run starts with an empty KV cache, and texts are compared with plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,11 +28,11 @@ def measured(
     batches: Sequence[int] = (1,),
     repeats: int = 1,
 ) -> list[Run]:
-    """The runs of these arms on PROMPTS, as the folder holds them afterwards."""
+    """The runs of these arms on PROMPTS, read back from the folder."""
     runner = runner_of(folder, decoder, arms, params, batches, repeats)
-    done = list(runner.run([]))
-    assert read_records(folder)[1] == done
-    return done
+    runs = list(runner.run([]))
+    assert read_records(folder)[1] == runs
+    return runs
 
 
 def runner_of(
@@ -48,7 +48,7 @@ def verdicts(runs: Sequence[Run], arm: str) -> list[str]:
 
 
 class Spy(Lineup):
-    """Notes what is asked of it, and fails where it is told to."""
+    """Records its calls, and fails for the prompts it was given to fail for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -73,7 +73,7 @@ def spied(folder: Path, arms: str, repeats: int = 2) -> tuple[Spy, Runner]:
     return spy, Runner(spy, plan(chosen, PROMPTS[:2], [1], repeats), folder)
 
 
-def test_each_run_is_in_its_turn_warm_and_from_an_empty_memory(tmp_path: Path) -> None:
+def test_runs_take_turns_after_a_warm_up_and_each_starts_from_an_empty_cache(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     runs = list(runner.run([]))
     names, ids = ("none", "ngram"), ("birds/1", "fish/1")
@@ -84,7 +84,7 @@ def test_each_run_is_in_its_turn_warm_and_from_an_empty_memory(tmp_path: Path) -
     assert spy.events == [*first, *later]
 
 
-def test_the_memory_of_an_earlier_run_is_not_used(tmp_path: Path) -> None:
+def test_a_run_does_not_use_the_cache_of_an_earlier_one(tmp_path: Path) -> None:
     runs = measured(tmp_path, toy(), "none,ngram", repeats=2)
     decoder = toy()
     fed = []
@@ -96,7 +96,7 @@ def test_the_memory_of_an_earlier_run_is_not_used(tmp_path: Path) -> None:
     assert fed[0] == fed[1] > 0
 
 
-def test_a_failed_arm_is_an_error_line_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_arm_is_an_error_line_and_the_others_continue(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram", repeats=1)
     spy.broken["ngram"] = RuntimeError("out of memory\nin a long trace")
     runs = list(runner.run([]))
@@ -111,44 +111,47 @@ def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Pat
     arms = "none,ngram@3,ngram_table,model@4,none.plain"
     runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)
     assert verdicts(runs, "none")[:2] == ["reference", "identical"]
-    rest = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
-    assert set(rest) == {"identical"} and not wrong_texts(summarise(runs, "none"))
+    compared = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
+    assert set(compared) == {"identical"} and not wrong_texts(summarise(runs, "none"))
     assert all(run.num_output_tokens == 24 * run.batch == sum(map(len, run.texts)) for run in runs)
     assert all(run.stats["num_output_tokens"] == run.num_output_tokens for run in runs if run.stats)
 
 
 @pytest.mark.parametrize("arms,batch", [("ngram,model@4", 1), ("none,ngram", 3)])
-def test_a_reference_is_made_where_the_arm_none_does_not_decode_a_prompt_alone(
-    tmp_path: Path, arms: str, batch: int
-) -> None:
+def test_a_reference_is_decoded_if_no_plain_arm_of_batch_size_1_does(tmp_path: Path, arms: str, batch: int) -> None:
     runs = measured(tmp_path, toy(), arms, batches=[batch])
     assert {run.arm for run in runs} == set(arms.split(","))
     assert {v for run in runs for v in run.verdicts} == {"identical"}
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
+def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -> None:
     params = replace(GREEDY, temperature=0.9 if sampled else 0.0, seed=1)
     decoder = toy().using(acceptance=load_wrong_rule("first-mismatch-kept"))
     runs = measured(tmp_path, decoder, "model@4", params)
-    # under sampling a rule that does not couple draws promises a distribution and no text
+    # under sampling, a rule that does not couple draws promises a distribution, not a text
     assert ("different" in verdicts(runs, "model@4")) is not sampled
     assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
 
 
-def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tmp_path: Path) -> None:
+def test_sampled_texts_are_compared_only_under_the_match_rule(tmp_path: Path) -> None:
     arms = "none,ngram,model@4,model@4/block,model@4/rejection,ngram/rejection,none~0.5"
     runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
-    found = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
-    assert found["none"] == found["none~0.5"] == {"reference"}
-    assert found["ngram"] == found["model@4"] == {"identical"}
-    assert found["model@4/block"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
+    verdicts_of = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
+    assert verdicts_of["none"] == verdicts_of["none~0.5"] == {"reference"}
+    assert verdicts_of["ngram"] == verdicts_of["model@4"] == {"identical"}
+    assert (
+        verdicts_of["model@4/block"]
+        == verdicts_of["model@4/rejection"]
+        == verdicts_of["ngram/rejection"]
+        == {"not compared"}
+    )
     texts = {arm: [run.texts for run in runs if run.arm == arm] for arm in ("none", "none~0.5")}
     assert texts["none"] != texts["none~0.5"] and len({str(text) for text in texts["none"]}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
-def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> None:
+def test_only_drafters_that_declare_sampling_have_draft_probabilities(name: str) -> None:
     """Under rules other than `match`: such drafts are then accepted as one-hot."""
     options: dict[str, Any] = {"drafter": name, "num_draft_tokens": 3}
     bridged = drafters.traits(name).other_vocabulary
@@ -165,7 +168,7 @@ def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> No
     assert seen and any(seen) == decoder.traits.samples
 
 
-def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:
+def test_a_planted_difference_under_sampling_is_caught(tmp_path: Path) -> None:
     class Forger(Lineup):
         def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Any:
             output = super().generate(arm, prompts, params)
@@ -180,7 +183,7 @@ def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:
     assert verdicts(runs, "ngram") == ["different"] * 3
 
 
-def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     whole = []
     for run in runner.run([]):
@@ -189,11 +192,11 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
             break
     again = Spy(toy(), spy.arms, GREEDY)
     runner = Runner(again, runner.plan, tmp_path)
-    rest = list(runner.run(read_records(tmp_path)[1]))
-    assert [run.key for run in (*whole, *rest)] == [one.key for one in runner.plan]
-    assert read_records(tmp_path)[1] == [*whole, *rest]
-    # the reference text came from the first process, so the rest is judged against it
-    assert [run.verdicts for run in (*whole, *rest)].count(["reference"]) == 2
+    resumed = list(runner.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*whole, *resumed)] == [measurement.key for measurement in runner.plan]
+    assert read_records(tmp_path)[1] == [*whole, *resumed]
+    # the reference text comes from the first process, and the other runs are compared with it
+    assert [run.verdicts for run in (*whole, *resumed)].count(["reference"]) == 2
     assert len([event for event in again.events if event[2] == 24]) == len(runner.plan) - 3
 
 
@@ -204,20 +207,20 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
         ("hf-lookup", replace(GREEDY, presence_penalty=1.0), "arm 'hf-lookup' with presence_penalty=1.0"),
     ],
 )
-def test_arms_that_cannot_be_are_refused_before_anything_runs(arms: str, params: SamplingParams, message: str) -> None:
+def test_impossible_arms_are_refused_before_anything_runs(arms: str, params: SamplingParams, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Lineup(toy(), parse_arms(arms), params)
     with pytest.raises(UsageError, match="needs a draft model"):
         Lineup(SpeculativeDecoder("toy"), parse_arms("none,model"), GREEDY)
 
 
-def test_a_run_with_a_failed_arm_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_with_a_failed_arm_resumes_where_it_stopped(tmp_path: Path) -> None:
     spy, runner = spied(tmp_path, "none,ngram")
     spy.broken["ngram"] = RuntimeError("out of memory")
-    made = runner.run([])
-    first = [next(made), next(made)]
+    running = runner.run([])
+    first = [next(running), next(running)]
     assert [run.error is None for run in first] == [True, False]
     again = Runner(Spy(toy(), spy.arms, GREEDY), runner.plan, tmp_path)
-    rest = list(again.run(read_records(tmp_path)[1]))
-    assert [run.key for run in (*first, *rest)] == [one.key for one in runner.plan]
-    assert all(run.error is None for run in rest)
+    resumed = list(again.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*first, *resumed)] == [measurement.key for measurement in runner.plan]
+    assert all(run.error is None for run in resumed)

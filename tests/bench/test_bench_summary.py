@@ -1,4 +1,4 @@
-"""Figures from runs: medians, intervals that cover what they should, verdicts, and no number for what failed."""
+"""Figures from runs: medians, intervals with the right coverage, verdicts, and no number for a failed run."""
 
 from typing import Any
 
@@ -18,38 +18,38 @@ def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]
     """Seconds of two arms: log-normal speed-ups with geometric mean TRUTH, and jitter that repeats bring."""
     rng = np.random.default_rng(seed)
     ratio = np.exp(np.log(TRUTH) + SPREAD * rng.standard_normal(GROUPS))
-    base = np.exp(rng.standard_normal(GROUPS))  # prompts take very different times, which pairing takes out
+    base = np.exp(rng.standard_normal(GROUPS))  # prompts take very different times; pairing removes the difference
     noise = np.exp(jitter * rng.standard_normal((2, GROUPS, repeats)))
     return (base[:, None] / ratio[:, None] * noise[0]).tolist(), (base[:, None] * noise[1]).tolist()
 
 
 @pytest.mark.parametrize(("repeats", "jitter"), mostly_slow([(1, 0.0), (3, 0.05)], (1, 0.0)))
-def test_intervals_cover_the_truth_as_often_as_they_say(repeats: int, jitter: float) -> None:
+def test_intervals_cover_the_truth_in_95_percent_of_experiments(repeats: int, jitter: float) -> None:
     tokens, covered, widths = [10] * GROUPS, 0, []
     for seed in range(EXPERIMENTS):
-        own, base = experiment(seed, repeats, jitter)
-        found = speed_up(tokens, own, tokens, base)
-        assert found.low is not None and found.high is not None and found.low <= found.value <= found.high
-        covered += found.low <= TRUTH <= found.high
-        widths.append(np.log(found.high / found.low))
+        times, base = experiment(seed, repeats, jitter)
+        ratio = speed_up(tokens, times, tokens, base)
+        assert ratio.low is not None and ratio.high is not None and ratio.low <= ratio.value <= ratio.high
+        covered += ratio.low <= TRUTH <= ratio.high
+        widths.append(np.log(ratio.high / ratio.low))
     assert 0.88 <= covered / EXPERIMENTS <= 0.99
     # the normal interval of a mean of GROUPS logarithms
     assert np.mean(widths) == pytest.approx(2 * 1.96 * SPREAD / GROUPS**0.5, rel=0.12)
 
 
-def test_intervals_are_the_same_every_time() -> None:
-    own, base = experiment(0, 3, 0.1)
-    assert speed_up([5] * GROUPS, own, [5] * GROUPS, base) == speed_up([5] * GROUPS, own, [5] * GROUPS, base)
+def test_intervals_are_deterministic() -> None:
+    times, base = experiment(0, 3, 0.1)
+    assert speed_up([5] * GROUPS, times, [5] * GROUPS, base) == speed_up([5] * GROUPS, times, [5] * GROUPS, base)
 
 
-def test_values_come_from_medians_over_repeats() -> None:
-    found = speed([10, 30], [[1.0, 2.0, 90.0], [3.0, 2.0, 90.0]])
-    assert found.value == 40 / (2.0 + 3.0)
+def test_values_are_computed_from_medians_over_repeats() -> None:
+    tokens_per_second = speed([10, 30], [[1.0, 2.0, 90.0], [3.0, 2.0, 90.0]])
+    assert tokens_per_second.value == 40 / (2.0 + 3.0)
     ratio = speed_up([10, 30], [[1.0, 9.0, 2.0], [1.0]], [10, 20], [[8.0, 0.1, 9.0], [2.0]])
     assert ratio.value == pytest.approx(((8.0 / 2.0) * (30 / 20 * 2.0)) ** 0.5)
 
 
-def test_what_slows_both_arms_does_not_widen_the_ratio() -> None:
+def test_slow_prompts_do_not_widen_the_interval_of_a_ratio() -> None:
     slow = [[1.0, 5.0, 2.0], [3.0, 1.0, 8.0]]
     ratio = speed_up([4, 4], slow, [4, 4], [[2 * s for s in row] for row in slow])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
@@ -68,8 +68,8 @@ def run(arm: str, prompt: str, seconds: float, repeat: int = 0, **changes: Any) 
 
 
 def stats(drafted: int, kept: int, seconds: Seconds, *, lossless: bool = True) -> dict[str, Any]:
-    done = Round(0, drafted, 1, 5, tuple(range(drafted)), tuple(range(kept + 1)), kept, kept < drafted, None, seconds)
-    return Stats.of([done], lossless=lossless).to_dict()
+    round = Round(0, drafted, 1, 5, tuple(range(drafted)), tuple(range(kept + 1)), kept, kept < drafted, None, seconds)
+    return Stats.of([round], lossless=lossless).to_dict()
 
 
 def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
@@ -80,11 +80,11 @@ def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
     assert ngram.speed is not None and ngram.speed.speed_up is not None
     assert ngram.speed.speed_up.value == pytest.approx((4 * 1 * 0.5) ** (1 / 3))
     assert ngram.speed.tokens_per_second.value == 30 / 5
-    values = {name: one.speed_up.value for name, one in ngram.families.items() if one.speed_up is not None}
+    values = {name: figures.speed_up.value for name, figures in ngram.families.items() if figures.speed_up is not None}
     assert values == {"a": pytest.approx(2.0), "b": pytest.approx(0.5)}
 
 
-def test_a_failed_run_leaves_no_number_but_those_of_other_families() -> None:
+def test_a_failed_run_removes_the_numbers_of_its_family_only() -> None:
     broken = run("hf", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     runs = [run("none", "a/1", 1.0), broken, run("none", "b/1", 1.0), run("hf", "b/1", 2.0)]
     none, baseline = summarise(runs, "none")
@@ -93,45 +93,45 @@ def test_a_failed_run_leaves_no_number_but_those_of_other_families() -> None:
     assert list(baseline.families) == ["b"] and baseline.verdicts["identical"] == 1
 
 
-def test_without_the_references_times_there_is_no_ratio() -> None:
+def test_there_is_no_ratio_if_the_reference_failed() -> None:
     broken = run("none", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     ngram = summarise([broken, run("ngram", "a/1", 1.0)], "none")[1]
     assert ngram.speed is not None and ngram.speed.speed_up is None and ngram.speed.tokens_per_second.value == 10
 
 
-def test_of_several_repeats_the_worst_verdict_counts() -> None:
+def test_the_worst_verdict_of_several_repeats_counts() -> None:
     good, bad = stats(2, 1, Seconds(total=1.0)), stats(2, 1, Seconds(total=1.0), lossless=False)
     verdicts = ["identical", "different", "tie"]
     runs = [run("ngram", "a/1", 1.0, i, verdicts=[v], stats=good) for i, v in enumerate(verdicts)]
     runs += [run("model/typical", "a/1", 1.0, verdicts=["different"], stats=bad)]
     runs += [run("hf", "a/1", 1.0, verdicts=["different"])]
-    found = summarise(runs, "none")
-    assert [one.verdicts["different"] for one in found] == [1, 1, 1]
-    assert [one.arm for one in wrong_texts(found)] == ["ngram"]  # the others promised nothing
+    summaries = summarise(runs, "none")
+    assert [summary.verdicts["different"] for summary in summaries] == [1, 1, 1]
+    assert [summary.arm for summary in wrong_texts(summaries)] == ["ngram"]  # no other arm promises this text
 
 
 def test_time_is_split_into_shares_of_the_measured_seconds() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
-    (one,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
-    assert one.time_split == pytest.approx(
+    (summary,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
+    assert summary.time_split == pytest.approx(
         {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "overhead": 0.35}
     )
 
 
-def test_overhead_of_a_round_leaves_prompts_out() -> None:
+def test_overhead_of_a_round_excludes_prompts() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
-    (one,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
-    assert one.round_overhead == pytest.approx(0.5 / 6) == one.to_dict()["round_overhead"]
+    (summary,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
+    assert summary.round_overhead == pytest.approx(0.5 / 6) == summary.to_dict()["round_overhead"]
     (baseline,) = summarise([run("hf", "a/1", 1.0)], "none")
     assert baseline.round_overhead is None
 
 
-def test_statistics_add_up() -> None:
+def test_statistics_of_several_runs_add_up() -> None:
     parts = Seconds(total=1.0)
-    one, two = stats(4, 2, parts), stats(2, 2, parts)
-    total = total_stats([one, two])
+    first, second = stats(4, 2, parts), stats(2, 2, parts)
+    total = total_stats([first, second])
     assert (total.num_draft_tokens, total.num_accepted_tokens, total.num_rounds, total.total_seconds) == (6, 4, 2, 2.0)
     assert total.drafted_per_position == [2, 2, 1, 1] and total.accepted_per_position == [2, 2, 0, 0]
-    assert total.lossless and not total_stats([one, stats(1, 1, parts, lossless=False)]).lossless
-    (summary,) = summarise([run("m", "a/1", 1.0, stats=one), run("m", "a/2", 1.0, stats=two)], "none")
+    assert total.lossless and not total_stats([first, stats(1, 1, parts, lossless=False)]).lossless
+    (summary,) = summarise([run("m", "a/1", 1.0, stats=first), run("m", "a/2", 1.0, stats=second)], "none")
     assert summary.acceptance_by_position == [1.0, 1.0, 0.0, 0.0] and summary.to_dict()["stats"]["alpha"] == 4 / 5

@@ -1,4 +1,4 @@
-"""`compare`: the arms of a benchmark, judged as its texts are, option by option."""
+"""`compare`: the arms of a benchmark, how their texts are compared, and its options."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ def pair(**options: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(model, draft, tokenizer=tokenizer(), **{"reproducible": False} | options)
 
 
-@pytest.mark.parametrize("given", [{"repetition_penalty": 1.6, "min_tokens": 5}, {"stop_token_ids": [7, 8, 9, 10]}])
-def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
-    done = list(compare(pair(), PROMPTS, SamplingParams(max_tokens=16, **given), with_hf=True))
-    counts = summarise(done)["arms"]
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.6, "min_tokens": 5}, {"stop_token_ids": [7, 8, 9, 10]}])
+def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
+    comparisons = list(compare(pair(), PROMPTS, SamplingParams(max_tokens=16, **options), with_hf=True))
+    counts = summarise(comparisons)["arms"]
     assert list(counts) == [PLAIN, SPECULATIVE, HF]
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
-def test_texts_are_prompts_too() -> None:
+def test_compare_accepts_plain_texts_as_prompts() -> None:
     params = SamplingParams(max_tokens=6)
-    named, texts = (list(slipstream.compare(pair(), given, params)) for given in (PROMPTS, [p.prompt for p in PROMPTS]))
-    for one, other in zip(named, texts, strict=True):
-        assert one.prompt.prompt == other.prompt.prompt
-        assert one.runs[SPECULATIVE].token_ids == other.runs[SPECULATIVE].token_ids != []
-        assert other.runs[SPECULATIVE].difference is None and other.speed_up(SPECULATIVE) > 0
+    named, texts = (
+        list(slipstream.compare(pair(), prompts, params)) for prompts in (PROMPTS, [p.prompt for p in PROMPTS])
+    )
+    for first, second in zip(named, texts, strict=True):
+        assert first.prompt.prompt == second.prompt.prompt
+        assert first.runs[SPECULATIVE].token_ids == second.runs[SPECULATIVE].token_ids != []
+        assert second.runs[SPECULATIVE].difference is None and second.speed_up(SPECULATIVE) > 0
     with pytest.raises(UsageError, match=r"^prompts='the heron'; allowed: a list of prompts$"):
         next(slipstream.compare(pair(), "the heron", params))
 
@@ -65,14 +67,14 @@ def test_texts_are_prompts_too() -> None:
         ("stop", ["a"]),
     ],
 )
-def test_options_that_hugging_face_would_not_apply_are_refused_by_name(name: str, value: Any) -> None:
+def test_options_that_hugging_face_does_not_apply_are_refused_by_name(name: str, value: Any) -> None:
     params = SamplingParams(max_tokens=8, **{name: value})
     with pytest.raises(UsageError, match=f"arm 'hf generate' with {name}"):
         next(compare(pair(), PROMPTS, params, with_hf=True))
     assert next(compare(pair(), PROMPTS, params)).runs.keys() == {PLAIN, SPECULATIVE}
 
 
-def test_sampled_text_of_a_rule_that_does_not_couple_draws_is_not_called_different() -> None:
+def test_sampled_text_is_compared_only_under_the_match_rule() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     for rule, compared in (("rejection", False), ("match", True)):
         counts = summarise(list(compare(pair(acceptance=rule), PROMPTS, params)))["arms"][SPECULATIVE]
@@ -85,21 +87,21 @@ def test_a_wrong_rule_differs_alone_and_in_a_batch() -> None:
     params = SamplingParams(max_tokens=24)
     wrong = toy.using("model", num_draft_tokens=4, acceptance=load_wrong_rule("first-mismatch-kept"))
     assert summarise(list(compare(wrong, PROMPTS, params)))["arms"][SPECULATIVE]["different"] == 2
-    done = list(compare(toy, PROMPTS, params))
-    assert compare_batch(toy, done, params)["identical"] == 2
-    assert compare_batch(wrong, done, params)["different"] == 2
+    comparisons = list(compare(toy, PROMPTS, params))
+    assert compare_batch(toy, comparisons, params)["identical"] == 2
+    assert compare_batch(wrong, comparisons, params)["different"] == 2
 
 
 def test_arms_are_warmed_up_and_take_turns_in_both_orders() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     params = SamplingParams(max_tokens=4)
-    done = list(compare(SpeculativeDecoder("toy"), PROMPTS, params, repeats=3, on_run=told.append))
-    assert len(told) == num_runs(len(PROMPTS), 3)
-    assert all(len(run.repeats) == 3 for comparison in done for run in comparison.runs.values())
-    assert told[:2] == ["warming up plain", "warming up speculative"]
-    order = [text.partition(": ")[2].partition(",")[0] for text in told[2:]]
-    there, back = [PLAIN, SPECULATIVE], [SPECULATIVE, PLAIN]
-    assert order == [*there, *back, *there, *back, *there, *back]
+    comparisons = list(compare(SpeculativeDecoder("toy"), PROMPTS, params, repeats=3, on_run=messages.append))
+    assert len(messages) == num_runs(len(PROMPTS), 3)
+    assert all(len(run.repeats) == 3 for comparison in comparisons for run in comparison.runs.values())
+    assert messages[:2] == ["warming up plain", "warming up speculative"]
+    order = [text.partition(": ")[2].partition(",")[0] for text in messages[2:]]
+    forwards, backwards = [PLAIN, SPECULATIVE], [SPECULATIVE, PLAIN]
+    assert order == [*forwards, *backwards, *forwards, *backwards, *forwards, *backwards]
 
 
 def timed(plain: tuple[float, ...], fast: tuple[float, ...]) -> Comparison:
@@ -107,7 +109,7 @@ def timed(plain: tuple[float, ...], fast: tuple[float, ...]) -> Comparison:
     return Comparison(NamedPrompt("A"), runs)
 
 
-def test_a_speed_up_has_the_interval_of_its_repeats() -> None:
+def test_the_interval_of_a_speed_up_comes_from_its_repeats() -> None:
     measured = speed_up([timed((2.0, 2.2, 1.8), (1.0, 1.1, 0.9))], SPECULATIVE)
     assert measured.value == pytest.approx(2.0) and measured.low == pytest.approx(2.0) == measured.high
     measured = speed_up([timed((1.0, 1.0, 1.0), (0.9, 1.1, 1.0))], SPECULATIVE)
@@ -120,7 +122,7 @@ def test_a_speed_up_has_the_interval_of_its_repeats() -> None:
     assert alone.value == pytest.approx(2.0) and alone.low is None and not within_noise(alone)
 
 
-def test_two_equal_arms_are_called_different_as_rarely_as_promised() -> None:
+def test_two_equal_arms_are_called_different_in_5_percent_of_runs() -> None:
     """5 of 100 intervals of 95 % may miss the truth; three repeats, and noise as large as half the time."""
     rng, runs = np.random.default_rng(0), 2000
     missed = 0
@@ -131,5 +133,5 @@ def test_two_equal_arms_are_called_different_as_rarely_as_promised() -> None:
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)])
-def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+def test_student_quantiles_equal_published_tables(freedom: int, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, abs=0.012)

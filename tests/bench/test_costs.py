@@ -1,4 +1,4 @@
-"""Costs against their tables, the roofline, and the probe on small models."""
+"""Costs: tables of measurements, the roofline model, and the probe on small models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_extrapolation_is_refused(batch: float, width: int) -> None:
         linear_costs().forward(batch, width)
 
 
-def test_costs_survive_json(tmp_path: Path) -> None:
+def test_costs_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     costs = linear_costs(drafter="ngram", machine="m", padded=(2, 4))
     costs.save(tmp_path / "costs.json")
     assert Costs.read(tmp_path / "costs.json") == costs
@@ -96,11 +96,11 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         linear_costs().save(tmp_path)
 
 
-def test_the_roofline_has_two_sides() -> None:
+def test_the_roofline_is_bound_by_bandwidth_and_by_compute() -> None:
     machine = Machine(memory_bandwidth=1e12, flops=100e12, launch_ms=0.5, overhead_ms=0.1)
     assert machine.forward_ms(1e9, 1) == pytest.approx(2.0)  # 2 GB at 1 TB/s
     assert machine.forward_ms(1e9, 1000) == pytest.approx(20.0)  # 2 TFLOP at 100 TFLOP/s
-    assert machine.forward_ms(1e8, 1) == 0.5  # no forward is faster than its launches
+    assert machine.forward_ms(1e8, 1) == 0.5  # no forward is faster than the launches of its kernels
     costs = paper_costs(1e9, 1e8, machine, batches=(1, 200), widths=range(1, 6))
     assert costs.forward(1, 5) == costs.forward(1, 1) == pytest.approx(2.0)
     assert costs.forward(200, 5) == pytest.approx(20.0)
@@ -118,14 +118,14 @@ def test_the_roofline_has_two_sides() -> None:
         (lambda: paper_costs(1e9, -1, Machine(memory_bandwidth=1, flops=1)), "draft_params=-1"),
     ],
 )
-def test_impossible_machines_are_refused(build: Any, message: str) -> None:
+def test_invalid_machines_are_refused(build: Any, message: str) -> None:
     with pytest.raises(UsageError) as error:
         build()
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model", "ngram_table", "none"])
-def test_costs_of_the_toy(drafter: str) -> None:
+def test_the_probe_measures_the_toy_with_every_kind_of_drafter(drafter: str) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", drafter=drafter, reproducible=False)
     costs = measure_costs(decoder, (1, 3), (1, 4, 8), seconds=0.05)
     assert costs.drafter == drafter and costs.batches == [1, 3] and set(costs.target[3]) == {1, 4, 8}
@@ -140,7 +140,7 @@ def test_costs_of_the_toy(drafter: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "rwkv", "llama4_text"])
-def test_costs_of_models_with_states(family: str, drafter: str) -> None:
+def test_a_probe_of_recurrent_models_leaves_their_text_unchanged(family: str, drafter: str) -> None:
     decoder = SpeculativeDecoder(tiny_model(family), tiny_model(family), drafter=drafter)
     prompt, params = list(range(3, 30)), SamplingParams(max_tokens=12, ignore_eos=True)
     before = decoder.generate(prompt, params).token_ids
@@ -150,14 +150,14 @@ def test_costs_of_models_with_states(family: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "cross_vocabulary"])
-def test_costs_of_a_draft_model_of_another_vocabulary(drafter: str) -> None:
+def test_the_probe_measures_a_draft_model_with_another_vocabulary(drafter: str) -> None:
     decoder = decoder_of(load_toy("toy"), fable_model("bytes"), drafter=drafter, num_draft_tokens=4)
     assert decoder.bridge is not None
     costs = measure_costs(decoder, (1, 2), (1, 4), seconds=0.01)
     assert costs.forward(2, 4) > 0
 
 
-def test_a_probe_leaves_no_trace() -> None:
+def test_a_probe_leaves_later_texts_unchanged() -> None:
     target, draft = shared("llama"), perturbed("llama")
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, reproducible=False)
     prompt, params = list(range(3, 40)), SamplingParams(max_tokens=24)
@@ -168,14 +168,14 @@ def test_a_probe_leaves_no_trace() -> None:
     assert decoder.generate([prompt, prompt[5:]], params)[0].token_ids == before
 
 
-def test_the_probe_times_the_shapes_that_are_kept() -> None:
+def test_the_probe_times_the_reproducible_shapes() -> None:
     decoder = SpeculativeDecoder(shared("llama"), reproducible=True)
     costs = measure_costs(decoder, (1,), range(1, 6), seconds=0.05)
     assert costs.padded == decoder._target_session.shapes.widths != ()
     assert set(costs.target[1]) == {costs.width_for(width, 1) for width in range(1, 6)}
 
 
-def test_the_probe_runs_the_shapes_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_runs_the_requested_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", reproducible=False)
     backend = decoder.target.backend
     shapes, forward = set(), type(backend).forward
@@ -211,7 +211,7 @@ def test_a_drafter_object_is_measured_when_given() -> None:
         ({"seconds": 0}, "seconds=0"),
     ],
 )
-def test_the_probe_refuses(options: dict[str, Any], message: str) -> None:
+def test_the_probe_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
     decoder = SpeculativeDecoder("toy", reproducible=False)
     with pytest.raises(UsageError) as error:
         measure_costs(decoder, **options)

@@ -1,4 +1,4 @@
-"""The files that a tuning leaves for this and other engines, parsed back, with the keys those engines document."""
+"""The settings files that `tune` writes for this and other engines can be parsed and have the documented keys."""
 
 import json
 import shlex
@@ -64,7 +64,7 @@ def parsed(
 
 
 @subcases("candidate", EVERY)
-def test_only_documented_keys_are_written(candidate: Candidate) -> None:
+def test_engine_settings_have_only_documented_keys(candidate: Candidate) -> None:
     value, sglang, llamacpp, _ = parsed(candidate, stops_early=candidate is AUTO)
     assert set(value) <= VLLM and set(sglang) <= SGLANG and set(llamacpp) <= LLAMACPP
     assert {"method", "num_speculative_tokens"} <= set(value)
@@ -95,7 +95,7 @@ def test_look_ups_keep_their_lengths_and_bounds() -> None:
     )
 
 
-def test_what_has_no_counterpart_is_said_in_a_comment() -> None:
+def test_settings_without_a_counterpart_are_named_in_a_comment() -> None:
     value, sglang, llamacpp, notes = parsed(HYBRID)
     assert value["method"] == "draft_model" and sglang["--speculative-algorithm"] == "STANDALONE"
     assert llamacpp["--spec-type"] == "ngram-simple,draft-simple" and llamacpp["--spec-ngram-simple-size-m"] == "7"
@@ -119,7 +119,7 @@ def test_what_has_no_counterpart_is_said_in_a_comment() -> None:
         ("plain", "draft_model", "STANDALONE", "draft-simple"),
     ],
 )
-def test_a_draft_head_has_the_engines_own_name(
+def test_a_draft_head_gets_the_name_that_the_engine_uses(
     tmp_path: Path, kind: str, method: str, algorithm: str | None, spec_type: str | None
 ) -> None:
     model, folder = fresh("llama", num_hidden_layers=5), str(tmp_path / "draft")
@@ -145,14 +145,14 @@ def test_a_draft_head_has_the_engines_own_name(
     assert ("drafts token by token" in notes) == (kind == "pard")
 
 
-def test_not_to_speculate_is_a_comment_and_no_flag() -> None:
+def test_advice_not_to_speculate_is_a_comment_without_flags() -> None:
     value, sglang, llamacpp, notes = parsed(None)
     assert value is None and sglang == {} == llamacpp and notes.count("do not speculate") == 3
-    assert [one.flags for one in engine_settings(None)] == [()] * 3
+    assert [settings.flags for settings in engine_settings(None)] == [()] * 3
 
 
 @subcases("candidate", [None, *EVERY])
-def test_the_configuration_is_one_that_config_takes(candidate: Candidate | None, tmp_path: Path) -> None:
+def test_the_written_settings_can_be_read_by_config(candidate: Candidate | None, tmp_path: Path) -> None:
     file = tmp_path / "slipstream.json"
     file.write_text(files_for(candidate, DecoderConfig(max_batch_size=4), stops_early=False)["slipstream.json"])
     config = DecoderConfig.from_json(file)

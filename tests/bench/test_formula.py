@@ -1,4 +1,4 @@
-"""Predictions against enumeration, limits and orders, and against observed statistics."""
+"""The predicted speed-up agrees with enumeration, limits and observed statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ modest = settings(max_examples=40)
 
 
 def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Costs) -> tuple[float, float]:
-    """Expected tokens of one row and milliseconds of a round, over every fate of every row.
+    """Expected tokens of one row and milliseconds of a round, over every outcome of every row.
 
     lengths[n]: probability that a row proposes n tokens.
     """
@@ -69,14 +69,14 @@ def test_the_formula_equals_the_enumeration_of_every_fate(batch: int) -> None:
 
 @modest
 @given(ALPHAS, LENGTHS)
-def test_one_alpha_gives_leviathan_s_equation(alpha: float, n: int) -> None:
+def test_a_constant_alpha_gives_leviathans_equation(alpha: float, n: int) -> None:
     closed = n + 1 if alpha == 1 else sum(alpha**i for i in range(n + 1))
     assert expected_tokens(alpha, n) == pytest.approx(closed)
     if alpha < 0.99:
         assert expected_tokens(alpha, n) == pytest.approx((1 - alpha ** (n + 1)) / (1 - alpha))
 
 
-def test_the_speed_up_of_the_design_notes() -> None:
+def test_the_speed_up_follows_the_published_formula() -> None:
     """(1 - a^(g+1)) / ((1 - a)(g c + v)), with c the cost of a draft step and v of the forward relative to plain."""
     costs = Costs({1: {1: 10.0, 5: 12.0}}, {1: {1: 0.0, 5: 0.0}}, {1: 2.5}, {1: 0.0})
     assert predicted_speed_up(costs, 0.7, 4) == pytest.approx((1 - 0.7**5) / (0.3 * (4 * 0.25 + 1.2)))
@@ -84,7 +84,7 @@ def test_the_speed_up_of_the_design_notes() -> None:
 
 @modest
 @given(LENGTHS, st.integers(1, 8))
-def test_limits_of_acceptance(n: int, batch: int) -> None:
+def test_no_acceptance_gives_one_token_and_full_acceptance_gives_all(n: int, batch: int) -> None:
     costs = linear_costs()
     assert expected_tokens(0.0, n) == 1
     assert expected_tokens(1.0, n) == n + 1
@@ -95,22 +95,22 @@ def test_limits_of_acceptance(n: int, batch: int) -> None:
 
 @modest
 @given(ALPHAS, ALPHAS, st.integers(1, 12), st.integers(1, 8))
-def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, batch: int) -> None:
-    costs, (low, high) = linear_costs(), sorted((one, two))
+def test_a_higher_acceptance_is_never_slower(first: float, second: float, n: int, batch: int) -> None:
+    costs, (low, high) = linear_costs(), sorted((first, second))
     assert predicted_speed_up(costs, low, n, batch) <= predicted_speed_up(costs, high, n, batch) + 1e-12
     assert best_length(costs, low, batch) <= best_length(costs, high, batch)
 
 
 @modest
 @given(ALPHAS, st.integers(1, 12), st.floats(0, 5), st.floats(0, 5))
-def test_a_dearer_draft_never_makes_it_faster(alpha: float, n: int, one: float, two: float) -> None:
-    cheap, dear = (linear_costs(step=step) for step in sorted((one, two)))
+def test_a_costlier_draft_is_never_faster(alpha: float, n: int, first: float, second: float) -> None:
+    cheap, dear = (linear_costs(step=step) for step in sorted((first, second)))
     assert predicted_speed_up(dear, alpha, n) <= predicted_speed_up(cheap, alpha, n) + 1e-12
 
 
 @modest
 @given(ALPHAS, st.integers(1, 7))
-def test_larger_batches_gain_less_where_tokens_cost(alpha: float, batch: int) -> None:
+def test_larger_batches_gain_less_if_tokens_cost_time(alpha: float, batch: int) -> None:
     costs = linear_costs()
     assert predicted_speed_up(costs, alpha, 4, batch + 1) <= predicted_speed_up(costs, alpha, 4, batch) + 1e-12
 
@@ -125,16 +125,16 @@ def test_a_batch_waits_for_its_longest_proposal() -> None:
 
 
 @subcases("alpha", [0.0, 0.3, 0.6, 0.8, 0.95, 1.0])
-def test_the_best_length_is_the_best_of_all(alpha: float) -> None:
+def test_the_best_length_has_the_highest_speed_up(alpha: float) -> None:
     costs = linear_costs()
     speed_ups = [predicted_speed_up(costs, alpha, n) for n in range(17)]
     assert best_length(costs, alpha) == speed_ups.index(max(speed_ups))
 
 
-def test_of_equal_lengths_the_shortest_is_best() -> None:
-    free = linear_costs(per_token=0.0, step=0.0, draft_round=dict.fromkeys((1, 2, 4, 8), 0.0))
-    assert best_length(free, 0.0) == 0
-    assert best_length(free, Acceptance((0.5, 0.0, 0.0), (1.0, 1.0, 1.0))) == 1
+def test_among_equally_fast_lengths_the_shortest_is_best() -> None:
+    free_drafts = linear_costs(per_token=0.0, step=0.0, draft_round=dict.fromkeys((1, 2, 4, 8), 0.0))
+    assert best_length(free_drafts, 0.0) == 0
+    assert best_length(free_drafts, Acceptance((0.5, 0.0, 0.0), (1.0, 1.0, 1.0))) == 1
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -145,13 +145,13 @@ def test_at_break_even_the_speed_up_is_one(n: int, batch: int) -> None:
     assert predicted_speed_up(linear_costs(), alpha, n, batch) == pytest.approx(1)
 
 
-def test_break_even_at_its_ends() -> None:
+def test_break_even_is_none_if_never_reached_and_zero_if_always() -> None:
     assert break_even_acceptance(linear_costs(step=100.0), 4) is None
     faster = Costs({1: {1: 10.0, 2: 5.0}}, {1: {1: 0.0, 2: 0.0}}, {1: 0.0}, {1: 0.0})  # wider forwards can be cheaper
     assert break_even_acceptance(faster, 1) == 0.0
 
 
-def test_where_speculation_stops_paying() -> None:
+def test_speculation_stops_paying_at_the_smallest_batch_with_best_length_zero() -> None:
     costs = linear_costs(per_token=2.0, step=4.0)
     stops = pays_until(costs, 0.75)
     assert stops is not None and stops > 1
@@ -159,13 +159,13 @@ def test_where_speculation_stops_paying() -> None:
     assert pays_until(linear_costs(step=0.1), 0.9) is None
 
 
-def test_widths_are_padded_where_shapes_are_kept() -> None:
+def test_widths_are_padded_to_the_reproducible_shapes() -> None:
     padded = linear_costs(padded=(2, 4, 8))
     assert [padded.width_for(w) for w in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 9]
     assert round_milliseconds(padded, 0.5, 4) == pytest.approx(4 * 1.0 + 0.5 + 10 + 0.5 * 8 + 0.25)
 
 
-def test_acceptance_from_statistics() -> None:
+def test_acceptance_is_read_from_statistics() -> None:
     stats = Stats(num_rounds=10, accepted_per_position=[6, 3], drafted_per_position=[8, 5]).to_dict()
     acceptance = Acceptance.from_stats(stats)
     assert acceptance == Acceptance((0.6, 0.3), (0.8, 0.5))
@@ -173,7 +173,7 @@ def test_acceptance_from_statistics() -> None:
     assert expected_tokens(acceptance, 1) == pytest.approx(1.6)
 
 
-def test_expected_tokens_are_those_of_the_run() -> None:
+def test_expected_tokens_equal_those_of_a_run() -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=5)
     stats = decoder.generate("The heron", SamplingParams(max_tokens=120, ignore_eos=True)).stats
     acceptance = Acceptance.from_stats(stats.to_dict())
@@ -204,13 +204,13 @@ def test_expected_tokens_are_those_of_the_run() -> None:
         (lambda: predict_from_stats(Stats(num_rounds=2, num_steps=1).to_dict(), linear_costs()), "more than 0 of both"),
     ],
 )
-def test_refusals(build: Any, message: str) -> None:
+def test_invalid_acceptances_and_lengths_are_refused(build: Any, message: str) -> None:
     with pytest.raises(UsageError) as error:
         build()
     assert message in str(error.value)
 
 
-def test_prediction_from_statistics() -> None:
+def test_a_prediction_from_statistics_stands_beside_the_measured_run() -> None:
     costs = linear_costs()
     stats = Stats(
         num_rounds=20,
@@ -222,18 +222,18 @@ def test_prediction_from_statistics() -> None:
         total_seconds=1.2,
     )
     plain = Stats(num_rounds=20, num_steps=10, num_output_tokens=20, prefill_seconds=1.0, total_seconds=1.15)
-    found = predict_from_stats(stats.to_dict(), costs, plain=plain.to_dict())
-    assert found.predicted_tokens == found.observed_tokens == pytest.approx(2.8)
-    assert found.observed_ms == pytest.approx(20)
-    assert found.predicted_ms == pytest.approx(2 * 1.0 + 0.5 + 10 + 0.5 * 2 * 3 + 0.25)
-    assert found.observed == pytest.approx(2.8 * 15 / 20)
-    assert found.predicted == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / found.predicted_ms)
-    assert found.to_dict()["deviation"] == pytest.approx(found.predicted / found.observed - 1)
+    prediction = predict_from_stats(stats.to_dict(), costs, plain=plain.to_dict())
+    assert prediction.predicted_tokens == prediction.observed_tokens == pytest.approx(2.8)
+    assert prediction.observed_ms == pytest.approx(20)
+    assert prediction.predicted_ms == pytest.approx(2 * 1.0 + 0.5 + 10 + 0.5 * 2 * 3 + 0.25)
+    assert prediction.observed == pytest.approx(2.8 * 15 / 20)
+    assert prediction.predicted == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / prediction.predicted_ms)
+    assert prediction.to_dict()["deviation"] == pytest.approx(prediction.predicted / prediction.observed - 1)
     without = predict_from_stats(stats.to_dict(), costs)
     assert without.observed == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / 20)
 
 
-def test_statistics_of_a_run_that_costs_what_the_table_says_are_predicted_exactly() -> None:
+def test_a_run_with_exactly_the_tables_costs_is_predicted_exactly() -> None:
     costs = linear_costs()
     acceptance = Acceptance.by_position([0.75, 0.5])
     milliseconds = round_milliseconds(costs, acceptance, 2)

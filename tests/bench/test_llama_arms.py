@@ -1,6 +1,6 @@
-"""Arms of llama.cpp: what is refused, the loop around its forwards, and how its texts are judged.
+"""Arms of llama.cpp: which settings are refused, the loop around its forwards, and how its texts are compared.
 
-The forwards are made up here; tests/clients/test_llama_cpp.py has the real ones.
+The forwards here are simulated; tests/clients/test_llama_cpp.py runs the real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def following(tokens: Sequence[int]) -> int:
-    """The made-up model's choice, which repeats itself before long."""
+    """The next token of the simulated model, whose texts soon repeat."""
     return (tokens[-1] * 3 + sum(tokens[-2:-1]) + 1) % VOCABULARY
 
 
@@ -43,7 +43,7 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class MadeUpModel:
-    """As `LlamaCppModel`, over `following`; keeps the numbers of tokens of its forwards."""
+    """Stands for `LlamaCppModel`, with tokens from `following`; records the number of tokens of each forward."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -65,19 +65,19 @@ class MadeUpModel:
 
 
 class RepeatedText:
-    """Prompt lookup in the binding's form: what followed the last token before."""
+    """Prompt lookup with the binding's interface: the tokens after the previous occurrence of the last one."""
 
     def __init__(self, max_ngram_size: int, num_pred_tokens: int) -> None:
         self.most = num_pred_tokens
 
     def __call__(self, tokens: Any) -> Any:
-        found = [at for at in range(len(tokens) - 1) if tokens[at] == tokens[-1]]
-        return tokens[found[0] + 1 :][: self.most] if found else tokens[:0]
+        matches = [place for place in range(len(tokens) - 1) if tokens[place] == tokens[-1]]
+        return tokens[matches[0] + 1 :][: self.most] if matches else tokens[:0]
 
 
 @pytest.fixture(autouse=True)
 def binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup under the binding's name; no functions of llama.cpp."""
+    """A stand-in for the binding that has prompt lookup and no function of llama.cpp."""
     package, drafting = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     drafting.LlamaPromptLookupDecoding = RepeatedText  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
@@ -91,7 +91,7 @@ def baseline(name: str, ends: tuple[int, ...] = ()) -> tuple[LlamaBaseline, Made
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-lookup@1", "llama-lookup@4", "llama-lookup"])
-def test_the_text_is_the_models_own_choice_whatever_is_drafted(name: str) -> None:
+def test_the_text_is_the_models_choice_whatever_is_drafted(name: str) -> None:
     made, model = baseline(name)
     (text,), parts = made.generate([PROMPT], [SamplingParams(max_tokens=40)])
     assert text == expected(PROMPT, 40)
@@ -103,19 +103,19 @@ def test_the_text_is_the_models_own_choice_whatever_is_drafted(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-lookup@4"])
-def test_texts_end_where_ours_do(name: str) -> None:
+def test_texts_of_llama_cpp_end_where_ours_do(name: str) -> None:
     text = expected(PROMPT, 12)
     (ended, short), _ = baseline(name, (text[7],))[0].generate([PROMPT, PROMPT], [SamplingParams(max_tokens=40)] * 2)
     assert ended == short == text[: text.index(text[7]) + 1]
     ignored = SamplingParams(max_tokens=12, ignore_eos=True)
     assert baseline(name, (text[7],))[0].generate([PROMPT], [ignored])[0] == [text]
-    own = SamplingParams(max_tokens=12, stop_token_ids=[text[2]])
-    assert baseline(name)[0].generate([PROMPT], [own])[0] == [text[: text.index(text[2]) + 1]]
+    stopping = SamplingParams(max_tokens=12, stop_token_ids=[text[2]])
+    assert baseline(name)[0].generate([PROMPT], [stopping])[0] == [text[: text.index(text[2]) + 1]]
     assert baseline(name)[0].generate([PROMPT], [SamplingParams(max_tokens=1)])[0] == [text[:1]]
 
 
 class FromTheToy(MadeUpModel):
-    """Chooses as the toy does, or, spoiled, one token further."""
+    """Chooses the toy model's token or, if spoiled, the next higher token id."""
 
     def __init__(self, decoder: SpeculativeDecoder, spoiled: bool) -> None:
         super().__init__()
@@ -138,28 +138,32 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: bool) -> li
     return list(Runner(lineup, plan(lineup.arms, prompts, [1, 2], 1), folder).run([]))
 
 
-def test_its_texts_are_compared_and_its_prompts_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_llama_cpp_are_compared_and_its_prompts_timed_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=False)
     assert not any(run.error for run in runs)
-    theirs = [run for run in runs if run.arm != "none"]
-    assert {run.batch for run in theirs} == {1} and {v for run in theirs for v in run.verdicts} == {"identical"}
-    found = {one.arm: one for one in summarise(runs, "llama") if one.batch == 1}
-    split = found["llama"].time_split
+    llama_runs = [run for run in runs if run.arm != "none"]
+    assert {run.batch for run in llama_runs} == {1} and {v for run in llama_runs for v in run.verdicts} == {"identical"}
+    by_arm = {summary.arm: summary for summary in summarise(runs, "llama") if summary.batch == 1}
+    split = by_arm["llama"].time_split
     assert (
         split is not None and split["prefill"] > 0 and split["verify"] > 0 and sum(split.values()) == pytest.approx(1)
     )
-    assert found["llama"].block_efficiency == 1.0 and found["llama"].stats is None
+    assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].stats is None
     assert read_records(tmp_path)[1] == runs
 
 
-def test_other_texts_are_told_and_are_no_failure_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_texts_of_llama_cpp_are_reported_but_not_counted_as_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=True)
-    found = summarise(runs, "none")
-    assert {one.verdicts["different"] for one in found if one.arm.startswith("llama")} == {2}
-    assert wrong_texts(found) == [] and not any(run.error for run in runs)
+    summaries = summarise(runs, "none")
+    assert {summary.verdicts["different"] for summary in summaries if summary.arm.startswith("llama")} == {2}
+    assert wrong_texts(summaries) == [] and not any(run.error for run in runs)
 
 
-def test_names_of_the_arms() -> None:
+def test_names_of_llama_arms_are_parsed_and_labelled() -> None:
     arms = parse_arms("none,llama,llama-lookup,llama-lookup@2")
     assert [arm.num_draft_tokens for arm in arms] == [None, None, 7, 2] and reference_of(arms, "llama") == "llama"
     assert [runs_in_batches(arm) for arm in arms] == [True, False, False, False]
@@ -170,7 +174,7 @@ def test_names_of_the_arms() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 0.8), ("repetition_penalty", 1.2), ("stop", ["a"])])
-def test_options_that_it_does_not_apply_are_refused(field: str, value: Any) -> None:
+def test_options_that_llama_arms_do_not_apply_are_refused(field: str, value: Any) -> None:
     params: dict[str, Any] = {field: value}
     with pytest.raises(
         UsageError, match=rf"arm 'llama', which is greedy, with {field}=.*; allowed: ignore_eos, max_tok"
@@ -178,7 +182,7 @@ def test_options_that_it_does_not_apply_are_refused(field: str, value: Any) -> N
         Lineup(SpeculativeDecoder("toy"), parse_arms("none,llama"), SamplingParams(**params))
 
 
-def test_it_needs_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_arms_need_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms, file = parse_arms("none,llama-lookup"), tmp_path / "a.gguf"
     with pytest.raises(UsageError, match=r"^arm 'llama-lookup' needs a \.gguf file; target 'toy' is none$"):
         require_llama(arms, "toy")
@@ -195,6 +199,8 @@ def test_it_needs_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytes
     require_llama(parse_arms("none,hf"), "toy")
 
 
-def test_the_command_says_so_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, said = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
-    assert code == 2 and said.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"
+def test_bench_refuses_a_llama_arm_for_the_toy_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, errors = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
+    assert code == 2 and errors.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"

@@ -1,4 +1,4 @@
-"""Ragged batches cost what enumeration and random rounds say; the probe measures them, and trees, as drafted."""
+"""Costs of ragged batches agree with enumeration and simulation; the probe measures ragged batches and trees."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unpadded_costs(**changes: Any) -> Costs:
 
 
 def enumerated(lengths: list[float], batch: int, cost: Any) -> float:
-    """Milliseconds of a round over every combination of proposals; cost: longest, draft tokens in all."""
+    """Expected milliseconds of a round over all combinations of proposals; cost(longest draft, draft tokens in all)."""
     total = 0.0
     for rows in itertools.product(range(len(lengths)), repeat=batch):
         chance = 1.0
@@ -48,28 +48,28 @@ def enumerated(lengths: list[float], batch: int, cost: Any) -> float:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
-def test_rounds_cost_what_the_tokens_of_all_rows_cost(batch: int) -> None:
+def test_a_ragged_round_costs_what_the_tokens_of_its_rows_cost(batch: int) -> None:
     costs, shares = unpadded_costs(padded=()), [0.2, 0.0, 0.2, 0.6]
-    known = Acceptance.by_position([0.9, 0.7, 0.8], [0.8, 0.8, 0.6])
-    found = round_milliseconds(costs, known, 3, batch)
+    acceptance = Acceptance.by_position([0.9, 0.7, 0.8], [0.8, 0.8, 0.6])
+    milliseconds = round_milliseconds(costs, acceptance, 3, batch)
 
     def cost(longest: int, drafted: int) -> float:
         return longest * 1.0 + 0.5 + 10 + 0.5 * (batch + drafted) + 0.25
 
-    assert found == pytest.approx(enumerated(shares, batch, cost))
+    assert milliseconds == pytest.approx(enumerated(shares, batch, cost))
     if batch > 1:
-        assert found < round_milliseconds(linear_costs(), known, 3, batch) - 0.1  # padded rows cost more
+        assert milliseconds < round_milliseconds(linear_costs(), acceptance, 3, batch) - 0.1  # padded rows cost more
 
 
-def test_padding_is_paid_only_where_it_takes_fewer_tokens() -> None:
+def test_a_ragged_round_is_padded_only_if_that_takes_fewer_tokens() -> None:
     costs = linear_costs(ragged=by_tokens(), padded=(1, 2, 4, 8), totals=(6, 8, 20))
     assert costs.verifying(4, 3, [3]) == pytest.approx(10 + 0.5 * 8 + 0.25)  # 7 tokens, padded to 8, not to 16
-    assert costs.verifying(4, 3, [12]) == pytest.approx(10 + 0.5 * 16 + 0.25)  # 16, which 20 is beyond
-    assert costs.verifying(4, 7, [17]) == pytest.approx(10 + 0.5 * 32 + 0.25)  # 21, which no total holds
+    assert costs.verifying(4, 3, [12]) == pytest.approx(10 + 0.5 * 16 + 0.25)  # padded to 16; ragged, it takes 20
+    assert costs.verifying(4, 7, [17]) == pytest.approx(10 + 0.5 * 32 + 0.25)  # 21 ragged tokens exceed every total
     assert costs.verifying(1, 3, [3]) == costs.plain(1, 4)
 
 
-def test_a_single_row_s_own_widths_are_padded_to() -> None:
+def test_a_single_row_is_padded_to_its_own_widths() -> None:
     costs = linear_costs(padded=(1, 2, 4, 8), alone=(4, 8))
     assert [costs.width_for(1, 1), costs.width_for(1, 2), costs.width_for(5, 1)] == [4, 1, 8]
     measured = Costs(
@@ -80,7 +80,7 @@ def test_a_single_row_s_own_widths_are_padded_to() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
-def test_played_rounds_without_padding_agree_with_the_formula(batch: int) -> None:
+def test_simulated_rounds_without_padding_agree_with_the_formula(batch: int) -> None:
     costs, load = unpadded_costs(), Load(rows=8 * batch, batch=batch, tokens=4000 // batch)
     played = play(costs, RAGGED, 0, load, seed=0) / play(costs, RAGGED, 4, load, seed=1)
     assert played == pytest.approx(predicted_speed_up(costs, RAGGED, 4, batch), rel=0.025)
@@ -122,13 +122,13 @@ def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducibl
 
 
 @given(st.integers(1, 40), st.integers(2, 8))
-def test_uneven_drafts_have_the_tokens_asked_for_and_beat_their_rectangle(drafted: int, rows: int) -> None:
+def test_uneven_drafts_have_the_requested_tokens_and_fewer_than_their_rectangle(drafted: int, rows: int) -> None:
     lengths = ragged_lengths(drafted, rows, lambda width: width)
     assert lengths is not None and sum(lengths) == drafted and len(lengths) == rows
     assert rows * (max(lengths) + 1) > rows + drafted
     assert ragged_lengths(drafted, 1, lambda width: width) is None
 
 
-def test_costs_of_trees_that_are_no_table_are_refused() -> None:
+def test_costs_of_trees_must_be_a_table() -> None:
     with pytest.raises(UsageError, match="trees=3; allowed: null, or"):
         Costs.from_dict(linear_costs().to_dict() | {"trees": 3})

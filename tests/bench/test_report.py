@@ -1,4 +1,4 @@
-"""What a report is made of: ratios with intervals, charts, samples, and a page that escapes all it is given."""
+"""Reports: ratios with intervals, charts, sample texts, and a page in which every value is escaped."""
 
 import json
 import re
@@ -86,12 +86,12 @@ class Reader(HTMLParser):
 
 
 def test_a_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
-    found = total_ratio([1, 30], [10, 40])
-    assert found is not None and found.value == pytest.approx(31 / 50)
-    assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.75)
+    ratio = total_ratio([1, 30], [10, 40])
+    assert ratio is not None and ratio.value == pytest.approx(31 / 50)
+    assert ratio.low == pytest.approx(0.1) and ratio.high == pytest.approx(0.75)
 
 
-def test_a_ratio_without_anything_below_is_none_and_one_prompt_has_no_interval() -> None:
+def test_a_ratio_over_zero_is_none_and_one_prompt_has_no_interval() -> None:
     assert total_ratio([1, 2], [0, 0]) is None and total_ratio([], []) is None
     single = total_ratio([3], [4])
     assert single is not None and (single.value, single.low, single.high) == (0.75, None, None)
@@ -99,27 +99,27 @@ def test_a_ratio_without_anything_below_is_none_and_one_prompt_has_no_interval()
 
 def test_acceptance_counts_tokens_over_all_runs() -> None:
     runs = timed("ngram@1", [1.0], accepted=4) + timed("ngram@1", [1.0], drafted=30, accepted=6)
-    for found in (acceptance(runs), acceptance_at(runs, 0)):
-        assert found is not None and found.value == pytest.approx(10 / 40)
+    for rate in (acceptance(runs), acceptance_at(runs, 0)):
+        assert rate is not None and rate.value == pytest.approx(10 / 40)
     assert acceptance_at(runs, 1) is None and acceptance(timed("none", [1.0], drafted=0)) is None
 
 
 # charts
 
 
-def test_every_kind_of_chart_comes_out_of_runs_and_says_its_units(folder: Path) -> None:
-    found = charts(load(folder))
+def test_every_kind_of_chart_is_drawn_and_names_its_units(folder: Path) -> None:
+    drawn = charts(load(folder))
     kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
-    assert {c.name for c in found} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
-    assert all("Texts: " in chart.caption for chart in found if chart.name.startswith("speed"))
-    for chart in found:
+    assert {c.name for c in drawn} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
+    assert all("Texts: " in chart.caption for chart in drawn if chart.name.startswith("speed"))
+    for chart in drawn:
         assert re.search(r"\(times\)|\(tokens\)", chart.x_label) and "95 % bootstrap intervals" in chart.caption
         points = [p for line in chart.lines for p in line.points]
         assert points and all(p.low is None or (p.high is not None and p.low <= p.high) for p in points)
         assert any(p.low is not None for p in points)
 
 
-def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
+def test_charts_by_draft_length_begin_with_plain_decoding(folder: Path) -> None:
     chart = next(c for c in charts(load(folder)) if c.name == "speed_by_draft_length_batch_1")
     assert {line.name: [p.x for p in line.points] for line in chart.lines} == {
         "ngram": [0, 2],
@@ -128,38 +128,41 @@ def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
     }
 
 
-def test_of_many_arms_the_fastest_of_each_kind_is_shown() -> None:
+def test_only_the_fastest_of_each_kind_is_shown_if_there_are_many_arms() -> None:
     runs = [run for n in range(1, 9) for run in timed(f"ngram@{n}", [1.0 + abs(n - 5)])] + timed("none", [2.0])
     summaries = summarise_by_temperature(runs, "none")
-    assert [one.arm for one in selected(summaries)] == ["ngram@5", "none"]
+    assert [summary.arm for summary in selected(summaries)] == ["ngram@5", "none"]
     assert len(selected(summaries[:6])) == 6
 
 
-def test_plots_are_files_that_open_and_come_out_the_same_twice(folder: Path, tmp_path: Path) -> None:
-    found = charts(load(folder))[:2]
-    files = plots.save(found, tmp_path / "a")
-    assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in found for ending in ("png", "svg")]
+def test_plots_are_valid_files_and_deterministic(folder: Path, tmp_path: Path) -> None:
+    drawn = charts(load(folder))[:2]
+    files = plots.save(drawn, tmp_path / "a")
+    assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in drawn for ending in ("png", "svg")]
     for file in files[::2]:
         assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and file.stat().st_size > 5000
     for file in files[1::2]:
         assert ET.fromstring(file.read_text()).tag.endswith("svg")
-    (again, *_) = plots.save(found[:1], tmp_path / "b")[1:]
+    (again, *_) = plots.save(drawn[:1], tmp_path / "b")[1:]
     assert again.read_bytes() == files[1].read_bytes()
     with pytest.raises(UsageError, match="plots cannot be written to"):
-        plots.save(found, files[0])
+        plots.save(drawn, files[0])
 
 
-def test_inline_charts_share_a_page() -> None:
+def test_inline_charts_on_one_page_share_no_ids() -> None:
     lines = (Line("a", (Point(0, 1, 0.9, 1.1), Point(1, 2)), 0), Line("costs $5 & <more>", (Point(0, 1),), 1))
-    one, two = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
-    ids = re.findall(r'\bid="([^"]+)"', one)
-    assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', two))
-    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', one)
+    first, second = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
+    ids = re.findall(r'\bid="([^"]+)"', first)
+    assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', second))
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', first)
     assert used and all((a or b) in ids for a, b in used)
     assert (
-        "currentColor" in one and "var(--grid)" in one and "<style" not in one and "costs $5 &amp; &lt;more&gt;" in one
+        "currentColor" in first
+        and "var(--grid)" in first
+        and "<style" not in first
+        and "costs $5 &amp; &lt;more&gt;" in first
     )
-    assert ET.fromstring(one).attrib["aria-label"] == "T"
+    assert ET.fromstring(first).attrib["aria-label"] == "T"
 
 
 def test_long_and_foreign_names_fit_without_warnings() -> None:
@@ -185,13 +188,13 @@ def test_lengths_are_whole_numbers_and_only_measured_neighbours_are_joined(lengt
         assert axes.get_legend_handles_labels()[1] == ["a"]
 
 
-def test_charts_of_one_kind_are_equally_high_on_the_page(page: str) -> None:
+def test_charts_of_one_batch_size_have_the_same_size(page: str) -> None:
     boxes = [re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', part) for part in page.split('<div class="plots">')[1:]]
     assert len(boxes) == 2 and all(len(set(block)) == 1 and len(block) > 1 for block in boxes)
 
 
 def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
-    """Runs with given times; "hf" is a baseline."""
+    """A folder of runs with these times; the arm "hf" is a baseline."""
     runs = [run for arm, seconds in parts for run in timed(arm, seconds)]
     for run in runs:
         run.verdicts[:] = ["reference" if run.arm == "none" else "identical"]
@@ -203,21 +206,21 @@ def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
 
 
 def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_prompts() -> None:
-    own = [("none", [2.0, 3.0]), ("auto", [1.0, 1.0]), ("ngram@2", [1.5, 1.5]), ("model@2/topk:2", [0.1, 0.1])]
-    data = folder_of(*own, lossy="model@2/topk:2")
+    times = [("none", [2.0, 3.0]), ("auto", [1.0, 1.0]), ("ngram@2", [1.5, 1.5]), ("model@2/topk:2", [0.1, 0.1])]
+    data = folder_of(*times, lossy="model@2/topk:2")
     few = "2 prompts: too few for a claim"
     assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), {few}"
     assert text_verdicts(data) == "2 of 2 texts are identical to plain decoding's."
-    data = folder_of(*own, ("hf", [4.0, 8.0]), lossy="model@2/topk:2")
+    data = folder_of(*times, ("hf", [4.0, 8.0]), lossy="model@2/topk:2")
     assert headline(data) == f"auto: 2.45x plain decoding (2.00 to 3.00), 5.66x Hugging Face (4.00 to 8.00), {few}"
     data = folder_of(("none", [2.0] * 10), ("auto", [1.0] * 10))
     assert headline(data) == "auto: 2.00x plain decoding (2.00 to 2.00), 10 prompts"
     data = folder_of(("none", [1.0, 1.0, 1.0]), ("auto", [2.0, 2.0]), ("ngram@2", [2.0]))
     assert headline(data).startswith("No drafter was faster than plain decoding, 3 prompts:")
-    assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # of two prompts and of one
+    assert text_verdicts(data) == "3 of 3 texts are identical to plain decoding's."  # from two prompts and from one
 
 
-def test_every_number_of_the_headline_stands_in_a_table() -> None:
+def test_every_number_of_the_headline_is_in_a_table() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("auto", [1.0, 1.1]), ("hf", [4.0, 8.0]))
     page = render(data, [], None)
     rows = {row[0]: row for row in Reader(page).tables[0]}
@@ -227,16 +230,16 @@ def test_every_number_of_the_headline_stands_in_a_table() -> None:
     assert "Batch size 1, 2 prompts" in page
 
 
-def test_advice_is_chosen_among_all_arms_and_says_what_is_not_certain() -> None:
+def test_advice_considers_every_arm_and_says_if_it_is_uncertain() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.6]))
-    (found,) = advice(data)
-    assert found.sentence.startswith("Batch size 1: use auto, ") and found.flags == "--drafter auto"
-    assert "the next is ngram, 7 tokens, " in found.sentence and "may be equally fast" in found.sentence
-    (found,) = advice(folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.0])))
-    assert "equally fast" not in found.sentence
-    (found,) = advice(folder_of(("none", [1.0, 1.0]), ("ngram@7", [1.4, 1.4]), ("hf", [0.5, 0.5])))
-    assert "do not speculate; plain decoding is the fastest" in found.sentence
-    assert "Hugging Face was faster still, 2.00x" in found.sentence and found.flags == "--drafter none"
+    (choice,) = advice(data)
+    assert choice.sentence.startswith("Batch size 1: use auto, ") and choice.flags == "--drafter auto"
+    assert "the next is ngram, 7 tokens, " in choice.sentence and "may be equally fast" in choice.sentence
+    (choice,) = advice(folder_of(("none", [2.0, 3.0]), ("ngram@7", [1.4, 1.4]), ("auto", [1.0, 1.0])))
+    assert "equally fast" not in choice.sentence
+    (choice,) = advice(folder_of(("none", [1.0, 1.0]), ("ngram@7", [1.4, 1.4]), ("hf", [0.5, 0.5])))
+    assert "do not speculate; plain decoding is the fastest" in choice.sentence
+    assert "Hugging Face was faster still, 2.00x" in choice.sentence and choice.flags == "--drafter none"
     assert flags("model@4/rejection.plain~0.8") == (
         "--drafter model --num-draft-tokens 4 --acceptance rejection --fast false --temperature 0.8"
     )
@@ -276,28 +279,28 @@ def test_a_missing_matplotlib_is_one_line_with_the_command(folder: Path, monkeyp
 # samples
 
 
-def test_recorded_rounds_show_what_the_loop_had_made(folder: Path) -> None:
+def test_rounds_restored_from_records_give_the_text_of_the_run(folder: Path) -> None:
     _, runs = read_records(folder)
     for run in (run for run in runs if run.rounds):
         for row, text in enumerate(run.texts):
             rounds = restored(run.rounds, row, run.batch)
-            assert [token for done in rounds for token in done.tokens] == text
-            found = [
+            assert [token for round in rounds for token in round.tokens] == text
+            pieces = [
                 piece for view in views(rounds, ToyTokenizer()) for piece in view.pieces if piece.kind != "rejected"
             ]
-            assert "".join(piece.text for piece in found) == ToyTokenizer().decode(text)
+            assert "".join(piece.text for piece in pieces) == ToyTokenizer().decode(text)
 
 
-def test_samples_take_every_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
+def test_samples_show_each_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
     _, runs = read_records(folder)
-    found = sampled_texts(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
-    assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in found.values()] == [
+    samples = sampled_texts(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
+    assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in samples.values()] == [
         [("model@3", f"{family}/{n}") for n in (1, 2)] for family in ("chat", NASTY)
     ]
     assert sampled_texts([run for run in runs if run.arm == "none"], ["none"], 2) == {}
 
 
-def test_a_sample_marks_accepted_and_rejected_tokens_and_says_its_parity(folder: Path) -> None:
+def test_a_sample_marks_accepted_and_rejected_tokens_and_shows_its_verdict(folder: Path) -> None:
     _, runs = read_records(folder)
     run = next(run for run in runs if run.arm == "model@3" and run.stats["num_rejected_rounds"])
     shown = sample(run, 0, ToyTokenizer())
@@ -308,7 +311,7 @@ def test_a_sample_marks_accepted_and_rejected_tokens_and_says_its_parity(folder:
 # the page
 
 
-def test_the_page_needs_nothing_else(page: str) -> None:
+def test_the_report_loads_nothing_from_elsewhere(page: str) -> None:
     reader = Reader(page)
     assert all(load.split("=", 1)[1].startswith("#") for load in reader.loads)
     assert not {"script", "img", "link", "iframe", "object"} & set(reader.tags)
@@ -316,12 +319,12 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
 
 
-def test_whatever_the_runs_hold_is_escaped(page: str) -> None:
+def test_names_and_texts_of_the_runs_are_escaped(page: str) -> None:
     assert "<script" not in page and "alert(" in page and "<b>fish" not in page
     assert "&lt;script&gt;" in page
 
 
-def test_every_speed_stands_beside_its_parity(page: str) -> None:
+def test_every_speed_stands_beside_the_verdict_on_its_texts(page: str) -> None:
     overall = Reader(page).tables[0]
     assert overall[0][:5] == ["arm", "tokens per second", "speed-up", "over", "texts"]
     rows = {row[0]: row for row in overall[1:]}
@@ -334,11 +337,11 @@ def test_every_speed_stands_beside_its_parity(page: str) -> None:
     assert all(cell.endswith("; 2 of 2") for row in families[1:5] for cell in row[1:])
 
 
-def test_lossy_arms_are_named_as_such(page: str) -> None:
+def test_lossy_arms_are_marked_as_lossy(page: str) -> None:
     assert "model, 3 tokens, topk:2 rule is lossy: its text is not the target&#39;s own." in page
 
 
-def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) -> None:
+def test_the_report_lists_settings_versions_and_the_machine(page: str, folder: Path) -> None:
     header, _ = read_records(folder)
     for name in ("target", "arms", "sampling", "longest answer", "prompts", "processor", "cores", "PyTorch", "GPU"):
         assert f"<dt>{name}</dt>" in page
@@ -347,19 +350,21 @@ def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) ->
     assert not re.search(r">(null|None|true|false|\{|\[)", page[page.index("<h2>Settings") :])
 
 
-def test_settings_that_are_not_the_defaults_are_told(folder: Path) -> None:
+def test_the_report_lists_settings_that_differ_from_the_defaults(folder: Path) -> None:
     header, _ = read_records(folder)
     changed = {
         "config": header.settings["config"] | {"fast": False},
         "params": header.settings["params"] | {"top_k": 5},
     }
-    found = dict(settings_table(replace(header, settings=header.settings | changed)))
-    assert found["fast"] == "no" and found["top k"] == "5" and "top p" not in found and found["draft model"] == "toy:2"
+    listed = dict(settings_table(replace(header, settings=header.settings | changed)))
+    assert (
+        listed["fast"] == "no" and listed["top k"] == "5" and "top p" not in listed and listed["draft model"] == "toy:2"
+    )
     assert "Prompt lookup" in describe("ngram@2") and describe("ngram@2").endswith("2 tokens per draft")
     assert all(describe(name) for name in (*BASELINES, "auto@chain", "model@4x2/match.plain", "auto.predicted"))
 
 
-def test_the_prompt_stands_beside_its_answer_and_the_command_can_be_repeated(tmp_path: Path) -> None:
+def test_the_report_shows_prompts_beside_answers_and_the_command(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     data = load(folder)
     page = render(
@@ -370,7 +375,7 @@ def test_the_prompt_stands_beside_its_answer_and_the_command_can_be_repeated(tmp
     lines = (folder / "runs.jsonl").read_text().splitlines(keepends=True)
     old = {name: value for name, value in json.loads(lines[0]).items() if name not in ("prompts", "command")}
     (folder / "runs.jsonl").write_text(json.dumps(old) + "\n" + "".join(lines[1:]))
-    page = render(load(folder), [], ToyTokenizer())  # of a folder written before
+    page = render(load(folder), [], ToyTokenizer())  # a folder written by an earlier version
     assert 'aria-label="Answer"' in page and 'aria-label="Prompt"' not in page and "Run it again" not in page
 
 
@@ -382,7 +387,7 @@ def test_the_command_is_kept_without_the_folder_of_its_results(monkeypatch: pyte
         assert command_line() == "slipstream bench --arms none,hf --prompt-file 'a b'"
 
 
-def test_a_chart_has_three_points_or_more() -> None:
+def test_charts_with_fewer_than_three_points_are_left_out() -> None:
     runs = timed("none", [2.0], drafted=0) + timed("ngram@7", [1.0])
     data = Data(
         Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "ngram@7": "none"}
@@ -398,14 +403,14 @@ def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> Non
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     assert "Failures" not in render(load(folder), [], None)
     fail(folder, "ngram@2", "RuntimeError: out of <memory>")
-    found = Reader(render(load(folder), [], None))
-    assert next(row for row in found.tables[0] if row[0] == "ngram, 2 tokens")[1] == "failed"
+    page = Reader(render(load(folder), [], None))
+    assert next(row for row in page.tables[0] if row[0] == "ngram, 2 tokens")[1] == "failed"
     assert ["ngram, 2 tokens", "1", "1", "RuntimeError: out of <memory>"] in [
-        row for table in found.tables for row in table
+        row for table in page.tables for row in table
     ]
 
 
-def test_wrong_texts_are_the_first_thing_said(tmp_path: Path) -> None:
+def test_the_report_warns_about_wrong_texts(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     data = load(folder)
     assert 'class="bad"' not in render(data, [], None)
@@ -431,8 +436,8 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, content: str | None, m
         write_report(tmp_path)
 
 
-def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
-    """`tune` names in its header the arms of its screening only."""
+def test_arms_that_tune_chose_while_it_measured_are_reported(folder: Path, tmp_path: Path) -> None:
+    """The header of a `tune` folder names only the arms of its screening."""
     header, runs = read_records(folder)
     start(tmp_path, replace(header, settings=header.settings | {"arms": ["none", "ngram@2"]}))
     for run in runs:
@@ -442,12 +447,12 @@ def test_arms_that_a_run_chose_while_it_measured_are_reported(folder: Path, tmp_
     assert label("model@3") in write_report(tmp_path, ToyTokenizer()).read_text()
 
 
-def test_the_command_writes_the_report_without_loading_weights(capsys, monkeypatch, folder: Path) -> None:
-    assert any(one.callback is report_command for one in app.registered_commands)
-    monkeypatch.setattr(report, "charts", lambda data: [])  # drawn and tested above
+def test_report_loads_no_weights(capsys, monkeypatch, folder: Path) -> None:
+    assert any(command.callback is report_command for command in app.registered_commands)
+    monkeypatch.setattr(report, "charts", lambda data: [])  # the charts are tested above
     for arguments, in_ids in (((), False), (("--ids",), True)):
         monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        assert done.value.code == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+        assert exited.value.code == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
         assert bool(re.search(r">\[\d+\]<", (folder / "report.html").read_text())) == in_ids

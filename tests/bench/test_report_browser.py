@@ -1,4 +1,4 @@
-"""The report in a real browser: filled, drawn, readable, and never wider than its window."""
+"""The report in a real browser: it is filled in, readable, and never wider than its window."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
 )
 NARROW, PHONE, WIDE = 320, 400, 1200  # pixels
-# what the page measures of itself, told by the title of the page around it; sizes in CSS pixels
+# the page measures itself and puts the result into the title of the page around it; sizes in CSS pixels
 PROBE = """<script>
 const all = [...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll') && !e.closest('svg'));
 const shown = e => e.getBoundingClientRect().width > 0;
@@ -75,9 +75,9 @@ def browse(page: Path, folder: Path, *more: str) -> str:
 
 @pytest.fixture
 def measured(page: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
-    """What a copy of the page with the probe in it measures; the copy alone may run scripts.
+    """Measurements from a copy of the page that contains the probe; only the copy may run scripts.
 
-    It stands in a frame, since a browser's window has a least width.
+    The copy is shown in a frame, since the window of a browser has a minimum width.
     """
 
     def measure(width: int, *more: str, edit: Callable[[str], str] = lambda text: text) -> dict[str, float]:
@@ -98,31 +98,31 @@ def measured(page: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
 
 
 @pytest.mark.parametrize("width", [NARROW, PHONE, WIDE])
-def test_the_report_is_filled_drawn_and_fits(measured, width: int) -> None:
-    found = measured(width)
-    assert found["window"] == width and found["page"] <= width and found["outside"] == 0
-    assert found["rows"] >= 15 and found["empty"] == 0
-    assert found["charts"] == found["drawn"] == 4
-    assert found["smallest"] >= 13 and found["tokens"] > 20
-    assert found["sticky"] <= 1 and found["first"] <= max(150, width / 4)  # the first column stays, and leaves room
-    assert found["head"] <= 60  # no blank band above the first column's head
+def test_the_report_has_no_empty_cells_draws_its_charts_and_fits_the_window(measured, width: int) -> None:
+    values = measured(width)
+    assert values["window"] == width and values["page"] <= width and values["outside"] == 0
+    assert values["rows"] >= 15 and values["empty"] == 0
+    assert values["charts"] == values["drawn"] == 4
+    assert values["smallest"] >= 13 and values["tokens"] > 20
+    assert values["sticky"] <= 1 and values["first"] <= max(150, width / 4)  # the first column stays visible
+    assert values["head"] <= 60  # no blank band above the first column's head
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_schemes(measured, scheme: str) -> None:
-    found = measured(PHONE, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
-    assert (found["paper"] > 0.5) == (scheme == "light")
-    assert found["contrast"] >= 4.5  # WCAG 2.2, 1.4.3
-    assert found["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
+def test_text_is_readable_in_both_colour_schemes(measured, scheme: str) -> None:
+    values = measured(PHONE, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    assert (values["paper"] > 0.5) == (scheme == "light")
+    assert values["contrast"] >= 4.5  # WCAG 2.2, 1.4.3
+    assert values["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
 
 
-def test_the_probe_sees_a_page_that_is_too_wide(measured) -> None:
-    found = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
-    assert found["page"] > PHONE
+def test_the_browser_probe_notices_a_page_that_is_too_wide(measured) -> None:
+    values = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
+    assert values["page"] > PHONE
 
 
 @pytest.mark.parametrize("width", [PHONE, WIDE])
-def test_a_picture_of_the_page_can_be_taken(page: Path, tmp_path: Path, width: int) -> None:
+def test_a_screenshot_of_the_report_can_be_taken(page: Path, tmp_path: Path, width: int) -> None:
     picture = tmp_path / "page.png"
     browse(page, tmp_path, f"--window-size={width},900", f"--screenshot={picture}")
     content = picture.read_bytes()

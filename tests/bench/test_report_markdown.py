@@ -1,4 +1,4 @@
-"""The table for a README: every figure from the runs, against any arm, with what it was measured on."""
+"""The table for a README: its figures come from the runs, any arm can be the baseline, and the machine is named."""
 
 import re
 import sys
@@ -26,23 +26,23 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
-def test_every_figure_is_that_of_the_summary(folder: Path) -> None:
+def test_figures_of_the_table_equal_those_of_the_summary(folder: Path) -> None:
     text = markdown(load(folder))
-    found = {row[0]: row[1:] for row in rows(text)}
-    model = next(one for one in load(folder).summaries if (one.arm, one.batch) == ("model@3", 1))
-    assert found["batch size 1"] == ["`none`", "`ngram@2`", "`model@3`", "`model@3/topk:2`"]
-    assert found["chat"][2] == f"{model.families['chat'].speed_up.value:.2f}" and found["chat"][0] == "1.00"
+    cells = {row[0]: row[1:] for row in rows(text)}
+    model = next(summary for summary in load(folder).summaries if (summary.arm, summary.batch) == ("model@3", 1))
+    assert cells["batch size 1"] == ["`none`", "`ngram@2`", "`model@3`", "`model@3/topk:2`"]
+    assert cells["chat"][2] == f"{model.families['chat'].speed_up.value:.2f}" and cells["chat"][0] == "1.00"
     mean = model.speed.speed_up
-    assert found["geometric mean"][2] == f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})"
-    assert found["texts identical / tie / different"][:3] == ["the reference", "4 / 0 / 0", "4 / 0 / 0"]
-    assert found["texts identical / tie / different"][3].endswith("(lossy)")
-    assert found["acceptance rate"] == ["-", *found["acceptance rate"][1:]] and found["acceptance rate"][2].endswith(
+    assert cells["geometric mean"][2] == f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})"
+    assert cells["texts identical / tie / different"][:3] == ["the reference", "4 / 0 / 0", "4 / 0 / 0"]
+    assert cells["texts identical / tie / different"][3].endswith("(lossy)")
+    assert cells["acceptance rate"] == ["-", *cells["acceptance rate"][1:]] and cells["acceptance rate"][2].endswith(
         "%"
     )
-    assert found["tokens per forward"][2] == f"{model.stats.block_efficiency:.2f}"
+    assert cells["tokens per forward"][2] == f"{model.stats.block_efficiency:.2f}"
 
 
-def test_settings_machine_and_versions_are_said(folder: Path) -> None:
+def test_the_text_names_settings_machine_and_versions(folder: Path) -> None:
     header, _ = read_records(folder)
     text = markdown(load(folder))
     assert "toy with toy:2 as draft model, dtype auto, greedy, up to 24 tokens, 4 prompts, 2 repeats" in text
@@ -51,7 +51,7 @@ def test_settings_machine_and_versions_are_said(folder: Path) -> None:
     assert text.count("| geometric mean |") == 2 and "\n\n| batch size 2 |" in text
 
 
-def test_another_reference_is_computed_and_not_divided(folder: Path) -> None:
+def test_ratios_to_another_reference_are_recomputed_from_the_runs(folder: Path) -> None:
     data = load(folder)
     other = against(data, "model@3")
     assert other.summaries == summarise(data.runs, "model@3")
@@ -71,8 +71,8 @@ def test_names_cannot_break_the_table(folder: Path) -> None:
 def test_a_failed_arm_has_no_figure(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
     fail(folder, "ngram@2", "RuntimeError: out of memory")
-    found = {row[0]: row[1:] for row in rows(markdown(load(folder)))}
-    assert found["geometric mean"][1] == found["tokens per second"][1] == found["chat"][1] == "failed"
+    cells = {row[0]: row[1:] for row in rows(markdown(load(folder)))}
+    assert cells["geometric mean"][1] == cells["tokens per second"][1] == cells["chat"][1] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,12 @@ def test_a_failed_arm_has_no_figure(tmp_path: Path) -> None:
         (("--reference", "none"), 2, "--reference none without --markdown"),
     ],
 )
-def test_the_command_prints_it_and_writes_nothing(capsys, monkeypatch, folder: Path, arguments, code, message) -> None:
+def test_report_markdown_prints_the_table_and_writes_nothing(
+    capsys, monkeypatch, folder: Path, arguments, code, message
+) -> None:
     monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exited:
         cli.main()
-    told = capsys.readouterr()
-    assert done.value.code == code and message in (told.err if code else told.out)
+    captured = capsys.readouterr()
+    assert exited.value.code == code and message in (captured.err if code else captured.out)
     assert [file.name for file in folder.iterdir()] == ["runs.jsonl"]

@@ -59,15 +59,15 @@ def test_no_word_and_no_figure_is_broken(name: str, width: int) -> None:
     table = TABLES[name]()
     lines = printed(table, width)
     assert max(map(len, lines)) <= width
-    found = {piece for line in lines for piece in re.split(r"[\s-]+", line) if piece} - {
+    printed_pieces = {piece for line in lines for piece in re.split(r"[\s-]+", line) if piece} - {
         "─" * n for n in range(1, width + 1)
     }
-    assert found <= pieces(table) | {"-"}, found - pieces(table)
+    assert printed_pieces <= pieces(table) | {"-"}, printed_pieces - pieces(table)
     assert "".join(lines).count("…") == 0
 
 
-def test_a_broken_word_would_be_noticed() -> None:
-    """The check above fails for a table as rich lays it out by itself."""
+def test_a_table_laid_out_by_rich_breaks_words() -> None:
+    """Negative control of the test above: rich's own layout breaks words."""
     from rich.table import Table as RichTable
 
     console = Console(width=40, color_system=None, force_terminal=True)
@@ -75,26 +75,26 @@ def test_a_broken_word_would_be_noticed() -> None:
     rich_table.add_row(*(str(cell) for cell in overall().cells[3]))
     with console.capture() as captured:
         console.print(rich_table)
-    found = {piece for line in captured.get().splitlines() for piece in re.split(r"[\s-]+", line) if piece}
-    assert not found <= pieces(overall())
+    printed_pieces = {piece for line in captured.get().splitlines() for piece in re.split(r"[\s-]+", line) if piece}
+    assert not printed_pieces <= pieces(overall())
 
 
-def test_the_table_keeps_what_it_can(subtests: pytest.Subtests) -> None:
+def test_a_narrow_table_drops_optional_columns_before_intervals(subtests: pytest.Subtests) -> None:
     small = Table("", ("arm", "tok/s", "alpha"), [["none", Cell("650.5", "612.3", "930.6"), "1%"]], optional=["alpha"])
     below = " 612.3-930.6"
     for width, header, interval in ((60, "alpha", "650.5  612.3-930.6"), (24, "alpha", below), (17, "", below)):
         with subtests.test(width=width):
             text = "\n".join(printed(small, width))
             assert header in text and interval in text and ("alpha" in text) == bool(header)
-    assert printed(small, 10)[0].strip() == "none"  # a list of entries, where not even this fits
+    assert printed(small, 10)[0].strip() == "none"  # where no table fits, a list of entries is printed
 
 
-def test_every_figure_of_a_row_is_listed_where_columns_do_not_fit() -> None:
+def test_figures_are_listed_if_columns_do_not_fit() -> None:
     text = "\n".join(printed(families(), NARROW))
     assert text.count("12.52x") == len(ARMS) * len(FAMILIES) and text.count("hf-assisted-tuned@4") >= len(FAMILIES)
 
 
-def test_positions_stand_on_lines_of_their_own() -> None:
+def test_accepted_shares_are_listed_by_position_on_a_line_per_arm() -> None:
     text = accepted_by_position([("none", []), ("ngram@3", [0.5, 0.25])]).plain
     assert (
         text.splitlines()[:2] == ["accepted at draft position 1, 2, ...", "  ngram@3: 50% 25%"] and "none" not in text

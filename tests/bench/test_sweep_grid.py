@@ -1,4 +1,4 @@
-"""The grid of a sweep, and the advice that follows from what was measured."""
+"""The grid of a sweep, and the advice derived from its measurements."""
 
 import pytest
 
@@ -29,21 +29,21 @@ def test_the_grid_has_plain_decoding_once_per_temperature() -> None:
         (("ngram",), (1,), (), "temperatures=.*at least one"),
     ],
 )
-def test_an_impossible_grid_is_refused(drafters, lengths, temperatures, message: str) -> None:
+def test_an_invalid_grid_is_refused(drafters, lengths, temperatures, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Grid(drafters, lengths, temperatures)
 
 
 def test_every_arm_is_compared_with_plain_decoding_at_its_temperature() -> None:
-    found = references(["none~0", "none~0.8", "ngram@2~0", "ngram@2~0.8", "hf", "model@4~0.3"], "none~0")
-    assert [found[name] for name in ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")] == [
+    reference_of = references(["none~0", "none~0.8", "ngram@2~0", "ngram@2~0.8", "hf", "model@4~0.3"], "none~0")
+    assert [reference_of[name] for name in ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")] == [
         "none~0",
         "none~0.8",
         "none~0",
         "none~0",
     ]
     runs = [*timed("none~0", SLOW), *timed("none~0.8", FAST), *timed("ngram@2~0.8", SLOW)]
-    speeds = {one.arm: one.speed for one in summarise_by_temperature(runs, "none~0")}
+    speeds = {summary.arm: summary.speed for summary in summarise_by_temperature(runs, "none~0")}
     assert list(speeds) == ["none~0", "none~0.8", "ngram@2~0.8"]
     assert speeds["ngram@2~0.8"].speed_up.value == pytest.approx(0.5)
 
@@ -60,14 +60,14 @@ def test_the_best_length_is_named_with_its_speed_up() -> None:
     )
 
 
-def test_where_nothing_pays_the_advice_is_not_to_speculate() -> None:
+def test_if_no_drafter_pays_the_advice_is_not_to_speculate() -> None:
     runs = [*timed("none~0", FAST, drafted=0), *timed("ngram@2~0", SLOW), *timed("ngram@4~0", FAST)]
     (series,) = series_of(summarise_by_temperature(runs, "none~0"))
     best = best_of(series)
     assert best is not None and best.length == 0 and "do not speculate" in best.sentence
 
 
-def test_a_gain_within_the_interval_is_not_sold_as_one() -> None:
+def test_a_gain_within_the_interval_is_called_uncertain() -> None:
     runs = [*timed("none~0", SLOW, drafted=0), *timed("ngram@2~0", EVEN)]
     (series,) = series_of(summarise_by_temperature(runs, "none~0"))
     best = best_of(series)
@@ -75,6 +75,6 @@ def test_a_gain_within_the_interval_is_not_sold_as_one() -> None:
     assert best.sentence.endswith("the measurement cannot distinguish it from plain decoding")
 
 
-def test_no_advice_without_plain_decoding() -> None:
+def test_there_is_no_advice_without_plain_decoding() -> None:
     (series,) = series_of(summarise_by_temperature([*timed("ngram@2", FAST), *timed("ngram@4", SLOW)], "ngram@2"))
     assert best_of(series) is None

@@ -1,4 +1,4 @@
-"""The choice itself, on runs whose answer is known by construction; and the race that leaves them."""
+"""How `tune` chooses an arm from runs whose best arm is known by construction, and the race that makes those runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ PLAIN = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]
 
 
 def run(arm: str, group: int, repeat: int, seconds: float, *, draft: float = 0.0, verdict: str = "identical") -> Run:
-    """draft: the share of the time that went into drafting."""
+    """draft: the share of the time that drafting took."""
     stats = Stats(
         num_rounds=10,
         num_steps=10,
@@ -60,12 +60,14 @@ def scaled(factor: float, noise: float = 0.0, seed: int = 0) -> list[float]:
 
 
 def entries(*names: str) -> dict[str, Entry]:
-    found = {}
+    entry_of = {}
     for name in names:
         arm = parse_arm(name)
         assert arm.drafter is not None
-        found[name] = Entry(Candidate(arm.drafter, arm.num_draft_tokens, "d" if arm.drafter == "model" else None), 1.5)
-    return found
+        entry_of[name] = Entry(
+            Candidate(arm.drafter, arm.num_draft_tokens, "d" if arm.drafter == "model" else None), 1.5
+        )
+    return entry_of
 
 
 def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> None:
@@ -74,57 +76,57 @@ def test_a_clearly_better_drafter_is_advised_with_its_measured_speed_up() -> Non
     assert advice.best is not None and advice.best.name == "model@4" and advice.best.predicted == 1.5
     assert advice.expected is not None and advice.expected.value == pytest.approx(2.0, rel=0.03)
     assert advice.expected.low is not None and advice.expected.low > 1.9
-    assert advice.optimism < 1e-3  # one arm wins every resample, so nothing is taken off
+    assert advice.optimism < 1e-3  # one arm wins every resample, so its speed-up is not corrected
     assert (
         advice.sentence.startswith("batch 1: model@4 with draft model d, 1.99x plain decoding (1.97 to")
         and advice.units == 16
     )
     assert advice.best.texts == {"identical": 8, "reference": 0, "not compared": 0, "tie": 0, "different": 0}
     assert advice.best.acceptance_by_position == (0.7, 0.3) and advice.best.tokens_per_round == 2.0
-    assert [one.lost for one in advice.others] == ["drafts too rarely accepted"]
+    assert [standing.lost for standing in advice.others] == ["drafts too rarely accepted"]
 
 
-def test_what_never_pays_is_not_advised_and_the_reason_is_what_it_costs() -> None:
+def test_drafters_that_do_not_pay_are_not_advised_and_the_reason_is_named() -> None:
     dear, rare = timed("model@4", scaled(1.4), draft=0.6), timed("ngram@3", scaled(1.3), draft=0.02)
     advice = advise(1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *dear, *rare])
     assert advice.best is None and advice.expected is None
     assert advice.sentence == "batch 1: do not speculate (plain decoding, 13.9 tok/s)"
-    lost = {one.name: one.lost for one in advice.others}
+    lost = {standing.name: standing.lost for standing in advice.others}
     assert lost == {"ngram@3": "drafts too rarely accepted", "model@4": "drafting costs too much (60% of the time)"}
-    assert [one.name for one in advice.others] == ["ngram@3", "model@4"]
+    assert [standing.name for standing in advice.others] == ["ngram@3", "model@4"]
 
 
 @pytest.mark.parametrize(
     ("factor", "noise", "lost"),
     [(0.99, 0.0, "gains less than 2%"), (1.0, 0.3, "no difference beyond the noise"), (0.9, 0.6, "beyond the noise")],
 )
-def test_a_gain_that_is_small_or_within_the_noise_is_no_reason_to_speculate(factor, noise, lost: str) -> None:
+def test_a_gain_that_is_small_or_within_the_noise_is_not_advised(factor, noise, lost: str) -> None:
     advice = advise(1, entries("suffix@4"), [*timed("none", PLAIN), *timed("suffix@4", scaled(factor, noise))])
     assert advice.best is None and advice.others[0].lost.endswith(lost)
 
 
-def test_a_large_gain_whose_interval_reaches_1_is_no_reason_either() -> None:
+def test_a_large_gain_whose_interval_reaches_1_is_not_advised() -> None:
     uneven = [time / ratio for time, ratio in zip(PLAIN, [6.0, 0.8, 0.9, 0.9, 1.0, 0.9, 0.8, 1.1], strict=True)]
     advice = advise(1, entries("suffix@4"), [*timed("none", PLAIN), *timed("suffix@4", uneven)])
-    (one,) = advice.others
-    assert one.measured is not None and one.measured.low is not None
-    assert one.measured.value > 1.1 and one.measured.low < 1 and advice.best is None
+    (standing,) = advice.others
+    assert standing.measured is not None and standing.measured.low is not None
+    assert standing.measured.value > 1.1 and standing.measured.low < 1 and advice.best is None
     assert (
         advice.sentence.endswith("x may be chance: more prompts or time would tell")
         and "suffix@4 at" in advice.sentence
     )
 
 
-def test_of_equals_the_simpler_wins_and_the_other_lost_by_nothing() -> None:
+def test_the_simpler_of_two_equal_drafters_wins() -> None:
     same = scaled(0.6, 0.05)
     advice = advise(
         1, entries("ngram@3", "model@4"), [*timed("none", PLAIN), *timed("model@4", same), *timed("ngram@3", same)]
     )
     assert advice.best is not None and advice.best.name == "ngram@3"
-    assert [one.lost for one in advice.others] == ["no difference beyond the noise"]
+    assert [standing.lost for standing in advice.others] == ["no difference beyond the noise"]
 
 
-def test_the_advised_figure_is_less_than_the_measured_one_where_luck_chose() -> None:
+def test_the_advised_speed_up_is_corrected_for_choosing_the_luckiest() -> None:
     names = [f"ngram@{n}" for n in range(1, 6)]
     noisy = [made for n, name in enumerate(names) for made in timed(name, scaled(0.6, 0.2, n))]
     advice = advise(1, entries(*names), [*timed("none", PLAIN), *noisy])
@@ -133,7 +135,7 @@ def test_the_advised_figure_is_less_than_the_measured_one_where_luck_chose() -> 
     assert advice.expected.value == pytest.approx(advice.best.measured.value * np.exp(-advice.optimism))
 
 
-def test_the_correction_takes_off_most_of_what_choosing_the_best_adds() -> None:
+def test_the_correction_removes_most_of_the_bias_of_choosing_the_best() -> None:
     rng, raw, corrected = np.random.default_rng(1), [], []
     for _ in range(100):
         logs = rng.normal(0, 0.3, 16) + rng.normal(0, 0.15, (4, 16))  # four arms that are equally good: 0 is right
@@ -145,7 +147,7 @@ def test_the_correction_takes_off_most_of_what_choosing_the_best_adds() -> None:
     assert optimism(np.array([[1.0, 0.0], [0.0, 0.5]])) == pytest.approx((0.5 + 0.25) / 4, abs=0.01)
 
 
-def test_logs_of_speed_ups_pair_the_prompts_and_fall_back_to_repeats() -> None:
+def test_log_speed_ups_are_paired_by_prompt_or_else_by_repeat() -> None:
     runs = [*timed("none", [1.0, 4.0]), *timed("a", [0.5, 1.0]), *timed("b", [1.0])]
     assert np.exp(log_speed_ups(runs, ["a"], "none")).tolist() == [pytest.approx([2.0, 4.0])]
     assert np.exp(log_speed_ups(runs, ["a", "b"], "none")).tolist() == [
@@ -154,16 +156,19 @@ def test_logs_of_speed_ups_pair_the_prompts_and_fall_back_to_repeats() -> None:
     ]
 
 
-def test_an_arm_whose_text_differs_or_that_broke_is_never_advised() -> None:
+def test_an_arm_that_failed_or_whose_text_differs_is_never_advised() -> None:
     wrong = timed("model@4", scaled(0.3), verdict="different")
-    broken = [replace(one, error="RuntimeError: no memory", texts=[], verdicts=[]) for one in timed("ngram@3", PLAIN)]
+    broken = [
+        replace(measured, error="RuntimeError: no memory", texts=[], verdicts=[])
+        for measured in timed("ngram@3", PLAIN)
+    ]
     runs = [*timed("none", PLAIN), *wrong, *broken, *timed("suffix@4", scaled(0.8))]
     advice = advise(1, entries("ngram@3", "suffix@4", "model@4"), runs)
     assert advice.best is not None and advice.best.name == "suffix@4"
-    lost = {one.name: (one.failed, one.lost) for one in advice.others}
+    lost = {arm.name: (arm.failed, arm.lost) for arm in advice.others}
     assert lost["model@4"] == (True, "8 of 8 texts differ from plain decoding and are no ties")
     assert lost["ngram@3"] == (True, "failed: RuntimeError: no memory")
-    failed = [replace(one, error="RuntimeError: no memory") for one in timed("none", PLAIN)]
+    failed = [replace(measured, error="RuntimeError: no memory") for measured in timed("none", PLAIN)]
     with pytest.raises(SlipstreamError, match=r"plain decoding failed.*no memory"):
         advise(1, entries("ngram@3"), failed)
 
@@ -187,30 +192,34 @@ def costs(step: float) -> Costs:
         (5.0, 0.02, 1, "drafts too rarely accepted"),
     ],
 )
-def test_stage_one_takes_the_best_predicted_length_and_says_what_it_leaves_out(step, alpha, length, out) -> None:
+def test_screening_takes_the_best_predicted_length_and_says_why_a_drafter_is_out(step, alpha, length, out) -> None:
     entry = Screened(Candidate("model", draft="d"), Acceptance.by_position([alpha] * 8), costs(step)).entry(1, 8)
     assert entry.candidate == Candidate("model", length, "d") and entry.out == out
     assert entry.predicted is not None and (entry.predicted < 0.8) == (out is not None)
 
 
-def test_what_cannot_be_predicted_is_measured_all_the_same() -> None:
-    known = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
-    unknown, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
-    assert [one.candidate.setting for one in shortlist([known, unknown], [], 1, 8)] == ["suffix@7", "ngram@7", "auto"]
-    assert [one.candidate.setting for one in shortlist([unknown], [], 1, 4)] == ["ngram@4", "auto"]
+def test_drafters_without_a_prediction_are_still_measured() -> None:
+    predicted = Screened(Candidate("suffix"), Acceptance.by_position([0.9] * 7), costs(0.0))
+    unpredicted, nothing = Screened(Candidate("ngram")), Screened(Candidate("ngram"), Acceptance((), ()), costs(0.0))
+    assert [candidate.candidate.setting for candidate in shortlist([predicted, unpredicted], [], 1, 8)] == [
+        "suffix@7",
+        "ngram@7",
+        "auto",
+    ]
+    assert [candidate.candidate.setting for candidate in shortlist([unpredicted], [], 1, 4)] == ["ngram@4", "auto"]
     assert nothing.entry(1, 8).out == "drafts too rarely found (never)"
-    assert [one.setting for one in unpredictable(["a", "b"])] == ["auto", "model"] * 2
-    found = [(one.drafter, one.draft) for one in predictable(["a", "b"])]
-    assert found == [("ngram", None), ("suffix", None), ("model", "a"), ("model", "b")]
+    assert [candidate.setting for candidate in unpredictable(["a", "b"])] == ["auto", "model"] * 2
+    candidates = [(candidate.drafter, candidate.draft) for candidate in predictable(["a", "b"])]
+    assert candidates == [("ngram", None), ("suffix", None), ("model", "a"), ("model", "b")]
     assert (Candidate("auto").kind, Candidate("auto", draft="a").kind) == ("suffix", "hybrid")
     assert Screened(Candidate("model"), failed="X").entry(1, 8).failed
 
 
 class Scripted:
-    """A meter whose arms take `factors` times PLAIN, with noise; `left` units fit in the time."""
+    """A meter whose arms take PLAIN times their factor, with noise; the time limit allows `max_units` units."""
 
-    def __init__(self, factors: Mapping[str, float], left: int, noise: float = 0.01) -> None:
-        self.factors, self.left, self.noise = factors, left, noise
+    def __init__(self, factors: Mapping[str, float], max_units: int, noise: float = 0.01) -> None:
+        self.factors, self.left, self.noise = factors, max_units, noise
         self.asked: list[tuple[list[str], str, int]] = []
         self._rng = np.random.default_rng(0)
 
@@ -231,32 +240,32 @@ def arms_of(*names: str) -> list[Arm]:
     return [parse_arm(name) for name in names]
 
 
-def test_the_beaten_leave_and_it_ends_when_the_best_is_known_well_enough() -> None:
-    meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, left=500)
+def test_the_search_drops_beaten_arms_and_ends_once_the_best_is_known() -> None:
+    meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, max_units=500)
     runs = search(meter, arms_of("none", "ngram@3", "model@4", "suffix@4"), GROUPS, 1, 1e9)
     lineups = [names for names, _, _ in meter.asked]
     assert lineups[0] == ["none", "ngram@3", "model@4", "suffix@4"] and lineups[-1] == ["none", "model@4", "suffix@4"]
-    assert len(lineups) == 9  # the second rung: the first after all eight groups
+    assert len(lineups) == 9  # the second rung, the first one that begins after all eight groups
     assert [group for _, group, _ in meter.asked] == [*(f"chat/{i}" for i in range(8)), "chat/0"]
     assert meter.asked[8][2] == 2 and len(runs) == sum(map(len, lineups))
 
 
-def test_it_ends_when_only_plain_decoding_is_left_or_the_time_is_over() -> None:
-    meter = Scripted({"none": 1.0, "ngram@3": 1.5}, left=500)
+def test_the_search_ends_when_only_plain_decoding_or_no_time_is_left() -> None:
+    meter = Scripted({"none": 1.0, "ngram@3": 1.5}, max_units=500)
     search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)
     assert len(meter.asked) == FIRST_RUNG
-    meter = Scripted({"none": 1.0, "ngram@3": 0.9}, left=30, noise=0.5)
+    meter = Scripted({"none": 1.0, "ngram@3": 0.9}, max_units=30, noise=0.5)
     assert len(search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)) == 60 and len(meter.asked) == 30
 
 
-def test_noise_beats_nobody_and_settles_nothing() -> None:
+def test_differences_within_the_noise_drop_no_arm_and_end_no_search() -> None:
     runs = [*timed("none", PLAIN), *timed("a", scaled(0.95, 0.3, 1)), *timed("b", scaled(0.9, 0.3, 2))]
     assert survivors(runs, ["none", "a", "b"]) == ["none", "a", "b"] and not settled(runs, ["none", "a", "b"])
     clear = [*timed("none", PLAIN), *timed("a", scaled(0.5)), *timed("b", scaled(0.8, 0.05))]
     assert survivors(clear, ["none", "a", "b"]) == ["none", "a"] and settled(clear, ["none", "a"])
 
 
-def test_every_family_comes_early() -> None:
+def test_the_first_groups_cover_every_family() -> None:
     named = [Group((prompt,)) for prompt in name_prompts(builtin_prompts())]
     first = [group.family for group in in_turn(named)[:8]]
     assert len(set(first)) == 8 and sorted(g.ids[0] for g in in_turn(named)) == sorted(g.ids[0] for g in named)

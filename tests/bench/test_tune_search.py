@@ -31,71 +31,73 @@ def tuned(
     return tune(space, meter, prompts, [1, 2], longest), budget, space
 
 
-def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
+def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
     names = {
-        one.name: one.candidate
+        standing.name: standing.candidate
         for advice in result.advice
-        for one in [*advice.others, *([advice.best] if advice.best else [])]
+        for standing in [*advice.others, *([advice.best] if advice.best else [])]
     }
     assert {"auto toy:2", "model toy:2", "auto toy:4", "model toy:4", "suffix"} >= {n for n in names if "@" not in n}
-    drafted = {name: one for name, one in names.items() if one.kind == "model"}
-    assert {one.draft for one in drafted.values()} == {"toy:2", "toy:4"}
+    drafted = {name: standing for name, standing in names.items() if standing.kind == "model"}
+    assert {standing.draft for standing in drafted.values()} == {"toy:2", "toy:4"}
     loaded = {draft: space.decoder(Candidate("model", 2, draft)).draft for draft in ("toy:2", "toy:4")}
-    assert all(one is not None and one.name == draft for draft, one in loaded.items())
+    assert all(standing is not None and standing.name == draft for draft, standing in loaded.items())
     with pytest.raises(UsageError, match=r"draft 'toy' is given twice"):
         SearchSpace(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+def test_screened_candidates_have_predictions_and_measured_costs(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 1)
-    assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
-    assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
+    assert [candidate.candidate.drafter for candidate in result.screened] == ["ngram", "suffix", "model"]
+    assert all(candidate.acceptance is not None and candidate.costs is not None for candidate in result.screened)
     first = result.screened[0].costs
-    assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
-    shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out
+    assert first is not None and all(
+        candidate.costs.target == first.target for candidate in result.screened if candidate.costs
+    )
+    shapes = space.lineup.decoder.shapes  # at one row, a width that was slower than a wider one is left out
     assert {b: set(ms) for b, ms in first.target.items()} == {
         b: {shapes.width_for(n, b) for n in range(1, 5)} for b in (1, 2)
     }
-    every = [one for advice in result.advice for one in [*advice.others, *([advice.best] if advice.best else [])]]
-    assert all((one.predicted is None) == (one.candidate.length is None) for one in every)
+    standings = [
+        candidate for advice in result.advice for candidate in [*advice.others, *([advice.best] if advice.best else [])]
+    ]
+    assert all((candidate.predicted is None) == (candidate.candidate.length is None) for candidate in standings)
 
 
-def test_costs_are_those_of_chains_which_are_all_that_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_measured_for_chains_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = list[int | str]()
 
-    def noted(decoder: SpeculativeDecoder, *given: Any, **options: Any) -> Any:
+    def measure_noting_length(decoder: SpeculativeDecoder, *arguments: Any, **options: Any) -> Any:
         lengths.append(decoder.config.num_draft_tokens)
-        return measure_costs(decoder, *given, **options)
+        return measure_costs(decoder, *arguments, **options)
 
-    monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", noted)
+    monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", measure_noting_length)
     tuned(tmp_path, 1)
     assert set(lengths) == {"chain"}
 
 
-def test_ragged_forwards_are_timed_with_the_first_drafter_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_costs_of_the_first_drafter_are_used_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = list[Costs]()
 
-    def with_ragged(*given: Any, **options: Any) -> Costs:
+    def with_ragged(*arguments: Any, **options: Any) -> Costs:
         ragged = TokenCosts({2: {2: 1.0 + len(measured), 8: 9.0}}, {2: {2: 0.0, 8: 0.0}})
-        measured.append(replace(measure_costs(*given, **options), ragged=ragged))
+        measured.append(replace(measure_costs(*arguments, **options), ragged=ragged))
         return measured[-1]
 
     monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", with_ragged)
     result, _, _ = tuned(tmp_path, 1)
-    assert len(measured) == 3 and all(one.costs and one.costs.ragged == measured[0].ragged for one in result.screened)
+    assert len(measured) == 3 and all(
+        screened.costs and screened.costs.ragged == measured[0].ragged for screened in result.screened
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.8, 1.6])
 def test_the_budget_is_kept(tmp_path: Path, seconds: float) -> None:
     _, budget, _ = tuned(tmp_path, seconds)
     assert budget.now <= seconds * 1.05
-    runs = [one for one in read_records(tmp_path)[1] if one.repeat != SCREENING]
-    assert {one.batch for one in runs} == {1, 2}
+    runs = [run for run in read_records(tmp_path)[1] if run.repeat != SCREENING]
+    assert {run.batch for run in runs} == {1, 2}
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.01, 0.05])
@@ -107,7 +109,7 @@ def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: floa
         tuned(tmp_path, seconds, tick=0.004)
 
 
-def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_unit_that_exceeds_the_budget_is_not_begun(tmp_path: Path) -> None:
     params, prompts = SamplingParams(max_tokens=4, seed=0), name_prompts(PROMPTS)
     space = SearchSpace(SpeculativeDecoder("toy"), [], params)
     start(tmp_path, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
@@ -115,7 +117,7 @@ def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     arms, group = [space.plain, space.arm(Candidate("ngram", 2))], groups(prompts, 1)[0]
     assert meter.expected(arms, 1) == 0
     first = meter.unit(arms, group, 1, 1, 100)
-    assert first is not None and [one.arm for one in first] == ["none", "ngram@2"]
+    assert first is not None and [run.arm for run in first] == ["none", "ngram@2"]
     assert meter.expected(arms, 1) > 0 and meter.expected(arms, 2) > 0
     assert meter.unit(arms, group, 1, 2, meter.budget.now + 1) is None
     assert len(read_records(tmp_path)[1]) == 2

@@ -30,29 +30,29 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_drafter_takes_the_lengths_that_it_can(run: Run, tmp_path: Path) -> None:
+def test_every_drafter_runs_with_the_lengths_it_supports(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     named = ("--drafters", "none,ngram,auto,model", "--lengths", "3", "--lengths", "2x2", "--json", str(out))
     code, printed, err = run(*named)
     assert code == 0, printed + err
     lines = json.loads(out.read_text())["lines"]
-    greedy = [(one["drafter"], one["length"], one["batch"]) for one in lines if one["temperature"] == 0]
+    greedy = [(line["drafter"], line["length"], line["batch"]) for line in lines if line["temperature"] == 0]
     assert greedy == [
         ("none", 0, 4),
         *((name, length, batch) for name, length in (("ngram", 3), ("auto", "auto")) for batch in (1, 4)),
         *(("model", length, batch) for length in (3, "2x2") for batch in (1, 4)),
     ]
-    assert all((one["identical"], one["ties"], one["different"]) == (2, 0, 0) for one in lines)
-    assert all(one["acceptance_rate"] is not None for one in lines if one["drafter"] == "model")
+    assert all((line["identical"], line["ties"], line["different"]) == (2, 0, 0) for line in lines)
+    assert all(line["acceptance_rate"] is not None for line in lines if line["drafter"] == "model")
 
 
-def test_a_length_that_is_none_is_one_line(run: Run) -> None:
+def test_an_invalid_length_is_one_line(run: Run) -> None:
     code, out, err = run("--drafters", "model", "--lengths", "wide")
     assert code and "Traceback" not in out + err
     assert "num_draft_tokens='wide'" in out
 
 
-def test_a_drafter_that_there_is_not_is_one_line(run: Run) -> None:
+def test_an_unknown_drafter_is_one_line(run: Run) -> None:
     code, out, err = run("--drafters", "medium")
     assert code and "Traceback" not in out + err
     assert "drafter='medium'" in out

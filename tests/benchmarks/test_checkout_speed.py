@@ -1,4 +1,4 @@
-"""The comparison of two checkouts' speeds: like with like, and a slower one is found."""
+"""The comparison of two checkouts' speeds compares equal settings and finds a slower checkout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkout_speed() -> Any:
     return module
 
 
-def test_every_measurement_is_compared_with_its_own_kind(checkout_speed: Any) -> None:
+def test_measurements_are_compared_by_arm_prompt_batch_and_repeat(checkout_speed: Any) -> None:
     def runs(*seconds: float) -> dict[Any, Any]:
         keys = [("none", "one", 1, 0), ("auto", "one", 1, 0), ("none", "two", 1, 0)]
         return {key: checkout_speed.Measured(taken, [[1]]) for key, taken in zip(keys, seconds, strict=False)}
@@ -42,19 +42,19 @@ def test_an_arm_that_became_too_slow_is_an_error(
     checkout_speed: Any, monkeypatch: pytest.MonkeyPatch, least: float, code: int
 ) -> None:
     seconds = iter((1.0, 2.0))
-    runs = lambda *given: {("none", "one", 1, 0): checkout_speed.Measured(next(seconds), [[1]])}  # noqa: E731
+    runs = lambda *arguments: {("none", "one", 1, 0): checkout_speed.Measured(next(seconds), [[1]])}  # noqa: E731
     monkeypatch.setattr(checkout_speed, "bench", runs)
     with pytest.raises(SystemExit) as ended:
         checkout_speed.main(ROOT, ROOT, turns=1, least=least)
     assert ended.value.code == code
 
 
-def test_each_checkout_runs_the_plan_in_a_process_of_its_own(tmp_path: Path) -> None:
-    plan, found = tmp_path / "plan.json", tmp_path / "found.json"
+def test_each_checkout_runs_the_plan_in_its_own_process(tmp_path: Path) -> None:
+    plan, report = tmp_path / "plan.json", tmp_path / "found.json"
     plan.write_text(json.dumps({"target": "toy", "arms": ["none", "ngram@4"], "limit": 1, "max_tokens": 4}))
-    options = ["--plan", plan, "--turns", "1", "--least", "1000", "--json", found]
-    done = subprocess.run([sys.executable, str(FILE), str(ROOT), str(ROOT), *map(str, options)], capture_output=True)
-    assert done.returncode == 1, done.stderr
-    read = json.loads(found.read_text())
-    assert read["texts that differ"] == {"none": 0, "ngram@4": 0}
-    assert read["medians"].keys() == read["ratios"][0].keys() == {"none", "ngram@4"}
+    options = ["--plan", plan, "--turns", "1", "--least", "1000", "--json", report]
+    process = subprocess.run([sys.executable, str(FILE), str(ROOT), str(ROOT), *map(str, options)], capture_output=True)
+    assert process.returncode == 1, process.stderr
+    saved = json.loads(report.read_text())
+    assert saved["texts that differ"] == {"none": 0, "ngram@4": 0}
+    assert saved["medians"].keys() == saved["ratios"][0].keys() == {"none", "ngram@4"}

@@ -1,4 +1,4 @@
-"""The simulation of clusters: what follows by arithmetic where no node dies, and that nothing is lost where some do."""
+"""The simulation of clusters agrees with arithmetic where no node dies, and loses nothing where some die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = Cluster(speed=100.0, start=0.0, block=0.0, noticed=15.0, between_deaths=
 BLOCKS = [[10, 20, 30, 40]] * 60
 
 
-def test_without_costs_the_job_takes_its_tokens_over_all_speeds() -> None:
+def test_without_overhead_a_job_takes_its_tokens_divided_by_the_total_speed() -> None:
     assert Simulation(SMALL, 1, BLOCKS).run().seconds == pytest.approx(60.0)
     assert Simulation(SMALL, 4, BLOCKS).run().seconds == pytest.approx(15.0, rel=0.05)
     late = Simulation(replace(SMALL, start=20.0), 4, BLOCKS).run().seconds
@@ -27,21 +27,21 @@ def test_a_block_does_not_end_before_its_longest_request() -> None:
     assert Simulation(SMALL, 1, [[1, 1, 1, 100]]).run().seconds == pytest.approx(4.0)
 
 
-def test_the_driver_is_the_limit_of_many_nodes() -> None:
+def test_the_driver_limits_the_speed_of_many_nodes() -> None:
     slow = replace(SMALL, block=0.5)
     for nodes in (2, 10, 50):
-        done = Simulation(slow, nodes, BLOCKS).run()
-        assert done.driver == pytest.approx(30.0) and done.seconds >= 30.0
-    assert done.seconds == pytest.approx(30.0, rel=0.1)  # 50 nodes, and no faster than the driver
+        result = Simulation(slow, nodes, BLOCKS).run()
+        assert result.driver == pytest.approx(30.0) and result.seconds >= 30.0
+    assert result.seconds == pytest.approx(30.0, rel=0.1)  # 50 nodes, and no faster than the driver
 
 
-def test_nothing_is_lost_where_nodes_die() -> None:
+def test_no_token_is_lost_when_nodes_die() -> None:
     frail = replace(SMALL, between_deaths=40.0, start=5.0)
-    done = Simulation(frail, 4, BLOCKS, seed=1).run()
+    result = Simulation(frail, 4, BLOCKS, seed=1).run()
     whole = Simulation(replace(SMALL, start=5.0), 4, BLOCKS).run()
-    assert done.deaths > 0 and done.repeated > 0 and whole.seconds < done.seconds < 10 * whole.seconds
-    assert done.tokens == whole.tokens == 6000
-    assert Simulation(frail, 4, BLOCKS, seed=1).run() == done  # by its seed
+    assert result.deaths > 0 and result.repeated > 0 and whole.seconds < result.seconds < 10 * whole.seconds
+    assert result.tokens == whole.tokens == 6000
+    assert Simulation(frail, 4, BLOCKS, seed=1).run() == result  # the seed decides the result
 
 
 def test_the_command_prints_a_line_per_number_of_nodes(

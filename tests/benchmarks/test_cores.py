@@ -1,4 +1,4 @@
-"""The benchmark of numbers of threads, on a tiny model: figures of every count, resumed, and differences found."""
+"""The benchmark of thread counts, on a tiny model: figures for every count, resumed runs, and detected differences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rounds(*totals: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_line_has_speeds_the_plain_step_and_its_limit(cores: Any) -> None:
+def test_a_summary_has_speeds_the_plain_step_and_its_limit(cores: Any) -> None:
     plain = a_run("none", [1, 2, 3, 4], rounds=rounds(9.0, 0.5, 0.25, 1.0))
     failed = Run("hf", ["p"], "f", 1, 0, error="no memory")
     line = cores.summary(4, [plain, a_run("auto", [1, 2, 3, 4], rounds=rounds(9.0)), failed], limit_seconds=0.25)
@@ -54,9 +54,7 @@ def test_a_line_has_speeds_the_plain_step_and_its_limit(cores: Any) -> None:
 
 
 @pytest.mark.parametrize(("arm", "counted"), [("auto", 1), ("hf", 1), ("llama", 0)])
-def test_a_text_other_than_plain_decodings_is_a_fault_unless_it_is_llama_cpps(
-    cores: Any, arm: str, counted: int
-) -> None:
+def test_different_texts_are_counted_except_those_of_llama_cpp(cores: Any, arm: str, counted: int) -> None:
     other = Run(arm, ["p"], "f", 1, 0, 2.0, 4, [[9]], ["different"])
     line = cores.summary(1, [a_run("none", [1]), other], 1.0)
     assert line["different"] == counted
@@ -91,10 +89,10 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
-def test_bits_over_many_threads_are_compared_and_a_difference_is_found(
+def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
     cores: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "BITS_THREADS", (1, 2, 3, 5))  # of the kernels many more are tested
+    monkeypatch.setattr(cores, "BITS_THREADS", (1, 2, 3, 5))  # many more of the kernels are tested
     real, width = torch.equal, max(cores.WIDTHS)
 
     def equal(logits: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -102,25 +100,25 @@ def test_bits_over_many_threads_are_compared_and_a_difference_is_found(
         return real(logits + 1 if wrong else logits, expected)
 
     monkeypatch.setattr(torch, "equal", equal)
-    found = cores.compare_bits(str(tiny))
-    assert found["context"] == 1100
-    assert found["different"] == [{"threads": 5, "width": width}]  # and no others
+    report = cores.compare_bits(str(tiny))
+    assert report["context"] == 1100
+    assert report["different"] == [{"threads": 5, "width": width}]  # and no others
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
-def test_steps_read_the_weights_and_every_position_before_them(cores: Any, tiny: Path) -> None:
-    found = cores.steps_behind(str(tiny), "1024", "128", "9999")
-    assert [step["context"] for step in found["contexts"]] == [128, 1024]  # the model has no 9,999 positions
-    shape, near, far = AutoConfig.from_pretrained(tiny), *found["contexts"]
+def test_a_step_counts_the_bytes_of_weights_and_of_all_earlier_positions(cores: Any, tiny: Path) -> None:
+    report = cores.steps_behind(str(tiny), "1024", "128", "9999")
+    assert [step["context"] for step in report["contexts"]] == [128, 1024]  # the model has no 9,999 positions
+    shape, near, far = AutoConfig.from_pretrained(tiny), *report["contexts"]
     of_position = shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2 * 2
-    assert near["bytes"] == found["weight_bytes"] + 128 * of_position
+    assert near["bytes"] == report["weight_bytes"] + 128 * of_position
     assert far["bytes"] - near["bytes"] == (1024 - 128) * of_position
     assert near["digest"] != far["digest"]
     assert cores.steps_behind(str(tiny), "128")["contexts"][0]["digest"] == near["digest"]
 
 
 @pytest.mark.exhaustive
-def test_every_number_of_threads_is_measured_once_and_other_settings_are_refused(
+def test_each_thread_count_is_measured_once_and_other_settings_are_refused(
     cores: Any, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "found.json"
@@ -140,8 +138,8 @@ def test_every_number_of_threads_is_measured_once_and_other_settings_are_refused
         assert line["errors"] == []
         assert line["depend_on_threads"] == line["bits_depend_on_threads"] == line["different"] == 0
     assert "the same bits" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(cores.subprocess, "run", lambda *given, **more: pytest.fail("measured again"))
-    monkeypatch.setattr(cores.Stage, "bench", lambda *given: None)  # it resumes by itself, see `slipstream bench`
+    monkeypatch.setattr(cores.subprocess, "run", lambda *arguments, **more: pytest.fail("measured again"))
+    monkeypatch.setattr(cores.Stage, "bench", lambda *arguments: None)  # it resumes by itself, see `slipstream bench`
     cores.main(tmp_path / "runs", threads="2", max_tokens=6, **options)
     assert [line["threads"] for line in json.loads(out.read_text())["threads"]] == [2]
     with pytest.raises(UsageError, match=r"^max_tokens 7; allowed: 6 as in .*plan.json', or a new folder$"):

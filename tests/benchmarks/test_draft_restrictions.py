@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], run: Run) -> None:
+def test_a_draft_vocabulary_changes_no_text(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [*folders, "--vocabulary", "32"])
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and report["restricted"]["identical_texts"] == report["prompts"] == 1
@@ -49,18 +49,18 @@ def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], run: Run) 
         assert arm["interleaved_step_ms"] > 0 < arm["acceptance"] <= 1 and 0 <= arm["reading"] < 1
 
 
-def test_a_vocabulary_that_stays_whole_is_refused(folders: list[str], run: Run) -> None:
+def test_a_draft_vocabulary_that_restricts_nothing_is_refused(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, folders)
     assert code == 2 and "leaves this draft model's whole" in out
 
 
-def test_a_part_of_the_prompt_changes_no_text(folders: list[str], run: Run) -> None:
+def test_a_draft_context_changes_no_text(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [*folders, "--context", "128"])
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and report["full"]["identical_texts"] == report["128"]["identical_texts"] == 1
     assert report["full"]["relative_time"] == 1 and 0 < report["128"]["acceptance"] < report["full"]["acceptance"]
 
 
-def test_drafts_without_a_draft_model_are_refused(folders: list[str], run: Run) -> None:
+def test_a_missing_draft_model_is_refused(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [folders[0], "none.gguf", *folders[2:], "--context", "128"])
     assert code == 2 and "none.gguf" in out

@@ -1,4 +1,4 @@
-"""The fit of the match kinds finds the numbers that drafts were accepted by."""
+"""The fit of the match kinds recovers the probabilities by which drafts were accepted."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def importable():
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_the_constants_in_use_are_found_again_in_tokens_accepted_by_them() -> None:
+def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
     import fit_match_kinds as fitting
 
     chances, draws = fitting.prior(), random.Random(0)
     seen = [(kind, draws.random() < chance) for kind, chance in enumerate(chances) for _ in range(4000)]
-    found = fitting.fit([seen])
-    assert list(found.by_length) == pytest.approx(fitting.BY_LENGTH, abs=0.15)
-    assert list(found.by_agreement) == pytest.approx(fitting.BY_AGREEMENT, abs=0.15)
+    fitted = fitting.fit([seen])
+    assert list(fitted.by_length) == pytest.approx(fitting.BY_LENGTH, abs=0.15)
+    assert list(fitted.by_agreement) == pytest.approx(fitting.BY_AGREEMENT, abs=0.15)
 
 
-def test_a_text_that_repeats_its_prompt_is_seen_to_be_accepted() -> None:
+def test_drafts_of_a_text_that_repeats_its_prompt_are_accepted() -> None:
     import fit_match_kinds as fitting
     from recorded_texts import Recorded
 
@@ -39,7 +39,7 @@ def test_a_text_that_repeats_its_prompt_is_seen_to_be_accepted() -> None:
     assert fitting.log_loss(fitting.prior(), [seen]) < 0.4
 
 
-def test_runners_up_are_seen_where_the_first_choice_was_wrong() -> None:
+def test_runners_up_are_observed_where_the_first_choice_was_wrong() -> None:
     import fit_match_kinds as fitting
     from recorded_texts import Recorded
 

@@ -1,4 +1,4 @@
-"""The search for layers that draft well: what it counts, in what order it tries, what it prints and keeps."""
+"""The search for layers that draft well: its counts, the order of its candidates, its output and its records."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("layers", [(0, 1), (1, 3), (0, 1, 2, 3)])
-def test_the_search_counts_what_drafts_from_the_targets_memory_would_get_right(
+def test_the_search_counts_the_accepted_drafts_of_every_choice_of_layers(
     search: Any, llama: Any, layers: tuple[int, ...]
 ) -> None:
     texts, depth, length = [prompts((n,), seed=n)[0] for n in (9, 17)], 3, 12
     truth = search.Truth(decoder_of(llama), texts, length, depth)
-    found = truth.judge(layers)
+    candidate = truth.judge(layers)
     rows = []
     for text, prompt in zip(truth.texts, texts, strict=True):
         assert len(text) == len(prompt) + length
         for at in range(len(prompt), len(text) - depth + 1, depth):
-            said = by_hugging_face(llama, layers, text[:at], depth)
-            right = [a == b for a, b in zip(said, text[at:], strict=False)]
+            draft = by_hugging_face(llama, layers, text[:at], depth)
+            right = [a == b for a, b in zip(draft, text[at:], strict=False)]
             rows.append(torch.tensor(right).long().cumprod(0).float())
-    assert len(rows) == 8 and found.accepted == tuple(torch.stack(rows).mean(0).tolist())
-    assert truth.judge(layers) == found  # a candidate leaves nothing behind
-    assert (found.agreement == 1) == (len(layers) == 4) and found.agreement >= found.accepted[-1]
+    assert len(rows) == 8 and candidate.accepted == tuple(torch.stack(rows).mean(0).tolist())
+    assert truth.judge(layers) == candidate  # a candidate does not change the model
+    assert (candidate.agreement == 1) == (len(layers) == 4) and candidate.agreement >= candidate.accepted[-1]
 
 
-def test_layers_are_left_out_one_by_one_the_least_missed_first(search: Any) -> None:
+def test_layers_are_removed_one_by_one_the_least_useful_first(search: Any) -> None:
     class Truth:
         def judge(self, layers: Sequence[int]) -> Any:
             worth = sum((0.1, 0.4, 0.2, 0.3)[i] for i in layers)
             return search.Candidate(tuple(layers), worth, (worth,))
 
-    tried = [found.layers for found in search.candidates(Truth(), 4, 1)]
+    tried = [candidate.layers for candidate in search.candidates(Truth(), 4, 1)]
     assert tried == [(0,), (0, 1), (0, 1, 2), (1, 2, 3), (1, 3), (1,)]
     assert [search.spans(layers) for layers in tried[2:]] == ["3", "1-3", "1,3", "1-1"]
     assert search.spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
 
 
-def test_the_prediction_is_slipstreams_own(search: Any) -> None:
+def test_the_search_predicts_speed_ups_as_slipstream_does(search: Any) -> None:
     costs = Costs({1: {1: 10.0, 2: 11.0, 3: 12.0}}, {1: {1: 1.0, 2: 1.0, 3: 1.0}}, {1: 0.0}, {1: 0.0})
     prices = search.Prices(costs, one=0.1, count=4)
     best = prices.value(search.Candidate((0, 2), 0.7, (0.8, 0.7)))
@@ -83,12 +83,12 @@ def test_the_search_prints_saves_and_says_whether_it_pays(
         monkeypatch.setattr(search, "predicted_speed_up", lambda *_: 0.9)
     app.command()(search.main)
     arguments = ["toy", str(file), "--seconds", "0.01", "--num-prompts", "2", "--max-tokens", "8", "--save"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exception is None, done.output
-    summary = json.loads(done.output.splitlines()[-1])
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None, result.output
+    summary = json.loads(result.output.splitlines()[-1])
     assert (summary["best"]["speed_up"] > 1) == pays
-    assert ("Should pay" in done.output) == pays == ("Does not pay" not in done.output)
+    assert ("Should pay" in result.output) == pays == ("Does not pay" not in result.output)
     decoder = SpeculativeDecoder("toy", drafter="layer_skip", num_draft_tokens=2)
     lengths = {len(context) for context in decoder.drafter.session.backend._counts}
-    assert (file.parent / "layers").exists() == pays == ("Not saved" not in done.output)
+    assert (file.parent / "layers").exists() == pays == ("Not saved" not in result.output)
     assert lengths == (set(summary["best"]["layers"]) if pays else {0, 1, 2, 3})

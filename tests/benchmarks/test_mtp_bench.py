@@ -1,4 +1,4 @@
-"""The benchmark of MTP layers: both systems write the text that the weights were made for, and another is found."""
+"""The benchmark of MTP layers: both systems write the text the weights were made for, and any other is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layers_are_read_as_ever_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)
 
 
-def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_arm_is_measured_with_the_right_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     mtp.main(layers=2, json_file=out, **SMALL)
     seconds = json.loads(out.read_text())["seconds_per_token"]
@@ -29,9 +29,9 @@ def test_every_arm_is_there_and_right(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 of 2" in capsys.readouterr().out
 
 
-def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_text_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write = mtp.write_model
-    monkeypatch.setattr(mtp, "write_model", lambda *of: write(*of)[::-1])
+    monkeypatch.setattr(mtp, "write_model", lambda *arguments: write(*arguments)[::-1])
     with pytest.raises(SystemExit) as end:
         mtp.main(**SMALL | {"batches": "1"})
     assert end.value.code == 1 and "0 of 1" in capsys.readouterr().out

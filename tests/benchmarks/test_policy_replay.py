@@ -1,4 +1,4 @@
-"""Lengths that pay, over known texts and known costs: what they gain, what they lose, and what they follow."""
+"""Automatic draft lengths, replayed over known texts and costs: their gains, their losses, and their causes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def costs(column: float = 1.0, step: float = 5.0) -> Costs:
 
 
 def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts in which nothing repeats; the draft model is right with this chance, and says so truly."""
+    """Texts without repetition; the draft model is right with this probability, and reports it truthfully."""
     rng, made = random.Random(seed), []
     for _ in range(count):
         output = [rng.randrange(1 << 19) for _ in range(length)]
@@ -52,19 +52,19 @@ def seconds(
     batch: int = 1,
     cost_model: CostModel | None = None,
 ) -> float:
-    """Of one setting over all texts; length None is what pays, by what `cost_model` knows, by default the costs."""
+    """Seconds of one setting over all texts; length None is automatic, by `cost_model` (default: the costs)."""
     recording = replay.Recording(table, copy.deepcopy(records))
     if length is None:
-        one = replay.auto(recording, drafter, cost_model or replay.cost_model_of(table))
+        played = replay.auto(recording, drafter, cost_model or replay.cost_model_of(table))
     else:
-        one = replay.replay_of(recording, drafter, lambda _: Fixed(length))
-    return sum(one.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
+        played = replay.replay_of(recording, drafter, lambda _: Fixed(length))
+    return sum(played.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("step", [1.0, 5.0, 15.0])
-def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
+def test_auto_lengths_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
     records, table = texts(accepted), costs(step=step)
     fixed = [seconds(records, table, "model", n) for n in range(STEPS + 1)]
     assert seconds(records, table, "model", None) < 1.08 * min(fixed)
@@ -72,14 +72,14 @@ def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step:
 
 @pytest.mark.parametrize("batch", [4])
 @pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
-def test_and_in_batches(accepted: float, batch: int) -> None:
+def test_auto_lengths_come_near_the_best_fixed_length_in_batches(accepted: float, batch: int) -> None:
     records, table = texts(accepted), costs(column=0.3)
     fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
     assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
 
 
 @pytest.mark.parametrize("drafter", ["suffix:outputs=0", "ngram", "ngram_table", "model"])
-def test_random_tokens_cost_next_to_nothing(drafter: str) -> None:
+def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
     rng = random.Random(1)
     records = texts(0.0, count=6)
     for record in records:
@@ -95,7 +95,7 @@ def test_random_tokens_cost_next_to_nothing(drafter: str) -> None:
 
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
-    """The rounds of `suffix` with lengths that pay, over a known text."""
+    """The rounds of `suffix` with automatic lengths over a known text."""
     recording = replay.Recording(costs, [{"prompt": prompt, "output": output}])
     replayed_text = replay.auto(recording, "suffix:outputs=0", replay.cost_model_of(costs))
     replayed_text.seconds([0])
@@ -103,14 +103,14 @@ def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
 
 
 @pytest.mark.parametrize("column", [1.0, 4.0])
-def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None:
+def test_auto_lengths_adapt_when_a_text_begins_and_ends_a_quotation(column: float) -> None:
     rng = random.Random(2)
     prompt, prose = ([rng.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
     widths = {width: 20 + column * (width - 1) for width in range(1, 33)}
-    free = {1: dict.fromkeys(widths, 0.0)}
-    rounds = replayed(prompt, output, Costs({1: widths}, free, {1: 0.0}, {1: 0.0}))
-    drafted = [(done.start - len(prompt), len(done.draft)) for done in rounds]
+    nothing = {1: dict.fromkeys(widths, 0.0)}
+    rounds = replayed(prompt, output, Costs({1: widths}, nothing, {1: 0.0}, {1: 0.0}))
+    drafted = [(round.start - len(prompt), len(round.draft)) for round in rounds]
     assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
     quoting = [length for at, length in drafted if 60 <= at < 180]
     assert next(i for i, length in enumerate(quoting) if length >= 7) < 8
@@ -128,7 +128,7 @@ def test_a_recording_is_replayed_with_every_setting(
     assert code == 0 and "batch 1, 6 texts" in out and out.count("1.00") >= 3
 
 
-def test_what_is_measured_can_be_off() -> None:
+def test_measured_costs_can_be_given_an_error() -> None:
     table = costs()
     assert replay.cost_model_of(table).measured == table.target[1]
     off = [taken / table.target[1][width] for width, taken in replay.cost_model_of(table, 0.1).measured.items()]
@@ -136,7 +136,7 @@ def test_what_is_measured_can_be_off() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
-def test_what_is_no_recording_is_refused_in_one_line(
+def test_a_file_that_is_not_a_recording_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     file = tmp_path / "file.jsonl"

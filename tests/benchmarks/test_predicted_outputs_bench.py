@@ -1,4 +1,4 @@
-"""What `benchmarks/predicted_outputs.py` prints of predictions, on the toy model."""
+"""The output of `benchmarks/predicted_outputs.py` on the toy model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bench() -> Any:
     sys.path.remove(str(FILE.parent))
 
 
-def test_categories_are_printed_one_by_one_and_in_all(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_printed_by_category_and_in_total(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main("toy", ["right prediction", "changed request"], **OPTIONS)
     out = capsys.readouterr().out
     heads = [line for line in out.splitlines() if "identical" in line]
@@ -42,14 +42,14 @@ def test_categories_are_printed_one_by_one_and_in_all(bench: Any, capsys: pytest
     assert accepted[2] == accepted[0] + accepted[1] > 0 and rejected[2] == rejected[0] + rejected[1]
 
 
-def test_another_text_is_counted_and_is_exit_code_1(
+def test_a_different_text_is_counted_and_is_exit_code_1(
     bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = bench._answer
 
     def wrong(decoder: Any, prompt: Any, params: Any) -> Any:
-        given = answer(decoder, prompt, params)
-        return bench.Runs(given.rounds[1:], given.seconds) if params.prediction else given
+        runs = answer(decoder, prompt, params)
+        return bench.Runs(runs.rounds[1:], runs.seconds) if params.prediction else runs
 
     monkeypatch.setattr(bench, "_answer", wrong)
     with pytest.raises(SystemExit) as stopped:
@@ -57,7 +57,7 @@ def test_another_text_is_counted_and_is_exit_code_1(
     assert stopped.value.code == 1 and "right prediction: 0/10 texts identical" in capsys.readouterr().out
 
 
-def test_an_unknown_category_and_an_arm_given_twice_are_named(bench: Any) -> None:
+def test_an_unknown_category_and_a_duplicate_arm_are_refused(bench: Any) -> None:
     with pytest.raises(bench.UsageError, match="category 'left'; allowed: 'right prediction', "):
         bench.main("toy", ["left"], **OPTIONS)
     with pytest.raises(bench.UsageError, match="--arms names 'none' twice; allowed: each arm once"):

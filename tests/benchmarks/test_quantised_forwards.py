@@ -25,49 +25,47 @@ pytestmark = [
 ]
 
 
-def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_is_measured_as_int15_and_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0", "ffn_down": "Q6_K"})
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path / "tiny.gguf"), "1,3", turns=1, context=20, beside=None, kl=24, json_file=out)
-    found = json.loads(out.read_text())
-    assert found["int15"]["kl"] < found["int8"]["kl"] and found["int8"]["same_bits"] is True
-    assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
+    report = json.loads(out.read_text())
+    assert report["int15"]["kl"] < report["int8"]["kl"] and report["int8"]["same_bits"] is True
+    assert set(report["int8"]["milliseconds"]) == {"1", "3"} and report["file"] > 0
 
 
-def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_quantised_at_load_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int15", "int4,int8", str(tmp_path), 24, out)
-    found = json.loads(out.read_text())
-    assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
+    report = json.loads(out.read_text())
+    assert report["int8, int15"]["kl"] < report["int4, int15"]["kl"] / 10 and report["int4, int15"]["same_bits"] is True
 
 
-def test_the_weights_of_a_draft_model_stand_beside_those_quantised_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantised_draft_model_is_measured_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
     fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     out = tmp_path / "out.json"
     quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int8", "int4", kl=24, json_file=out, draft_dtype="int4")
-    found = json.loads(out.read_text())
-    assert found.keys() - {"target", "file"} == {"int4, int8", "draft model, int4"}
-    assert set(found["draft model, int4"]["milliseconds"]) == {"1", "3"} and found["draft model, int4"]["kl"] > 1e-6
+    report = json.loads(out.read_text())
+    assert report.keys() - {"target", "file"} == {"int4, int8", "draft model, int4"}
+    assert set(report["draft model, int4"]["milliseconds"]) == {"1", "3"} and report["draft model, int4"]["kl"] > 1e-6
     with pytest.raises(UsageError, match="draft_dtype='int3'; allowed: none, int4, int8"):
         quantised_forwards.main(str(tmp_path), draft_dtype="int3")
     with pytest.raises(UsageError, match=r"draft_dtype='int4' with 'a\.gguf', which keeps its bits"):
         quantised_forwards.main("a.gguf", draft_dtype="int4")
 
 
-def test_other_models_are_refused() -> None:
+def test_models_that_are_not_files_are_refused() -> None:
     with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file, or a folder"):
         quantised_forwards.main("smollm2")
 
 
-def test_llama_cpp_is_compared_by_its_distance_alone(tmp_path: Path) -> None:
+def test_llama_cpp_is_compared_only_by_its_kl_divergence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="llama_cpp without kl; allowed: both"):
         quantised_forwards.main(str(tmp_path / "tiny.gguf"), llama_cpp=True)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})

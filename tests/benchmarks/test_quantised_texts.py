@@ -1,4 +1,4 @@
-"""The benchmark of quantised texts: int15 says what the file's numbers say, and another text is found."""
+"""The benchmark of quantised texts: int15 gives the text of the file's own numbers, and another text is detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_int15_texts_are_identical_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     out = tmp_path / "out.json"
     quantised_texts.main(str(tmp_path / "tiny.gguf"), num_prompts=3, max_tokens=12, json_file=out)
@@ -31,12 +31,12 @@ def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_a_text_of_other_weights_is_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_give_a_different_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
     load = quantised_texts.load_unpacked
 
-    def another(*of: object) -> torch.nn.Module:
-        model: torch.nn.Module = load(*of)  # type: ignore[arg-type]
+    def another(*arguments: object) -> torch.nn.Module:
+        model: torch.nn.Module = load(*arguments)  # type: ignore[arg-type]
         for weights in model.parameters():
             weights.data = weights.data.flip(0)
         return model
@@ -47,7 +47,7 @@ def test_a_text_of_other_weights_is_different(tmp_path: Path, monkeypatch: pytes
     assert end.value.code == 1
 
 
-def test_the_first_gap_is_where_another_token_is_likelier() -> None:
+def test_the_first_gap_is_at_the_first_token_that_is_not_the_likeliest() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.5], [0.0, 1.0, 5.0]])
     assert quantised_texts.first_gap(logits, [0, 1, 2]) is None
     assert quantised_texts.first_gap(logits, [0, 2, 0]) == (1, 1.5)

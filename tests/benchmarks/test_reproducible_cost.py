@@ -25,10 +25,10 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(module: Any, *arguments: str) -> str:
     app = typer.Typer()
     app.command()(module.main)
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None:
-        raise done.exception
-    return done.output
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
 
 
 @pytest.fixture
@@ -38,21 +38,21 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_costs_are_printed_whole_and_in_parts(benchmark: Any, prompts: str, tmp_path: Path) -> None:
+def test_costs_are_printed_in_total_and_by_part(benchmark: Any, prompts: str, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     small = ("--max-tokens", "6", "--repeats", "2", "--calibrations", "2", "--json", str(file))
     out = run(benchmark("reproducible_cost"), "toy", prompts, "--draft", "toy:2", *small)
     report = json.loads(file.read_text())
     assert len(report["calibrations"]) == 2 and "(2 fresh); widths 1, 2, 3, 4, 5, 6, 7, 8, 16, 32 agree" in out
-    assert [one["drafter"] for one in report["costs"]] == ["none", "ngram", "model"]
-    assert [one["identical"] for one in report["costs"]] == [2, 2, 2]
-    for one in report["costs"]:
-        assert f"\n{one['drafter']} {100 * one['cost']:+.0f} % (" in out
-        assert all(min(ratio.values()) > 0 and len(ratio) == 3 for ratio in one["ratios"])
+    assert [cost["drafter"] for cost in report["costs"]] == ["none", "ngram", "model"]
+    assert [cost["identical"] for cost in report["costs"]] == [2, 2, 2]
+    for cost in report["costs"]:
+        assert f"\n{cost['drafter']} {100 * cost['cost']:+.0f} % (" in out
+        assert all(min(ratio.values()) > 0 and len(ratio) == 3 for ratio in cost["ratios"])
     assert out.count(" by prompt); a round ") == out.count(", reading the prompt ") == 3
 
 
-def test_ratios_are_of_medians_and_costs_their_geometric_mean(benchmark: Any) -> None:
+def test_ratios_compare_medians_and_costs_are_their_geometric_mean(benchmark: Any) -> None:
     module = benchmark("reproducible_cost")
     kept = [module.Parts(2.0, 3.0, 9.0), module.Parts(2.0, 3.0, 1.1), module.Parts(8.0, 3.0, 1.1)]
     ratio = module.Parts.ratio(kept, [module.Parts(1.0, 2.0, 1.0)] * 3)

@@ -43,19 +43,19 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         ([[1, 2, 3], [4, 5, 6]], (1, 2)),
     ],
 )
-def test_the_first_difference_is_found_and_an_early_end_is_one(
+def test_the_first_difference_is_found_even_if_it_is_an_early_end(
     same_texts: Any, after: list[list[int]], first: tuple[int, int] | None
 ) -> None:
-    found = same_texts.compare([[1, 2, 3], [4, 5]], after)
-    assert found == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
+    comparison = same_texts.compare([[1, 2, 3], [4, 5]], after)
+    assert comparison == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
 
 
-def test_missing_texts_are_an_error_and_no_agreement(same_texts: Any) -> None:
+def test_missing_texts_are_an_error(same_texts: Any) -> None:
     with pytest.raises(ValueError, match="2 texts before, 1 after"):
         same_texts.compare([[1], [2]], [[1]])
 
 
-def test_prompts_come_from_all_categories_in_turn(same_texts: Any, tmp_path: Path) -> None:
+def test_prompts_are_taken_from_all_categories_in_turn(same_texts: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [{"category": name[0], "turns": [name, "more"]} for name in ("a1", "a2", "a3", "b1", "b2")]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -64,10 +64,10 @@ def test_prompts_come_from_all_categories_in_turn(same_texts: Any, tmp_path: Pat
         same_texts.choose_prompts([file], 6)
 
 
-def test_a_checkout_agrees_with_itself_but_for_a_token_that_is_changed(tmp_path: Path) -> None:
+def test_a_checkout_equals_itself_except_for_a_changed_token(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    done = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
-    assert done.returncode == 1 and "prompt 0, token 11" in done.stdout, done.stderr
+    process = run(ROOT, ROOT, *TOY, "--json", out, "--self-check")
+    assert process.returncode == 1 and "prompt 0, token 11" in process.stdout, process.stderr
     report = json.loads(out.read_text())
     assert all(len(texts) == 2 for texts in report["texts"]["before"].values())
     changed, *others = report["comparisons"].values()
@@ -75,7 +75,7 @@ def test_a_checkout_agrees_with_itself_but_for_a_token_that_is_changed(tmp_path:
     assert all((arm["identical"], arm["different"]) == (2, 0) for arm in others)
 
 
-def test_texts_that_are_all_alike_are_no_failure(same_texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identical_texts_fail_only_the_self_check(same_texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_texts, "texts_of", lambda checkout, job, keep: {"none at 0": [[1, 2, 3]]})
     for self_check in (False, True):
         with pytest.raises(SystemExit) as ended:
@@ -83,7 +83,7 @@ def test_texts_that_are_all_alike_are_no_failure(same_texts: Any, monkeypatch: p
         assert ended.value.code == self_check
 
 
-def test_a_folder_without_sources_is_not_compared_with_installed_ones(
+def test_a_folder_without_sources_is_an_error(
     same_texts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "src").mkdir()

@@ -36,23 +36,23 @@ def run(scaling: Any, *arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-def test_a_line_per_batch_and_context_in_the_table_and_in_the_file(scaling: Any, tmp_path: Path) -> None:
+def test_every_batch_and_context_has_a_line_in_the_table_and_in_the_file(scaling: Any, tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
     sampled = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"]
     sizes = ["--contexts", "16,64", "--batches", "1,3", "--rounds", "3", "--turns", "1"]
     result = run(scaling, "toy", *sizes, *sampled, "--json", str(file))
     assert result.exit_code == 0, result.output
-    found = json.loads(file.read_text())
-    assert [(line["batch"], line["context"]) for line in found["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
-    for line in found["lines"]:
+    report = json.loads(file.read_text())
+    assert [(line["batch"], line["context"]) for line in report["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
+    for line in report["lines"]:
         parts = [line[name] for name in ("draft", "verify", "accept", "overhead")]
         assert line["total"] == pytest.approx(sum(parts)) and min(parts) >= 0 and line["verify"] > 0
         assert f"{line['total']:.2f}" in result.output
         assert line["attention"] is None  # the toy has none
-    assert found["options"]["top_k"] == 50
+    assert report["options"]["top_k"] == 50
 
 
-def test_attention_is_measured_beside_a_transformer_and_grows_with_the_keys(scaling: Any) -> None:
+def test_attention_of_a_transformer_is_measured_and_grows_with_the_keys(scaling: Any) -> None:
     decoder = SpeculativeDecoder(fresh("llama", max_position_embeddings=4096), perturbed("llama"), reproducible=False)
     lines = scaling.Scaling(decoder, rounds=4).measure([128, 3840], [1, 2], turns=1)
     assert [line.width for line in lines] == [5] * 4
@@ -62,13 +62,13 @@ def test_attention_is_measured_beside_a_transformer_and_grows_with_the_keys(scal
     assert drafted[0].draft > 0 and drafted[0].width == 3
 
 
-def test_every_row_reads_the_prompt_from_one(scaling: Any) -> None:
+def test_the_prompt_is_read_once_and_copied_to_every_row(scaling: Any) -> None:
     made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=2)
     made.measure([100, 300], [1, 4], turns=2)
     assert made._target.prefill_tokens == 299
 
 
-def test_a_context_beyond_the_model_s_positions_is_refused_in_one_line(scaling: Any) -> None:
+def test_a_context_beyond_the_models_positions_is_refused_in_one_line(scaling: Any) -> None:
     made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=7)
     with pytest.raises(UsageError, match=r"contexts=1024; allowed: at most 974 \(the model's context is 1024"):
         made.measure([128, 1024], [1])

@@ -1,4 +1,4 @@
-"""What the benchmarks' options take."""
+"""The values that options of the benchmarks accept."""
 
 import pytest
 from terminal import numbers
@@ -9,12 +9,12 @@ from tests.support.markers import subcases
 pytestmark = pytest.mark.slow
 
 
-def test_numbers_are_read_each_once_in_their_order() -> None:
+def test_numbers_are_read_in_order_without_duplicates() -> None:
     assert numbers("--widths", "8,1,8,16") == [8, 1, 16]
 
 
 @subcases("text", ["", "0", "1,,2", "1,x", "-3", "1.5", "1 2"])
-def test_other_values_are_refused_with_the_option_and_what_is_allowed(text: str) -> None:
+def test_invalid_numbers_are_refused_with_the_option_and_what_is_allowed(text: str) -> None:
     with pytest.raises(UsageError) as refusal:
         numbers("--widths", text)
     assert str(refusal.value) == f"--widths {text!r}; allowed: whole numbers from 1 on, separated by commas"

@@ -1,4 +1,4 @@
-"""The certificate passes what is exact and fails every rule that is not."""
+"""The certificate passes exact rules and fails every inexact one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,29 +16,29 @@ from tests.support.wrong_acceptance_rules import WRONG_RULES, load_wrong_rule
 pytestmark = pytest.mark.slow
 
 COUPLED = ["seeded text, one by one"]
-COUPLED += [f"option {name}" for name, given in OPTIONS.items() if given.get("temperature")]
+COUPLED += [f"option {name}" for name, options in OPTIONS.items() if options.get("temperature")]
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]
 
 
 def checks(decoder: SpeculativeDecoder) -> list[Check]:
-    """With the shortest texts and the fewest runs, as many on a busy machine as on a quiet one."""
+    """The checks with the shortest texts and a fixed, small number of runs, however busy the machine is."""
     return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=0.0).run())
 
 
 @pytest.mark.parametrize("acceptance", ["auto", "rejection", "block", "match"])
 def test_every_lossless_rule_is_certified(acceptance: str) -> None:
-    done = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance))
-    assert [check for check in done if check.failed] == []
-    assert len(done) == 19
+    results = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance))
+    assert [check for check in results if check.failed] == []
+    assert len(results) == 19
     couples = acceptance in ("auto", "match")
-    skipped = [check.name for check in done if check.outcome == "not applicable"]
-    assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in done) == 19 - len(skipped)
+    skipped = [check.name for check in results if check.outcome == "not applicable"]
+    assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in results) == 19 - len(skipped)
 
 
 @pytest.mark.parametrize("shape", ["2x2", "4x2"])
 def test_trees_are_certified(shape: str) -> None:
-    done = checks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=shape, acceptance="match"))
-    assert [check.name for check in done if not check.passed] == [] and len(done) == 19
+    results = checks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=shape, acceptance="match"))
+    assert [check.name for check in results if not check.passed] == [] and len(results) == 19
 
 
 def test_ngram_drafts_are_certified() -> None:
@@ -54,7 +54,7 @@ def test_no_wrong_rule_is_certified(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["topk:5", "typical"])
-def test_lossy_rules_do_not_keep_the_distribution(rule: str) -> None:
+def test_lossy_rules_fail_the_distribution_test(rule: str) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", acceptance=rule)
     assert not decoder.lossless
     target = Target.of(decoder, decoder.encode("The heron was", chat=False))
@@ -70,7 +70,7 @@ BLIND: dict[str, tuple[type[BatchProcessor], Callable[..., None]]] = {
 
 
 @pytest.mark.parametrize("name", BLIND)
-def test_an_option_that_does_not_see_the_draft_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_ignores_the_draft_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=6)
     texts = TextChecks(decoder, PROMPTS, max_tokens=40, budget=0.0)
     assert texts.option(name).outcome == "pass"
@@ -79,20 +79,20 @@ def test_an_option_that_does_not_see_the_draft_is_found_out(name: str, monkeypat
     assert texts.option(name).outcome == "FAIL"
 
 
-def test_a_blind_test_of_distributions_is_reported_as_having_no_power() -> None:
+def test_a_distribution_test_without_drafts_is_reported_as_powerless() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     failed = [check.name for check in checks(decoder) if check.failed]
     assert failed == ["power: first-mismatch-kept is caught", "power: bonus-from-raw-logits is caught"]
 
 
-def test_a_test_that_misses_the_subtle_error_has_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    # options that change nothing: a bonus token from the raw logits is then right, and cannot be told from the others
+def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypatch: pytest.MonkeyPatch) -> None:
+    # without options that change logits, a bonus token from the raw logits is right and cannot be caught
     params = replace(sampled_frequencies.PARAMS, top_k=0, temperature=1.0, max_tokens=2)
     monkeypatch.setattr(sampled_frequencies, "PARAMS", params)
     monkeypatch.setattr(sampled_frequencies, "TOKENS", 2)
-    found = DistributionChecks(SpeculativeDecoder("toy", "toy:2"), 0.0)
-    assert found.power("first-mismatch-kept").outcome == "pass"
-    assert found.power("bonus-from-raw-logits").outcome == "FAIL"
+    distribution_checks = DistributionChecks(SpeculativeDecoder("toy", "toy:2"), 0.0)
+    assert distribution_checks.power("first-mismatch-kept").outcome == "pass"
+    assert distribution_checks.power("bonus-from-raw-logits").outcome == "FAIL"
 
 
 def test_a_check_that_does_not_apply_is_neither_passed_nor_failed() -> None:

@@ -1,4 +1,4 @@
-"""Ties and bugs are told apart by full precision, not by hope."""
+"""Full precision distinguishes ties from bugs."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def exact(second: float) -> Tensor:
 
 
 def judged(gap: float, errors: list[float], dtype: torch.dtype = torch.bfloat16) -> Difference:
-    """errors: of token 8, at the position of the difference and at those before it."""
+    """errors: errors of the logit of token 8, at the position of the difference and at those before it."""
 
     def working(ids: list[int]) -> Tensor:
         rounded = exact(gap)
         rounded[8] += (errors + [0.0] * 9)[len(PROMPT) + 2 - len(ids)]
         return rounded
 
-    found = explain(PROMPT, EXPECTED, GOT, lambda ids, n: exact(gap).expand(n, -1), working, dtype)
-    assert found is not None
-    return found
+    difference = explain(PROMPT, EXPECTED, GOT, lambda ids, n: exact(gap).expand(n, -1), working, dtype)
+    assert difference is not None
+    return difference
 
 
 @pytest.mark.parametrize(
-    ("expected", "got", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [1], 0)]
+    ("expected", "actual", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [1], 0)]
 )
-def test_first_difference(expected: list[int], got: list[int], at: int | None) -> None:
-    assert first_difference(expected, got) == at
+def test_the_first_difference_is_found_by_position(expected: list[int], actual: list[int], at: int | None) -> None:
+    assert first_difference(expected, actual) == at
 
 
 def test_a_gap_within_rounding_is_a_tie() -> None:
-    found = judged(0.1, [0.08, 0.0, 0.0, 0.0])
-    assert (found.position, found.expected, found.got, found.tie) == (2, 7, 8, True)
-    assert found.expected_gap == 0 and found.got_gap == pytest.approx(0.1)
+    difference = judged(0.1, [0.08, 0.0, 0.0, 0.0])
+    assert (difference.position, difference.expected, difference.got, difference.tie) == (2, 7, 8, True)
+    assert difference.expected_gap == 0 and difference.got_gap == pytest.approx(0.1)
 
 
 def test_a_lucky_position_does_not_hide_the_rounding_of_its_neighbours() -> None:
@@ -64,7 +64,7 @@ def test_a_lucky_position_does_not_hide_the_rounding_of_its_neighbours() -> None
 
 
 @pytest.mark.parametrize("gap", [0.2, 1.0, 3.0])
-def test_a_gap_beyond_rounding_is_no_tie(gap: float) -> None:
+def test_a_gap_beyond_rounding_is_not_a_tie(gap: float) -> None:
     assert not judged(gap, [0.04, 0.05, 0.03, 0.05]).tie
 
 
@@ -73,13 +73,15 @@ def test_no_rounding_explains_a_gap_above_the_ceiling() -> None:
     assert not judged(CEILING[torch.float32] * 2, [9.0] * 4, torch.float32).tie
 
 
-def test_a_text_that_goes_on_after_the_others_end_is_no_tie() -> None:
-    found = explain(PROMPT, [5], [5, 6], lambda ids, n: exact(0).expand(n, -1), lambda ids: exact(0), torch.bfloat16)
-    assert found == Difference(1, None, 6)
+def test_a_text_that_continues_after_the_end_of_the_other_is_not_a_tie() -> None:
+    difference = explain(
+        PROMPT, [5], [5, 6], lambda ids, n: exact(0).expand(n, -1), lambda ids: exact(0), torch.bfloat16
+    )
+    assert difference == Difference(1, None, 6)
     assert explain(PROMPT, [5], [5], lambda ids, n: exact(0), lambda ids: exact(0), torch.bfloat16) is None
 
 
-# Ties are judged by what a token is chosen by: scores after penalties, bias, bad words and the seed's noise
+# A tie is a tie of final scores: after penalties, bias, bad words and the noise of the seed
 
 TOKENS = [5, 6, 7, 5, 6]
 OPTIONS = [
@@ -91,7 +93,7 @@ OPTIONS = [
     {"temperature": 0.9, "top_k": 12},
     {"temperature": 1.4, "top_p": 0.9, "repetition_penalty": 1.3},
 ]
-over_options = pytest.mark.parametrize("given", mostly_slow(OPTIONS, OPTIONS[0], OPTIONS[-1]))
+over_options = pytest.mark.parametrize("options", mostly_slow(OPTIONS, OPTIONS[0], OPTIONS[-1]))
 
 
 def decoder() -> SpeculativeDecoder:
@@ -103,8 +105,8 @@ def nearly(text: list[int], at: int, token: int) -> list[int]:
 
 
 @over_options
-def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(given: dict) -> None:
-    plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
+def test_the_highest_score_belongs_to_the_token_of_plain_decoding(options: dict) -> None:
+    plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | options)
     text = plain.generate(TOKENS, params).token_ids
     judge = TieJudge(plain)
     for at, token in enumerate(text):
@@ -114,15 +116,15 @@ def test_the_token_of_the_highest_score_is_the_one_that_plain_decoding_chooses(g
 
 @pytest.mark.slow
 @over_options
-def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | given)
+def test_a_wrong_token_is_a_tie_only_within_rounding(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | options)
     text = plain.generate(TOKENS, params).token_ids
     judge, at = TieJudge(plain), min(3, len(text) - 1)
     ids = [*TOKENS, *text[:at]]
     scores = judge._scores(TOKENS, ids, plain.next_logits(ids), params)
     second = int(scores.topk(2).indices[1])
-    found = judge.judge(TOKENS, text, nearly(text, at, second), params)
-    assert found is not None and found.compared and not found.tie and found.position == at
+    difference = judge.judge(TOKENS, text, nearly(text, at, second), params)
+    assert difference is not None and difference.compared and not difference.tie and difference.position == at
 
     whole = plain.next_logits
 
@@ -134,24 +136,33 @@ def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monk
     monkeypatch.setattr(judge.decoder, "next_logits", rounded)
     monkeypatch.setitem(parity.explain.__globals__["CEILING"], torch.float32, 10.0)
     gap = float(scores.max() - scores[second])
-    found = judge.judge(TOKENS, text, nearly(text, at, second), params)
-    assert found is not None and found.tie == (gap <= 2 * found.noise)
+    difference = judge.judge(TOKENS, text, nearly(text, at, second), params)
+    assert difference is not None and difference.tie == (gap <= 2 * difference.noise)
 
 
 def test_raw_logits_would_judge_penalised_text_wrongly() -> None:
     plain, params = decoder().using("none"), SamplingParams(max_tokens=12, repetition_penalty=1.8)
-    penalised, free = (
-        plain.generate(TOKENS, one).token_ids for one in (params, replace(params, repetition_penalty=1.0))
+    penalised, unpenalised = (
+        plain.generate(TOKENS, options).token_ids for options in (params, replace(params, repetition_penalty=1.0))
     )
-    at = next(i for i, (a, b) in enumerate(zip(penalised, free, strict=True)) if a != b)
-    found = TieJudge(plain).judge(TOKENS, penalised, free, params)
-    assert found is not None and found.position == at and found.expected_gap == 0.0 and found.got_gap > 0
+    at = next(i for i, (a, b) in enumerate(zip(penalised, unpenalised, strict=True)) if a != b)
+    difference = TieJudge(plain).judge(TOKENS, penalised, unpenalised, params)
+    assert (
+        difference is not None
+        and difference.position == at
+        and difference.expected_gap == 0.0
+        and difference.got_gap > 0
+    )
 
 
-def test_sampled_text_is_compared_where_draws_are_coupled_only() -> None:
+def test_sampled_text_is_compared_only_if_draws_are_coupled() -> None:
     judge, params = TieJudge(decoder()), SamplingParams(temperature=1.0, seed=1, max_tokens=3)
-    found = judge.judge(TOKENS, [7, 8, 9], [7, 9, 9], params, coupled=False)
-    assert found is not None and not found.compared and verdict(found) == "differs at 1, as sampled text may"
-    counted = count_differences([None, found])
+    difference = judge.judge(TOKENS, [7, 8, 9], [7, 9, 9], params, coupled=False)
+    assert (
+        difference is not None
+        and not difference.compared
+        and verdict(difference) == "differs at 1, as sampled text may"
+    )
+    counted = count_differences([None, difference])
     assert (counted["identical"], counted["different"], counted["not_compared"]) == (1, 0, 1)
     assert judge.judge(TOKENS, [7, 8, 9], [7, 8, 9], params, coupled=False) is None

@@ -27,5 +27,5 @@ def decoder() -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
-    with running_server(lambda: decoder.using(), served_model_name="tiny") as one:
-        yield one
+    with running_server(lambda: decoder.using(), served_model_name="tiny") as running:
+        yield running

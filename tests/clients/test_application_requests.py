@@ -22,10 +22,10 @@ def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def test_continue_completes_with_a_prompt_of_its_own_and_a_long_list_of_stops(
+def test_continue_completes_with_its_own_prompt_and_many_stop_strings(
     server: RunningServer, decoder: SpeculativeDecoder
 ) -> None:
-    assert [one["id"] for one in server.http.get("/v1/models", headers=KEYS).json()["data"]] == ["tiny"]
+    assert [model["id"] for model in server.http.get("/v1/models", headers=KEYS).json()["data"]] == ["tiny"]
     body = {"model": "tiny", "prompt": "<fim_prefix>cat<fim_suffix>mat<fim_middle>", "max_tokens": 40, "stop": STOPS}
     chunks = streamed(server, "/v1/completions", body | {"temperature": 0.01, "seed": 3})
     params = SamplingParams(max_tokens=40, stop=STOPS, temperature=0.01, seed=3)
@@ -33,17 +33,17 @@ def test_continue_completes_with_a_prompt_of_its_own_and_a_long_list_of_stops(
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
 
 
-def test_continue_applies_an_edit_with_the_old_file_as_its_prediction(server: RunningServer) -> None:
+def test_continue_edits_with_the_old_file_as_prediction(server: RunningServer) -> None:
     messages = [{"role": "system", "content": " "}, {"role": "user", "content": "mend the cat"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 30, "temperature": 0.0, "top_p": 1.0, "seed": 1}
     plain = streamed(server, "/v1/chat/completions", body)
     prediction = {"type": "content", "content": "the cat sat on the mat"}
     edited = streamed(server, "/v1/chat/completions", body | {"prediction": prediction})
-    texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in one) for one in (plain, edited)]
+    texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) for chunks in (plain, edited)]
     assert texts[0] == texts[1]
 
 
-def test_open_webui_streams_chats_with_the_usage_and_asks_for_titles_at_once(server: RunningServer) -> None:
+def test_open_webui_streams_chats_with_usage_and_requests_titles(server: RunningServer) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "the cat sat"}]}]
     chat = {"model": "tiny", "messages": messages, "stream_options": {"include_usage": True}, "max_tokens": 20}
     chunks = streamed(server, "/v1/chat/completions", chat)

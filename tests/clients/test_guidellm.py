@@ -36,9 +36,9 @@ def test_every_request_of_a_load_is_answered(
         folder=tmp_path,
     )
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    done = benchmark["requests"]["successful"]
-    assert len(done) == REQUESTS and not benchmark["requests"]["errored"]
-    assert {one["output_metrics"]["text_tokens"] for one in done} == {12}
+    successful = benchmark["requests"]["successful"]
+    assert len(successful) == REQUESTS and not benchmark["requests"]["errored"]
+    assert {request["output_metrics"]["text_tokens"] for request in successful} == {12}
     assert (
         f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {12.0 * REQUESTS}'
         in server.http.get("/metrics").text

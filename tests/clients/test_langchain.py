@@ -23,24 +23,22 @@ ARGUMENTS = {
 }
 
 
-def test_every_kind_of_call_comes_back_as_the_decoders_own_text(
-    server: RunningServer, decoder: SpeculativeDecoder
-) -> None:
+def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     plain = decoder.using("none", num_draft_tokens="auto")
-    params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end
+    params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end token
     expected = plain.generate(MESSAGES, params).text
-    given = {
+    bodies = {
         "messages": MESSAGES,
         "options": {"max_tokens": 60, "temperature": 0.8, "seed": 4, "logit_bias": {"1": -50}},
         "form": ARGUMENTS,
         "tools": [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}],
     }
-    found: dict[str, Any] = run_script("langchain", "langchain_calls.py", server.url, "tiny", json.dumps(given))
-    assert {found["whole"], found["stream"], found["async"], *found["batch"]} == {expected}
-    assert found["usage"] == found["stream_usage"] == found["logprobs"] == 60 and found["reason"] == "length"
-    assert set(found["form"]) == {"x", "unit"} and found["form"]["unit"] in ("m", "km")
-    (call,) = found["call"]
+    answers: dict[str, Any] = run_script("langchain", "langchain_calls.py", server.url, "tiny", json.dumps(bodies))
+    assert {answers["whole"], answers["stream"], answers["async"], *answers["batch"]} == {expected}
+    assert answers["usage"] == answers["stream_usage"] == answers["logprobs"] == 60 and answers["reason"] == "length"
+    assert set(answers["form"]) == {"x", "unit"} and answers["form"]["unit"] in ("m", "km")
+    (call,) = answers["call"]
     assert call["name"] == "add" and set(call["args"]) == {"x", "unit"}
-    assert found["after_call"] and found["after_call"] != expected  # the template has shown the call and its answer
-    assert found["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
-    assert found["errors"] == {"model": 404, "top_p": 400, "max_completion_tokens": 400}
+    assert answers["after_call"] and answers["after_call"] != expected  # the template has shown the call and its answer
+    assert answers["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
+    assert answers["errors"] == {"model": 404, "top_p": 400, "max_completion_tokens": 400}

@@ -21,29 +21,27 @@ ARGUMENTS = {
 }
 
 
-def test_every_kind_of_call_comes_back_as_the_decoders_own_text(
-    server: RunningServer, decoder: SpeculativeDecoder
-) -> None:
+def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     plain = decoder.using("none", num_draft_tokens="auto")
     expected = plain.generate(
         MESSAGES, SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})
-    ).text  # without an end
-    given = {
+    ).text  # without an end token
+    bodies = {
         "asked": {"messages": MESSAGES, "max_tokens": 60, "temperature": 0.8, "seed": 4, "logit_bias": {"1": -50}},
         "prompt": "A heron",
         "predicted": expected,
         "form": {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS, "strict": True}},
-        "tools": [{"type": "function", "function": {"name": "stop_now"}}],  # litellm takes additionalProperties out
+        "tools": [{"type": "function", "function": {"name": "stop_now"}}],  # litellm removes additionalProperties
     }
-    found: dict[str, Any] = run_script("litellm", "litellm_calls.py", server.url, "tiny", json.dumps(given))
-    assert found["whole"] == found["stream"] == found["async"] == found["predicted"] == expected
-    assert found["reason"] == "length" and found["usage"] == found["stream_usage"] == 60
-    assert found["accepted"] > 0 and len(found["logprobs"]) == 60
-    assert set(json.loads(found["form"])) == {"x", "unit"}
-    assert [(one["name"], json.loads(one["arguments"])) for one in found["call"]] == [("stop_now", {})]
-    assert found["call_reason"] == "tool_calls"
-    assert found["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
-    assert found["errors"] == {
+    answers: dict[str, Any] = run_script("litellm", "litellm_calls.py", server.url, "tiny", json.dumps(bodies))
+    assert answers["whole"] == answers["stream"] == answers["async"] == answers["predicted"] == expected
+    assert answers["reason"] == "length" and answers["usage"] == answers["stream_usage"] == 60
+    assert answers["accepted"] > 0 and len(answers["logprobs"]) == 60
+    assert set(json.loads(answers["form"])) == {"x", "unit"}
+    assert [(call["name"], json.loads(call["arguments"])) for call in answers["call"]] == [("stop_now", {})]
+    assert answers["call_reason"] == "tool_calls"
+    assert answers["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
+    assert answers["errors"] == {
         "no such model": "NotFoundError",
         "bad field": "BadRequestError",
         "too long": "ContextWindowExceededError",

@@ -1,4 +1,4 @@
-"""llama.cpp itself, on a file that both read: its numbers, and its arms beside ours."""
+"""llama.cpp itself, on a file that both engines read: its logits, and its arms beside ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = [5, 9, 5, 9, 5, 9, 70, 71, 33, 100]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    """The binding's environment behind this one: it brings C functions and needs nothing that is not here."""
+    """Append the binding's environment to the import path; its other requirements are installed here."""
     (packages,) = (ROOT / ".clients" / "llama_cpp" / "lib").glob("python*/site-packages")
     sys.path.append(str(packages))
 
@@ -43,21 +43,21 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_its_logits_are_ours_but_for_rounding(file: Path) -> None:
-    theirs, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
+def test_logits_of_llama_cpp_equal_ours_up_to_rounding(file: Path) -> None:
+    llama, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
     expected = torch.stack([ours.next_logits(IDS[: n + 1]) for n in range(len(IDS))]).float()
-    got = torch.from_numpy(theirs.forward(IDS, 0).copy())
-    assert theirs.vocab_size == expected.shape[1]
+    logits = torch.from_numpy(llama.forward(IDS, 0).copy())
+    assert llama.vocab_size == expected.shape[1]
     scale = float(expected.std())
-    assert float((got - expected).abs().max()) < 0.1 * scale
-    assert float((got.flip(0) - expected).abs().max()) > scale  # those of other positions are far away
-    again = torch.from_numpy(theirs.forward(IDS[4:], 4).copy())  # what the cache held from there on is forgotten
+    assert float((logits - expected).abs().max()) < 0.1 * scale
+    assert float((logits.flip(0) - expected).abs().max()) > scale  # logits of other positions are far away
+    again = torch.from_numpy(llama.forward(IDS[4:], 4).copy())  # the cache drops everything from that position on
     assert float((again - expected[4:]).abs().max()) < 0.1 * scale
-    assert int(theirs.read(IDS).argmax()) == int(got[-1].argmax())
-    theirs.close()
+    assert int(llama.read(IDS).argmax()) == int(logits[-1].argmax())
+    llama.close()
 
 
-def test_a_prompt_of_several_batches_and_a_cache_that_grows(file: Path) -> None:
+def test_a_prompt_of_several_batches_gives_the_same_logits_after_the_cache_grew(file: Path) -> None:
     model, long = LlamaCppModel(file, 1), (IDS * 120)[:1100]
     whole = torch.from_numpy(model.read(long).copy())
     model.reserve(6000)
@@ -65,7 +65,7 @@ def test_a_prompt_of_several_batches_and_a_cache_that_grows(file: Path) -> None:
     model.close()
 
 
-def test_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
+def test_llama_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     lineup = Lineup(
         SpeculativeDecoder(str(file)), parse_arms("none,ngram@3,llama,llama-lookup@3"), SamplingParams(max_tokens=16)
     )
@@ -73,13 +73,13 @@ def test_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     start(tmp_path, Header({}, {}, {}, "now"))
     runs = list(Runner(lineup, plan(lineup.arms, prompts, [1], 1), tmp_path).run([]))
     assert not any(run.error for run in runs)
-    found = {one.arm: one for one in summarise(runs, "llama")}
-    assert found["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(found.values())) == []
-    assert found["llama"].block_efficiency == 1.0 and found["llama"].time_split is not None
+    by_arm = {summary.arm: summary for summary in summarise(runs, "llama")}
+    assert by_arm["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(by_arm.values())) == []
+    assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].time_split is not None
     assert "llama.cpp" in versions("a test")
 
 
-def test_what_it_cannot_read_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_llama_cpp_cannot_read_is_one_line(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(SlipstreamError, match=r"^llama\.cpp cannot read '.*damaged\.gguf': \S.*$"):

@@ -13,7 +13,7 @@ from tests.support.running_server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2, needs("lm_eval")]
 TASKS = ROOT / "tests" / "clients" / "tasks"
-CLOSE = 2e-3  # of a log-likelihood: the sum of a few tokens', in float32, by other kernels
+CLOSE = 2e-3  # tolerance of a log-likelihood: a sum over a few tokens in float32, by other kernels
 
 
 def load() -> SpeculativeDecoder:
@@ -21,26 +21,28 @@ def load() -> SpeculativeDecoder:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def results() -> Any:
     with running_server(load) as server:
         folder = str(cache_folder() / "smollm2")
         return run_script("lm_eval", "lm_eval_runs.py", server.url, "smollm2", folder, str(TASKS), folder=TASKS)
 
 
-def test_scores_are_those_of_lm_evals_own_model(found: Any) -> None:
-    own, ours, remote = (found[name]["scores"] for name in ("hf", "server", "remote tokenizer"))
-    assert ours == own and {"facts_choice acc,none", "facts_choice acc_norm,none"} < set(own)
-    assert remote.items() <= own.items() and 0 < own["facts_choice acc,none"] < 1  # some right, some wrong
+def test_scores_equal_those_of_lm_evals_own_model(results: Any) -> None:
+    expected, ours, remote = (results[name]["scores"] for name in ("hf", "server", "remote tokenizer"))
+    assert ours == expected and {"facts_choice acc,none", "facts_choice acc_norm,none"} < set(expected)
+    assert (
+        remote.items() <= expected.items() and 0 < expected["facts_choice acc,none"] < 1
+    )  # not all right, not all wrong
 
 
-def test_texts_are_the_same(found: Any) -> None:
-    own, ours = (found[name]["answers"]["facts_text"] for name in ("hf", "server"))
-    assert ours == own and len({str(one) for one in own}) > 4
+def test_texts_equal_those_of_lm_evals_own_model(results: Any) -> None:
+    expected, ours = (results[name]["answers"]["facts_text"] for name in ("hf", "server"))
+    assert ours == expected and len({str(text) for text in expected}) > 4
 
 
 @pytest.mark.parametrize("name", ["server", "remote tokenizer"])
-def test_log_likelihoods_are_the_same_but_for_rounding(found: Any, name: str) -> None:
-    own, ours = (found[one]["answers"]["facts_choice"] for one in ("hf", name))
-    for one, other in zip(own, ours, strict=True):
-        for ((told, greedy),), ((expected, likeliest),) in zip(other, one, strict=True):
-            assert float(told) == pytest.approx(float(expected), abs=CLOSE) and greedy == likeliest
+def test_log_likelihoods_equal_those_of_lm_evals_own_model_up_to_rounding(results: Any, name: str) -> None:
+    by_hf, by_server = (results[expected_responses]["answers"]["facts_choice"] for expected_responses in ("hf", name))
+    for expected_responses, responses in zip(by_hf, by_server, strict=True):
+        for ((log_likelihood, greedy),), ((expected, likeliest),) in zip(responses, expected_responses, strict=True):
+            assert float(log_likelihood) == pytest.approx(float(expected), abs=CLOSE) and greedy == likeliest

@@ -33,16 +33,16 @@ class Measure(BaseModel):
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with server.openai() as one:
-        yield one
+    with server.openai() as connected:
+        yield connected
 
 
-def test_completions_whole_and_streamed_are_the_decoders_own(
+def test_completions_equal_the_decoders_texts_whole_and_streamed(
     client: openai.OpenAI, decoder: SpeculativeDecoder
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "logit_bias": ENDLESS}
     params = SamplingParams(**options | {"logit_bias": {1: -50}})
-    expected = [one.text for one in decoder.generate(["A heron", "zz"], params, chat=False)]
+    expected = [result.text for result in decoder.generate(["A heron", "zz"], params, chat=False)]
     whole = client.completions.create(model="tiny", prompt=["A heron", "zz"], **options)
     assert [choice.text for choice in whole.choices] == expected
     chunks = list(
@@ -51,16 +51,18 @@ def test_completions_whole_and_streamed_are_the_decoders_own(
         )
     )
     for index, text in enumerate(expected):
-        parts = [one for chunk in chunks for one in chunk.choices if one.index == index]
-        assert "".join(one.text for one in parts) == text and parts[-1].finish_reason == "length"
+        parts = [result for chunk in chunks for result in chunk.choices if result.index == index]
+        assert "".join(result.text for result in parts) == text and parts[-1].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens == 80
 
 
-def test_log_probabilities_of_completions_add_up_with_their_echo(client: openai.OpenAI) -> None:
-    told = client.completions.create(model="tiny", prompt="A heron", max_tokens=5, temperature=0, logprobs=2, echo=True)
-    found = told.choices[0].logprobs
-    assert "".join(found.tokens) == told.choices[0].text and found.token_logprobs[0] is None
-    assert len(found.token_logprobs) == 12 and all(len(one) in (2, 3) for one in found.top_logprobs[1:])
+def test_log_probabilities_with_an_echo_cover_prompt_and_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt="A heron", max_tokens=5, temperature=0, logprobs=2, echo=True
+    )
+    reported = answer.choices[0].logprobs
+    assert "".join(reported.tokens) == answer.choices[0].text and reported.token_logprobs[0] is None
+    assert len(reported.token_logprobs) == 12 and all(len(top) in (2, 3) for top in reported.top_logprobs[1:])
 
 
 def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
@@ -90,20 +92,24 @@ def test_the_streaming_helper_collects_the_answer(client: openai.OpenAI, decoder
 def test_the_streaming_helper_collects_calls(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
     with client.chat.completions.stream(model="tiny", messages=ASKED, max_tokens=200, **options) as stream:
-        (done,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-    assert done.name == "add" and Measure.model_validate(done.parsed_arguments)
+        (finished,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert finished.name == "add" and Measure.model_validate(finished.parsed_arguments)
 
 
-def test_a_call_is_answered_and_the_conversation_goes_on(client: openai.OpenAI, server: RunningServer) -> None:
+def test_a_tool_call_can_be_answered(client: openai.OpenAI, server: RunningServer) -> None:
     options: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "max_tokens": 200}
     first = client.chat.completions.create(
         messages=ASKED, tool_choice="required", parallel_tool_calls=False, seed=2, **options
     )
     message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls" and message.tool_calls
-    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "four"}
+    tool_message = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "four"}
     answer = client.chat.completions.create(
-        messages=[*ASKED, message, told], tool_choice="none", seed=2, extra_body={"return_token_ids": True}, **options
+        messages=[*ASKED, message, tool_message],
+        tool_choice="none",
+        seed=2,
+        extra_body={"return_token_ids": True},
+        **options,
     )
     prompt = server.http.post("/detokenize", json={"tokens": answer.choices[0].prompt_token_ids}).json()["prompt"]
     assert prompt == "u:the cat sat on the mat.a:.add.t:four.a:"
@@ -117,14 +123,14 @@ def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
     assert again.usage.completion_tokens_details.accepted_prediction_tokens > 20
 
 
-def test_many_are_asked_at_once_and_each_has_its_own_answer(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_concurrent_requests_get_their_own_answers(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     prompts = [f"{name} sat" for name in ("cat", "dog", "heron", "wren", "owl")]
 
     async def ask() -> list[str]:
         transport = httpx.AsyncClient(trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
 
-            async def one(prompt: str) -> str:
+            async def complete(prompt: str) -> str:
                 text = ""
                 async for chunk in await client.completions.create(
                     model="tiny", prompt=prompt, max_tokens=30, temperature=0, stream=True
@@ -132,13 +138,13 @@ def test_many_are_asked_at_once_and_each_has_its_own_answer(server: RunningServe
                     text += chunk.choices[0].text
                 return text
 
-            return list(await asyncio.gather(*map(one, prompts)))
+            return list(await asyncio.gather(*map(complete, prompts)))
 
     expected = decoder.generate(prompts, SamplingParams(max_tokens=30), chat=False)
-    assert asyncio.run(ask()) == [one.text for one in expected]
+    assert asyncio.run(ask()) == [result.text for result in expected]
 
 
-def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: RunningServer) -> None:
+def test_closing_a_stream_ends_its_request(client: openai.OpenAI, server: RunningServer) -> None:
     stream = client.completions.create(model="tiny", prompt="A heron", max_tokens=900, stream=True, logit_bias=ENDLESS)
     next(stream)
     stream.close()
@@ -155,7 +161,7 @@ def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: Running
         ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, openai.APIStatusError, None),
     ],
 )
-def test_errors_have_their_class_and_name_the_field(
+def test_errors_raise_openais_classes_and_name_the_field(
     client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str | None
 ) -> None:
     with pytest.raises(error) as caught:
@@ -169,7 +175,7 @@ def test_a_wrong_key_is_an_authentication_error(tmp_path: Any) -> None:
         with server.openai("wrong-key") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with server.openai("right-key") as client:
-            assert [one.id for one in client.models.list()] == ["toy"]
+            assert [model.id for model in client.models.list()] == ["toy"]
 
 
 def test_an_error_in_a_stream_is_raised() -> None:
@@ -177,9 +183,9 @@ def test_an_error_in_a_stream_is_raised() -> None:
     with running_server(gate.load) as server, server.openai() as client:
         with in_thread(
             lambda: list(client.completions.create(model="toy", prompt="A heron", max_tokens=9, stream=True))
-        ) as found:
+        ) as outcomes:
             assert gate.reached.wait(PATIENCE)
             (live,) = server.call(lambda: list(server.service.live))
             server.reach_deadline(live)
             gate.opened.set()
-        assert isinstance(found[0], openai.APIError) and "took over" in str(found[0])
+        assert isinstance(outcomes[0], openai.APIError) and "took over" in str(outcomes[0])

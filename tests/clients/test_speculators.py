@@ -1,4 +1,4 @@
-"""`speculators` computes the same with a head of `slipstream train`, and what is recorded of its own heads."""
+"""`speculators` computes the same logits with a head of `slipstream train`, and the recorded ones with its own."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.support.training_cases import TOKENS, small, write_target
 pytestmark = [pytest.mark.slow, needs("speculators")]
 
 
-def test_a_trained_head_loads_and_computes_the_same(tmp_path: Path) -> None:
+def test_speculators_loads_a_trained_head_and_computes_the_same(tmp_path: Path) -> None:
     target, head, steps = write_target(tmp_path / "target"), tmp_path / "head", tmp_path / "steps.safetensors"
     with small(), patch.object(training_job, "SIZES", (40,)):
         job = TrainingJob(TrainingSettings(str(target), head, num_tokens=TOKENS, num_steps=5))
         job.run(SpeculativeDecoder(str(target), acceptance="match"))
     text = prompts([20])[0]
     save_file({"text": torch.tensor(text)}, steps)
-    found = run_script("speculators", "speculators_load.py", str(head), str(steps))
-    assert found.pop("class") == "Eagle3DraftModel"
-    assert found.pop("unknown settings") == ["torch_dtype", "trained"]  # of transformers, and for readers
-    assert found.pop("unknown settings of the layer") == ["rope_theta"]  # for readers of before transformers 5
-    assert not any(found.values())
+    report = run_script("speculators", "speculators_load.py", str(head), str(steps))
+    assert report.pop("class") == "Eagle3DraftModel"
+    assert report.pop("unknown settings") == ["torch_dtype", "trained"]  # fields of transformers, and for readers
+    assert report.pop("unknown settings of the layer") == ["rope_theta"]  # for readers older than transformers 5
+    assert not any(report.values())
     pair, logits = pair_of(str(target), head), load_file(steps)["logits"]
     offsets = load_file(head / "model.safetensors")["d2t"]
     token_ids = offsets + torch.arange(len(offsets))
@@ -43,7 +43,7 @@ def test_a_trained_head_loads_and_computes_the_same(tmp_path: Path) -> None:
         assert not any(same_logits([x[token_ids] for x in drafted], list(expected.roll(1, -1))))
 
 
-def test_the_recorded_heads_are_what_speculators_computes(tmp_path: Path) -> None:
+def test_recorded_heads_equal_what_speculators_computes(tmp_path: Path) -> None:
     kinds = run_script("speculators", "speculators_record.py", str(tmp_path))
     assert set(kinds) == {path.parent.name for path in RECORDED.glob("*/steps.safetensors")}
     assert set(kinds.values()) == {"eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"}

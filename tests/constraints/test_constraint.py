@@ -1,4 +1,4 @@
-"""Constraints are checked when they are made, with one line that says what is wrong."""
+"""Constraints are checked when they are created; an error says in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@subcases("given, message", WRONG)
-def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+@subcases("options, message", WRONG)
+def test_an_invalid_constraint_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^constraint: {message}") as refusal:
-        Constraint(**given)
+        Constraint(**options)
     assert "\n" not in str(refusal.value) and "allowed: " in str(refusal.value)
 
 
-def test_numbers_that_are_exact_and_names_that_only_look_like_keywords_are_read() -> None:
+def test_exact_numbers_and_properties_named_like_keywords_are_allowed() -> None:
     for schema in (
         {"enum": [2**53, -(2**53), 0.5]},
         {"properties": {"maximum": {"type": "integer", "default": 2**60}, "enum": {"type": "null"}}},
@@ -62,22 +62,22 @@ def test_numbers_that_are_exact_and_names_that_only_look_like_keywords_are_read(
 
 
 @subcases("name", SCHEMAS)
-def test_a_schema_is_the_same_as_a_dictionary_and_as_text(name: str) -> None:
+def test_a_schema_may_be_a_dictionary_or_text(name: str) -> None:
     assert Constraint(json_schema=SCHEMAS[name]).text == Constraint(json_schema=json.dumps(SCHEMAS[name])).text
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match=r"^constraint: llguidance is not installed; .*pip install llguidance$"):
         Constraint(regex="a")
 
 
-def test_the_end_of_a_constraint_cannot_be_ignored() -> None:
+def test_a_constraint_with_ignore_eos_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^ignore_eos=True with a constraint"):
         SamplingParams(constraint=Constraint(regex="a"), ignore_eos=True)
 
 
-def test_options_are_told_as_json_has_them() -> None:
+def test_params_with_a_constraint_are_json() -> None:
     params = SamplingParams(constraint=Constraint(json_schema={"type": "null"}, whitespace="spaced"))
     assert params.to_dict()["constraint"] == {"json_schema": {"type": "null"}, "whitespace": "spaced"}
     assert json.loads(json.dumps(SamplingParams().to_dict()))["constraint"] is None
@@ -87,7 +87,7 @@ def cli(capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, str, str]:
     return run(capsys, monkeypatch, "generate", "--target", "toy", "--raw", "-p", "The heron", *arguments)
 
 
-def test_flags_of_the_command_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_command_line_flags_constrain_the_text(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"enum": ["ab", "cd"]}')
     lark.write_text('start: "x" "y"')
@@ -101,7 +101,7 @@ def test_flags_of_the_command_line(tmp_path: Any, capsys: Any, monkeypatch: Any)
         assert code == 0 and out.strip() in texts, err
 
 
-def test_wrong_flags_are_one_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_invalid_constraint_flags_are_one_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     for flags, message in (
         (["--json-schema", str(tmp_path / "none.json")], "--json-schema"),
         (["--regex", "(a"], "unclosed group"),

@@ -1,4 +1,4 @@
-"""Where a constraint reaches a limit its row fails, at the token and for the reason of plain decoding, and no other."""
+"""Only the row whose constraint reaches a limit fails, at the token and for the reason of plain decoding."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def request(constraint: Constraint | None, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=60, temperature=1.2, seed=seed, constraint=constraint)
 
 
-def texts(name: str, given: Sequence[SamplingParams], limits: Limits) -> list[Result]:
-    made = decoder(name, "match")
-    made.reader.grammars.limits = limits
-    made.reader.grammars._saved.clear()
-    return made.generate(["one two three one two three "] * len(given), list(given), chat=False)
+def texts(name: str, params: Sequence[SamplingParams], limits: Limits) -> list[Result]:
+    constrained = decoder(name, "match")
+    constrained.reader.grammars.limits = limits
+    constrained.reader.grammars._saved.clear()
+    return constrained.generate(["one two three one two three "] * len(params), list(params), chat=False)
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +58,28 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
-def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) -> None:
+def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str, case: str) -> None:
     constraint, limits = CASES[case]
-    given = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
-    plain = [outcome(texts("none", [params], limits)[0]) for params in given]
-    assert [outcome(result) for result in texts(name, given, limits)] == plain
-    assert outcome(texts(name, given[1:2], limits)[0]) == plain[1]
+    requests = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
+    plain = [outcome(texts("none", [params], limits)[0]) for params in requests]
+    assert [outcome(result) for result in texts(name, requests, limits)] == plain
+    assert outcome(texts(name, requests[1:2], limits)[0]) == plain[1]
     errors = [error for _, _, error in plain if error is not None]
     assert errors and all(error.startswith("the constraint cannot go on: it") for error in errors)
     assert not any("<state>" in error or "lexer" in error for error in errors) and plain[-1][1] == "length"
 
 
-def test_a_smaller_limit_is_seen() -> None:
-    """The comparison above would notice a text that fails one token earlier."""
+def test_a_smaller_limit_changes_the_outcome() -> None:
+    """Negative control: the comparison above notices a text that fails one token earlier."""
     constraint, limits = CASES["cost"]
-    given = [request(constraint, seed) for seed in range(4)]
+    requests = [request(constraint, seed) for seed in range(4)]
     smaller = Limits(lexer_cost=limits.lexer_cost // 2, step_cost=limits.step_cost)
-    assert list(map(outcome, texts("none", given, limits))) != list(map(outcome, texts("none", given, smaller)))
+    assert list(map(outcome, texts("none", requests, limits))) != list(map(outcome, texts("none", requests, smaller)))
 
 
-def walk(here: GrammarState, seed: int, longest: int) -> list[int]:
+def walk(grammar: GrammarState, seed: int, longest: int) -> list[int]:
     rng, path = random.Random(seed), list[int]()
-    while len(path) < longest and len(legal := np.flatnonzero(allowed(here.masks(path, []))[0])):
+    while len(path) < longest and len(legal := np.flatnonzero(allowed(grammar.masks(path, []))[0])):
         path.append(int(rng.choice([token for token in legal if token != tokenizer().eos_token_id] or list(legal))))
     return path
 
@@ -88,19 +88,19 @@ def limited(limits: Limits) -> CompiledGrammars:
     return CompiledGrammars(grammars().model, VOCAB, limits)
 
 
-def test_a_lexer_that_has_stopped_is_never_given_to_another_row() -> None:
+def test_a_lexer_stopped_by_a_limit_is_never_reused_for_another_row() -> None:
     made, ends = limited(Limits(lexer_cost=300_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     first, other = made.constraint(WORDS, ends), made.constraint(WORDS, ends)
     path = walk(first, 0, 200)
     assert first.problem(path) is not None and not first.masks(path, []).any()
     short = walk(limited(Limits()).constraint(WORDS, ends), 1, 3)
-    for later in (other, made.constraint(WORDS, ends)):  # one that ran beside it, and a new one
+    for later in (other, made.constraint(WORDS, ends)):  # a row that ran beside it, and a new row
         assert later.masks(short, []).any() and later.problem(short) is None
         expected = limited(Limits()).constraint(WORDS, ends).masks(short, [])
         assert (allowed(later.masks(short, [])) == allowed(expected)).all()
 
 
-def test_rejected_drafts_do_not_count() -> None:
+def test_rejected_drafts_do_not_count_towards_limits() -> None:
     made, ends = limited(Limits(lexer_cost=150_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     path = walk(made.constraint(WORDS, ends), 0, 200)
     assert made.constraint(WORDS, ends).problem(path)
@@ -115,7 +115,7 @@ def test_rejected_drafts_do_not_count() -> None:
     assert failed_at == len(path) and drafted.problem(path) == made.constraint(WORDS, ends).problem(path)
 
 
-def test_what_cannot_begin_is_refused_at_once() -> None:
+def test_a_schema_without_a_finite_text_is_refused_at_once() -> None:
     for schema, why in (
         (NEVER, "it demands a text without an end, or a very long one; allowed: a smaller or simpler one"),
         ({"$defs": {"A": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"}, "no text satisfies it; allowed: one that"),
@@ -125,21 +125,21 @@ def test_what_cannot_begin_is_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_alternatives() -> None:
+def test_constraints_with_thousands_of_alternatives_work() -> None:
     words = [f"word {at}" for at in range(3000)]
     properties = {f"p{at}": {"type": "null"} for at in range(600)}
     optional = {"type": "object", "properties": properties, "additionalProperties": False}
     many = "start: " + " | ".join(json.dumps(word) for word in words)
-    given = [Constraint(choice=words), Constraint(grammar=many), Constraint(json_schema={"enum": words})]
+    constraints = [Constraint(choice=words), Constraint(grammar=many), Constraint(json_schema={"enum": words})]
     for name in ("none", "suffix"):
-        found = texts(name, [request(one, 3) for one in given], Limits())
-        assert [result.finish_reason for result in found] == ["stop"] * 3
-        assert found[0].text in words and found[1].text in words and json.loads(found[2].text) in words
+        results = texts(name, [request(constraint, 3) for constraint in constraints], Limits())
+        assert [result.finish_reason for result in results] == ["stop"] * 3
+        assert results[0].text in words and results[1].text in words and json.loads(results[2].text) in words
         (record,) = texts(name, [SamplingParams(max_tokens=12, constraint=Constraint(json_schema=optional))], Limits())
         assert record.finish_reason in ("stop", "length"), record.error
 
 
-def test_what_is_saved_is_bounded_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_grammars_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ends = limited(Limits()), frozenset((tokenizer().eos_token_id,))
     for at in range(3):
         constraint = Constraint(regex=f"a{at}")
@@ -148,7 +148,7 @@ def test_what_is_saved_is_bounded_by_its_size(monkeypatch: pytest.MonkeyPatch) -
     assert [json.loads(text)["grammars"][0]["lark_grammar"] for text in made._saved] == ["start: /a1/", "start: /a2/"]
 
 
-def test_what_llguidance_says_is_told_as_a_sentence() -> None:
+def test_errors_of_llguidance_become_readable_sentences() -> None:
     from slipstream.constraints.grammar_text import reason
 
     raw: dict[str, Any] = {

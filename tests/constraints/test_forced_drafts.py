@@ -1,4 +1,4 @@
-"""Drafts under a grammar keep the target's constrained distribution, by enumeration; the tempting way does not."""
+"""Drafts under a grammar keep the target's constrained distribution, by enumeration; an obvious shortcut does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def masked(distribution: Distribution, grammar: object) -> Distribution:
 
 
 def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -> Draft:
-    """What becomes of these drafts, one in each row."""
+    """These drafts, one per row, after the grammar was applied."""
     target = Session(HashBackend(VOCAB))
     rows = [Row(i, [0], SamplingParams(max_tokens=50), seed=i) for i in range(len(tokens))]
     for row in rows:
@@ -51,9 +51,12 @@ def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -
     width = max(map(len, tokens))
     draft = Draft.from_lists(tokens, torch.device("cpu"))
     if q is not None:
-        table = [[q(own[:j]) if j < len(own) else np.eye(VOCAB)[0] for j in range(width)] for own in tokens]
+        table = [
+            [q(draft_tokens[:j]) if j < len(draft_tokens) else np.eye(VOCAB)[0] for j in range(width)]
+            for draft_tokens in tokens
+        ]
         draft = replace(draft, probs=torch.tensor(np.array(table), dtype=torch.float32))
-    made = ForcedDrafts(target)(rows, lambda most: draft.cut(most or draft.lengths))
+    made = ForcedDrafts(target)(rows, lambda lengths: draft.cut(lengths or draft.lengths))
     assert all(row.tokens == [0] for row in rows)
     return made
 
@@ -63,18 +66,18 @@ def lines(draft: Draft) -> list[Context]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_illegal_token_of_a_sampled_draft_stays_its_last(rule: str) -> None:
+def test_a_sampled_draft_that_ends_with_its_first_illegal_token_keeps_the_distribution(rule: str) -> None:
     for seed in range(5):
         p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
         proposals = drawn(q)
         kept = lines(edited([tokens for tokens, _ in proposals], legal, q))
-        assert any(len(own) < WIDTH for own in kept)
-        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, proposals, strict=True)])
+        assert any(len(draft) < WIDTH for draft in kept)
+        case = Case(p, q, [(draft, weight) for draft, (_, weight) in zip(kept, proposals, strict=True)])
         assert error(case, load_rule(rule).distributions) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_leaving_it_out_is_caught(rule: str) -> None:
+def test_dropping_the_illegal_token_of_a_sampled_draft_is_caught(rule: str) -> None:
     worst = 0.0
     for seed in range(5):
         p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
@@ -83,7 +86,7 @@ def test_leaving_it_out_is_caught(rule: str) -> None:
     assert worst > WRONG_BY
 
 
-def test_the_smallest_example_of_it() -> None:
+def test_three_tokens_show_why_the_illegal_token_must_stay() -> None:
     p, q = np.array([0.9, 0.1, 0.0]), np.array([0.2, 0.2, 0.6])
 
     def once(drafts: list[tuple[Context, float]]) -> np.ndarray:
@@ -93,9 +96,9 @@ def test_the_smallest_example_of_it() -> None:
             if tokens:
                 draft = replace(draft, probs=torch.tensor(q, dtype=torch.float32)[None, None])
             table = torch.tensor(p, dtype=torch.float32).expand(1, len(tokens) + 1, VOCAB)
-            found = load_rule("rejection").distributions(table, table.log(), draft)
-            after = found.next_token(torch.zeros(1, dtype=torch.int64))[0].double().numpy()
-            keep = found.keep[0].double().numpy()
+            distributions = load_rule("rejection").distributions(table, table.log(), draft)
+            after = distributions.next_token(torch.zeros(1, dtype=torch.int64))[0].double().numpy()
+            keep = distributions.keep[0].double().numpy()
             total += weight * keep[0] * after
             if tokens:
                 total[tokens[0]] += weight * keep[1]
@@ -108,35 +111,35 @@ def test_the_smallest_example_of_it() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -> None:
+def test_forced_tokens_after_a_sampled_draft_keep_the_distribution(rule: str) -> None:
     for seed in range(5):
         p, q = (masked(random_distribution(seed, tag), forcing) for tag in "pq")
         short = [(tokens, weight) for tokens, weight in drawn(q, stop=lambda context: len(context) == 2)]
         made = edited([tokens for tokens, _ in short], forcing, q)
         kept = lines(made)
         assert any(row.forced[1] for row in made.rows)
-        assert all(len(own) <= WIDTH for own in kept)
-        for i, own in enumerate(kept):  # a forced token is certain in the draft as well
-            for place in range(len(short[i][0]), len(own)):
-                assert made.probs[i, place].tolist() == np.eye(VOCAB)[own[place]].tolist()
-        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, short, strict=True)])
+        assert all(len(draft) <= WIDTH for draft in kept)
+        for i, draft in enumerate(kept):  # a forced token is certain in the draft as well
+            for place in range(len(short[i][0]), len(draft)):
+                assert made.probs[i, place].tolist() == np.eye(VOCAB)[draft[place]].tolist()
+        case = Case(p, q, [(draft, weight) for draft, (_, weight) in zip(kept, short, strict=True)])
         assert error(case, load_rule(rule).distributions) < EXACT
 
 
-def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_goes_on_with_what_is_forced() -> None:
+def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_extended_by_forced_ones() -> None:
     made = edited([(0, 1, 0), (0, 0, 2), (1, 2, 0), (2, 0, 0)], forcing, None)
     assert lines(made) == [(0, 1, 2), (0, 0), (1, 2, 0), ()]
     assert [row.forced for row in made.rows] == [(0, 1), (0, 0), (0, 0), (0, 0)]
 
 
-def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -> None:
+def test_forced_tokens_are_proposed_first_and_the_drafter_continues_from_them() -> None:
     row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
     seen = []
 
-    def propose(most: Sequence[int] | None) -> Draft:
-        seen.append((list(row.tokens), list(most or ())))
+    def propose(lengths: Sequence[int] | None) -> Draft:
+        seen.append((list(row.tokens), list(lengths or ())))
         return Draft.from_lists([[0, 0]], torch.device("cpu"))
 
     made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], propose)
@@ -144,19 +147,19 @@ def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -
     assert lines(made) == [(2, 0, 0)] and made.rows[0].forced == (1, 0)
 
 
-def test_a_tree_grows_behind_what_is_forced() -> None:
+def test_a_tree_is_attached_after_the_forced_tokens() -> None:
     row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
     tree = replace(Draft.from_lists([[0, 1, 0]], torch.device("cpu")), parents=((-1, -1, 0),))
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: tree)
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: tree)
     assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.rows[0].forced == (1, 0)
 
 
 @pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"max_tokens": 1}])
-def test_a_row_that_drafts_nothing_gets_nothing(options: dict[str, int]) -> None:
+def test_a_row_without_drafts_gets_no_forced_tokens(options: dict[str, int]) -> None:
     row = Row(0, [0, 1], SamplingParams(**{"max_tokens": 50, **options}), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: Draft.empty(1, torch.device("cpu")))
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: Draft.empty(1, torch.device("cpu")))
     assert made.lengths == (0,)

@@ -1,4 +1,4 @@
-"""Masks are functions of the tokens alone, agree with what may be consumed, and are single where a token is forced."""
+"""Masks depend on the tokens alone, agree with what can be consumed, and have a single token where it is forced."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FIRST = next(iter(CONSTRAINTS.values()))
 
 
 def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
-    """A random legal output, ended or not."""
-    rng, path, here = random.Random(seed), list[int](), state(constraint)
+    """A random legal output, complete or not."""
+    rng, path, grammar = random.Random(seed), list[int](), state(constraint)
     while len(path) < longest:
-        legal = np.flatnonzero(allowed(here.masks(path, []))[0])
+        legal = np.flatnonzero(allowed(grammar.masks(path, []))[0])
         path.append(int(rng.choice(list(legal))))
         if path[-1] == tokenizer().eos_token_id:
             break
@@ -35,7 +35,7 @@ def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
 
 
 @subcases("name", CONSTRAINTS)
-def test_masks_after_steps_a_fresh_start_and_a_draft_are_the_same(name: str) -> None:
+def test_masks_do_not_depend_on_whether_the_state_is_stepped_fresh_or_drafted(name: str) -> None:
     constraint, rng = CONSTRAINTS[name], random.Random(name)
     for seed in range(3):
         path, stepwise = walk(constraint, seed), state(constraint)
@@ -52,12 +52,12 @@ def test_masks_after_steps_a_fresh_start_and_a_draft_are_the_same(name: str) -> 
 
 @pytest.mark.parametrize("name", ["record", "choice", "regex"])
 def test_a_mask_allows_exactly_what_can_be_consumed(name: str) -> None:
-    here, ids = state(CONSTRAINTS[name]), range(VOCAB)
+    grammar, ids = state(CONSTRAINTS[name]), range(VOCAB)
     path = walk(CONSTRAINTS[name], 1)
     for at in range(len(path)):
-        mask = allowed(here.masks(path[:at], []))[0]
+        mask = allowed(grammar.masks(path[:at], []))[0]
         assert not mask[VOCAB - EMPTY :].any()
-        legal = [token for token in ids if here.num_legal(path[:at], [token])]
+        legal = [token for token in ids if grammar.num_legal(path[:at], [token])]
         assert set(np.flatnonzero(mask)) <= set(legal)
         # a token may be consumed though the mask leaves another as the only one: the forced, canonical one
         assert mask.sum() == 1 or set(np.flatnonzero(mask)) == set(legal)
@@ -65,23 +65,23 @@ def test_a_mask_allows_exactly_what_can_be_consumed(name: str) -> None:
 
 @subcases("name", CONSTRAINTS)
 def test_forced_tokens_are_the_only_ones_their_masks_allow(name: str) -> None:
-    here, forced = state(CONSTRAINTS[name]), 0
+    grammar, forced = state(CONSTRAINTS[name]), 0
     for seed in range(3):
         path = walk(CONSTRAINTS[name], seed)
         for at in range(len(path)):
-            run = here.forced(path[:at], 64)
-            masks = allowed(here.masks(path[:at], run))
+            run = grammar.forced(path[:at], 64)
+            masks = allowed(grammar.masks(path[:at], run))
             for count, token in enumerate(run):
                 assert np.flatnonzero(masks[count]).tolist() == [token]
-            if run[-1:] != [tokenizer().eos_token_id]:  # and where no run begins there is a choice
+            if run[-1:] != [tokenizer().eos_token_id]:  # where no forced run begins, several tokens are allowed
                 assert masks[len(run)].sum() != 1
             assert path[at : at + len(run)] == run[: len(path) - at]
-            assert here.forced(path[:at], 2) == run[:2]
+            assert grammar.forced(path[:at], 2) == run[:2]
             forced += len(run)
     assert forced
 
 
-def test_whatever_it_was_asked_before_does_not_matter() -> None:
+def test_answers_of_a_state_do_not_depend_on_earlier_questions() -> None:
     rng, asked = random.Random(0), state(FIRST)
     paths = [walk(FIRST, seed) for seed in range(4)]
     for _ in range(60):
@@ -98,7 +98,7 @@ def test_whatever_it_was_asked_before_does_not_matter() -> None:
             assert asked.forced(path[:at], 8) == fresh.forced(path[:at], 8)
 
 
-def test_further_end_tokens_are_allowed_where_the_text_may_end_and_nowhere_else() -> None:
+def test_further_end_tokens_are_allowed_only_where_the_text_may_end() -> None:
     end, further = tokenizer().eos_token_id, VOCAB - 1
     constraint = CONSTRAINTS["regex"]
     plain, more = state(constraint), state(constraint, further)
@@ -108,17 +108,17 @@ def test_further_end_tokens_are_allowed_where_the_text_may_end_and_nowhere_else(
         assert mask[further] == mask[end]
         mask[further] = False
         assert (mask == allowed(plain.masks(path[:at], []))[0]).all()
-    assert more.forced(path[:-1], 8) == []  # two ends to choose from
+    assert more.forced(path[:-1], 8) == []  # two end tokens are allowed
 
 
-def test_a_text_outside_the_grammar_leaves_nothing_and_says_why() -> None:
-    here, wrong = state(CONSTRAINTS["choice"]), tokenizer().encode("zz")
-    assert not here.masks(wrong, []).any() and here.forced(wrong, 8) == []
-    assert here.problem(wrong) == f"token {wrong[0]} of the text is not one that the constraint allows"
-    assert here.problem([]) is None and here.masks([], []).any()
+def test_a_text_outside_the_grammar_allows_no_token_and_says_why() -> None:
+    grammar, wrong = state(CONSTRAINTS["choice"]), tokenizer().encode("zz")
+    assert not grammar.masks(wrong, []).any() and grammar.forced(wrong, 8) == []
+    assert grammar.problem(wrong) == f"token {wrong[0]} of the text is not one that the constraint allows"
+    assert grammar.problem([]) is None and grammar.masks([], []).any()
 
 
-def test_a_limit_that_a_draft_exceeds_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_exceeds_a_limit_does_not_affect_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     path = walk(FIRST, 3)
     expected, after = state(FIRST).masks(path[:2], path[2:4]), state(FIRST).masks(path[:3], [])
     broken = state(FIRST)
@@ -137,15 +137,15 @@ class _Exceeding:
         assert not matcher.consume_token(VOCAB - 1) and matcher.is_error()
 
 
-def test_grammars_stay_compiled_but_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_grammars, "SAVED", 2)
     saved = grammars()._saved
-    one = Constraint(regex="abc")
-    state(one)
-    first = saved[one.text]
-    state(one)
-    assert saved[one.text] is first
+    constraint = Constraint(regex="abc")
+    state(constraint)
+    first = saved[constraint.text]
+    state(constraint)
+    assert saved[constraint.text] is first
     for word in ("b", "c", "d"):
         state(Constraint(regex=word))
-    assert one.text not in saved
-    assert isinstance(state(one), GrammarState)
+    assert constraint.text not in saved
+    assert isinstance(state(constraint), GrammarState)

@@ -1,4 +1,4 @@
-"""Structured output: the text of plain constrained decoding whatever drafts, and always what was demanded."""
+"""Structured output: the text of plain constrained decoding with every drafter, always valid under its constraint."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def params(name: str, **options: Any) -> SamplingParams:
 
 
 MIXED = [
-    one
+    request
     for at, name in enumerate(CONSTRAINTS)
-    for one in (
+    for request in (
         [params(name), params(name, temperature=1.3, seed=at, top_p=0.9)]
         + (
             [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0, seed=at)]
@@ -43,8 +43,8 @@ MIXED = [
 ]
 
 
-def texts(name: str, acceptance: str = "match", given: list[SamplingParams] = MIXED) -> list[Result]:
-    return decoder(name, acceptance).generate([PROMPT] * len(given), given, chat=False)
+def texts(name: str, acceptance: str = "match", params_list: list[SamplingParams] = MIXED) -> list[Result]:
+    return decoder(name, acceptance).generate([PROMPT] * len(params_list), params_list, chat=False)
 
 
 @pytest.fixture(scope="module")
@@ -66,57 +66,57 @@ def is_valid(result: Result, constraint: Constraint | None) -> bool:
     return re.fullmatch(pattern, result.text) is not None
 
 
-def test_every_finished_text_is_what_was_demanded(plain: list[Result]) -> None:
-    for result, own in zip(plain, MIXED, strict=True):
-        assert result.finish_reason == ("length" if own.constraint is None else "stop"), result.error
-        assert is_valid(result, own.constraint), result.text
-    assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts are their own
+def test_every_finished_text_satisfies_its_constraint(plain: list[Result]) -> None:
+    for result, options in zip(plain, MIXED, strict=True):
+        assert result.finish_reason == ("length" if options.constraint is None else "stop"), result.error
+        assert is_valid(result, options.constraint), result.text
+    assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts differ from the greedy ones
 
 
-def test_without_a_constraint_the_same_prompt_gives_something_else() -> None:
-    free = texts("none", given=[SamplingParams(max_tokens=8)])
-    assert not is_valid(free[0], Constraint(choice=["red", "reddish"]))
+def test_the_prompt_without_a_constraint_does_not_satisfy_it() -> None:
+    unconstrained = texts("none", params_list=[SamplingParams(max_tokens=8)])
+    assert not is_valid(unconstrained[0], Constraint(choice=["red", "reddish"]))
 
 
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))
 def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[Result]) -> None:
-    found = texts(name)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-    assert [one.finish_reason for one in found] == [one.finish_reason for one in plain]
-    assert sum(one.stats.num_forced_tokens for one in found) > 100
-    assert sum(one.stats.num_rounds for one in found) < 0.8 * sum(one.stats.num_rounds for one in plain)
+    results = texts(name)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    assert [result.finish_reason for result in results] == [result.finish_reason for result in plain]
+    assert sum(result.stats.num_forced_tokens for result in results) > 100
+    assert sum(result.stats.num_rounds for result in results) < 0.8 * sum(result.stats.num_rounds for result in plain)
 
 
 @pytest.mark.parametrize("acceptance", mostly_slow(["auto", "block", "rejection"], "rejection"))
-def test_sampled_drafts_give_valid_texts_and_greedy_rows_their_own(acceptance: str, plain: list[Result]) -> None:
-    for result, own, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
-        assert own.constraint is None or (result.finish_reason == "stop" and is_valid(result, own.constraint))
-        if own.temperature == 0:
+def test_sampled_drafts_give_valid_texts_and_leave_greedy_rows_unchanged(acceptance: str, plain: list[Result]) -> None:
+    for result, options, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
+        assert options.constraint is None or (result.finish_reason == "stop" and is_valid(result, options.constraint))
+        if options.temperature == 0:
             assert result.token_ids == expected.token_ids
 
 
-def test_alone_and_in_a_batch_texts_are_the_same(plain: list[Result]) -> None:
-    for own, expected in list(zip(MIXED, plain, strict=True))[::5]:
-        assert texts("suffix", given=[own])[0].token_ids == expected.token_ids
+def test_constrained_texts_are_the_same_alone_and_in_a_batch(plain: list[Result]) -> None:
+    for options, expected in list(zip(MIXED, plain, strict=True))[::5]:
+        assert texts("suffix", params_list=[options])[0].token_ids == expected.token_ids
 
 
 @pytest.mark.slow
-def test_frequencies_of_sampled_texts_are_those_of_plain_decoding() -> None:
-    """Choices between few texts: their frequencies against the product of masked probabilities."""
+def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
+    """The frequencies of a few allowed texts agree with the products of their masked probabilities."""
     words, count = ["ab", "ac", "b"], 600
-    own = SamplingParams(max_tokens=8, temperature=1.5, constraint=Constraint(choice=words))
+    options = SamplingParams(max_tokens=8, temperature=1.5, constraint=Constraint(choice=words))
     expected = probabilities(words, 1.5)
     for name, acceptance in (("model", "block"), ("ngram", "rejection")):
-        each = [SamplingParams(**{**vars(own), "seed": seed}) for seed in range(count)]
-        found = [one.text for one in texts(name, acceptance, each)]
-        chi = sum((found.count(word) - count * expected[word]) ** 2 / (count * expected[word]) for word in words)
+        seeded = [SamplingParams(**{**vars(options), "seed": seed}) for seed in range(count)]
+        sampled = [result.text for result in texts(name, acceptance, seeded)]
+        chi = sum((sampled.count(word) - count * expected[word]) ** 2 / (count * expected[word]) for word in words)
         assert chi < 23, (name, acceptance)  # 2 degrees of freedom: probability 1e-5
-        uniform = sum((found.count(word) - count / 3) ** 2 / (count / 3) for word in words)
-        assert uniform > 23  # a distribution that is not the target's is noticed
+        uniform = sum((sampled.count(word) - count / 3) ** 2 / (count / 3) for word in words)
+        assert uniform > 23  # negative control: another distribution is noticed
 
 
 def probabilities(words: list[str], temperature: float) -> dict[str, float]:
-    """Of each word, by every way in which the grammar lets tokens spell it."""
+    """The probability of each word, over all token sequences that spell it under the grammar."""
     from tests.support.structured_outputs import allowed, state
 
     end, total = tokenizer().eos_token_id, dict.fromkeys(words, 0.0)
@@ -137,26 +137,28 @@ def probabilities(words: list[str], temperature: float) -> dict[str, float]:
     return total
 
 
-def test_forced_tokens_are_told_apart_and_are_no_drafters() -> None:
-    (result,) = texts("suffix", given=[params("call")])
-    origins = [origin for done in result.rounds for origin in done.origins]
+def test_forced_tokens_are_counted_apart_from_drafted_ones() -> None:
+    (result,) = texts("suffix", params_list=[params("call")])
+    origins = [origin for round in result.rounds for origin in round.origins]
     stats = result.stats
     assert origins.count("forced") == stats.num_forced_tokens > len(origins) // 2
     assert origins.count("accepted") == stats.num_accepted_tokens
-    assert stats.num_draft_tokens == sum(len(done.without_forced.draft) for done in result.rounds)
-    for done in result.rounds:
-        assert done.without_forced.forced == (0, 0) and done.without_forced.without_forced == done.without_forced
-        assert len(done.draft) == len(done.without_forced.draft) + sum(done.forced)
+    assert stats.num_draft_tokens == sum(len(round.without_forced.draft) for round in result.rounds)
+    for round in result.rounds:
+        assert round.without_forced.forced == (0, 0) and round.without_forced.without_forced == round.without_forced
+        assert len(round.draft) == len(round.without_forced.draft) + sum(round.forced)
     assert "forced by the constraint" in str(result.debug())
 
 
-def test_plain_decoding_and_rows_that_draft_nothing_are_forced_nothing(plain: list[Result]) -> None:
-    assert sum(one.stats.num_forced_tokens + one.stats.num_draft_tokens for one in plain) == 0
+def test_plain_decoding_and_rows_without_drafts_force_no_tokens(plain: list[Result]) -> None:
+    assert (
+        sum(plain_result.stats.num_forced_tokens + plain_result.stats.num_draft_tokens for plain_result in plain) == 0
+    )
     nothing = decoder().using("suffix", num_draft_tokens=0)
     (result,) = nothing.generate([PROMPT], [params("call")], chat=False)
-    (own,) = texts("suffix", given=[params("call", num_draft_tokens=0)])
-    assert result.stats.block_efficiency == own.stats.block_efficiency == 1.0
-    assert result.token_ids == own.token_ids
+    (per_request,) = texts("suffix", params_list=[params("call", num_draft_tokens=0)])
+    assert result.stats.block_efficiency == per_request.stats.block_efficiency == 1.0
+    assert result.token_ids == per_request.token_ids
 
 
 class Stubborn:
@@ -167,85 +169,89 @@ class Stubborn:
         return Draft.from_lists([[end, 3, end, 447][:n] for n in lengths], sampler.device)
 
 
-def test_illegal_drafts_change_nothing(plain: list[Result]) -> None:
+def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
     for acceptance in ("match", "rejection"):
         stubborn = decoder().using(Stubborn(), acceptance=acceptance, num_draft_tokens=4)
-        given = [own for own in MIXED if own.temperature == 0]
-        expected = [one.token_ids for one, own in zip(plain, MIXED, strict=True) if own.temperature == 0]
-        found = stubborn.generate([PROMPT] * len(given), given, chat=False)
-        assert [one.token_ids for one in found] == expected
+        requests = [options for options in MIXED if options.temperature == 0]
+        expected = [result.token_ids for result, options in zip(plain, MIXED, strict=True) if options.temperature == 0]
+        results = stubborn.generate([PROMPT] * len(requests), requests, chat=False)
+        assert [result.token_ids for result in results] == expected
 
 
-def test_a_dead_end_ends_its_row_alone(plain: list[Result]) -> None:
+def test_a_dead_end_fails_its_row_alone(plain: list[Result]) -> None:
     digits = {token: float("-inf") for token in range(448) if any(c.isdigit() for c in tokenizer().decode([token]))}
     for name in ("none", "suffix", "model"):
-        dead = texts(name, given=[MIXED[0], params("all_of", logit_bias=digits), MIXED[1]])
-        assert [one.finish_reason for one in dead] == ["stop", "error", "stop"]
+        dead = texts(name, params_list=[MIXED[0], params("all_of", logit_bias=digits), MIXED[1]])
+        assert [result.finish_reason for result in dead] == ["stop", "error", "stop"]
         assert "the constraint and the other sampling options leave no token" in str(dead[1].error)
         assert [dead[0].token_ids, dead[2].token_ids] == [plain[0].token_ids, plain[1].token_ids]
         with pytest.raises(SlipstreamError, match="leave no token"):
             decoder(name, "match").generate(PROMPT, params("all_of", logit_bias=digits), chat=False)
 
 
-def test_a_processor_that_overrules_the_constraint_ends_the_row() -> None:
+def test_a_processor_that_overrules_the_constraint_fails_its_row() -> None:
     def overrule(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(scores).index_fill_(-1, torch.tensor([7]), 1.0)
 
     for name in ("none", "suffix"):
-        (result,) = texts(name, given=[params("choice", logits_processors=[overrule])])
+        (result,) = texts(name, params_list=[params("choice", logits_processors=[overrule])])
         assert result.finish_reason == "error" and result.token_ids == [7]
         assert result.error == "token 7 of the text is not one that the constraint allows"
 
 
-def test_lengths_stop_strings_and_least_lengths() -> None:
+def test_max_tokens_stop_strings_and_min_tokens_apply_under_a_constraint() -> None:
     for name in ("none", "suffix"):
-        (cut,) = texts(name, given=[params("record", max_tokens=7)])
+        (cut,) = texts(name, params_list=[params("record", max_tokens=7)])
         assert cut.finish_reason == "length" and len(cut.token_ids) == 7
-        (stopped,) = texts(name, given=[params("record", stop=['"age"'])])
+        (stopped,) = texts(name, params_list=[params("record", stop=['"age"'])])
         assert stopped.finish_reason == "stop" and stopped.text.endswith(",") and '"age"' not in stopped.text
         later = SamplingParams(min_tokens=3, max_tokens=40, constraint=Constraint(choice=["q", "qzqzqzqz"]))
-        (longer,) = texts(name, given=[later])  # the shorter one ends with its second token
+        (longer,) = texts(name, params_list=[later])  # the shorter one ends with its second token
         assert longer.finish_reason == "stop" and longer.text == "qzqzqzqz"
-        (never,) = texts(name, given=[params("choice", min_tokens=60)])
+        (never,) = texts(name, params_list=[params("choice", min_tokens=60)])
         assert never.finish_reason == "error" and "leave no token" in str(never.error)
 
 
-def test_several_texts_and_log_probabilities_of_the_raw_logits() -> None:
+def test_several_constrained_texts_have_logprobs_of_the_raw_logits() -> None:
     for name in ("none", "suffix"):
-        found = decoder(name, "match").generate(
+        first = decoder(name, "match").generate(
             PROMPT, params("record", temperature=1.0, seed=3, n=3, logprobs=2), chat=False
         )
-        every = [found, *found.alternatives]
-        assert len({one.text for one in every}) == 3
-        for one in every:
-            assert is_valid(one, CONSTRAINTS["record"]) and one.logprobs is not None
-            assert [told.token_id for told in one.logprobs] == one.token_ids
-        first = found.logprobs[0]
+        results = [first, *first.alternatives]
+        assert len({result.text for result in results}) == 3
+        for result in results:
+            assert is_valid(result, CONSTRAINTS["record"]) and result.logprobs is not None
+            assert [entry.token_id for entry in result.logprobs] == result.token_ids
+        first_entry = first.logprobs[0]
         logits = decoder().next_logits(tokenizer().encode(PROMPT)).float().log_softmax(-1)
-        assert first.logprob == pytest.approx(float(logits[first.token_id]), abs=1e-4)
+        assert first_entry.logprob == pytest.approx(float(logits[first_entry.token_id]), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["none", "suffix", "model"])
-def test_penalties_and_bad_words_act_on_what_is_left(name: str) -> None:
+def test_penalties_and_bad_words_apply_under_a_constraint(name: str) -> None:
     options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "bad_words": [tokenizer().encode("e")]}
-    given = [params("regex", **options), params("record", temperature=1.0, seed=1, **options)]
-    found = texts(name, given=given)
-    assert [one.token_ids for one in found] == [one.token_ids for one in texts("none", given=given)]
-    assert all(is_valid(one, own.constraint) for one, own in zip(found, given, strict=True))
+    requests = [params("regex", **options), params("record", temperature=1.0, seed=1, **options)]
+    results = texts(name, params_list=requests)
+    assert [result.token_ids for result in results] == [
+        result.token_ids for result in texts("none", params_list=requests)
+    ]
+    assert all(
+        is_valid(result, request_params.constraint) for result, request_params in zip(results, requests, strict=True)
+    )
 
 
 def test_trees_are_verified_under_a_constraint(plain: list[Result]) -> None:
     branching = decoder().using("token_recycling", num_draft_tokens="3x2", acceptance="match", reproducible=False)
-    given, expected = MIXED[:12], plain[:12]
-    found = branching.generate([PROMPT] * 12, given, chat=False)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert any(done.parents is not None for one in found for done in one.rounds)
+    requests, expected = MIXED[:12], plain[:12]
+    results = branching.generate([PROMPT] * 12, requests, chat=False)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert any(round.parents is not None for result in results for round in result.rounds)
 
 
-def test_streams_and_cancelled_rows() -> None:
+def test_streams_and_cancelled_rows_work_under_a_constraint() -> None:
     chunks = list(decoder("suffix", "match").stream(PROMPT, params("record"), chat=False))
-    assert is_valid(texts("none", given=[params("record")])[0], CONSTRAINTS["record"])
-    assert "".join(chunk.text for chunk in chunks) == texts("none", given=[params("record")])[0].text
+    assert is_valid(texts("none", params_list=[params("record")])[0], CONSTRAINTS["record"])
+    assert "".join(chunk.text for chunk in chunks) == texts("none", params_list=[params("record")])[0].text
     rows = decoder("suffix", "match").rows([PROMPT] * 2, [params("record"), params("nested")], chat=False)
     scheduler = decoder("suffix", "match").scheduler()
     for row in rows:
@@ -254,17 +260,17 @@ def test_streams_and_cancelled_rows() -> None:
     scheduler.cancel(rows[1])
     while scheduler.unfinished:
         scheduler.step()
-    assert rows[0].output == texts("none", given=[params("record")])[0].token_ids
+    assert rows[0].output == texts("none", params_list=[params("record")])[0].token_ids
     assert rows[1].finish_reason == "cancelled"
 
 
 def test_reproducible_mode_gives_the_same_text() -> None:
     from tests.support.structured_outputs import model
 
-    given, made = [params("record"), params("call", temperature=0.8, seed=2)], []
+    requests, made = [params("record"), params("call", temperature=0.8, seed=2)], []
     for name in ("none", "suffix"):
         fixed = SpeculativeDecoder(model(), tokenizer=tokenizer(), drafter=name, acceptance="match", reproducible=True)
-        made.append([one.token_ids for one in fixed.generate([PROMPT] * 2, given, chat=False)])
+        made.append([result.token_ids for result in fixed.generate([PROMPT] * 2, requests, chat=False)])
     assert made[0] == made[1]
 
 
@@ -283,12 +289,17 @@ def test_a_model_without_end_or_tokenizer_is_refused() -> None:
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name", ["suffix", pytest.param("token_recycling", marks=pytest.mark.exhaustive)])
-def test_smollm2_writes_what_was_demanded(name: str) -> None:
+def test_smollm2_satisfies_constraints(name: str) -> None:
     target = loaded().using("none")
-    given = [params("record"), params("call"), params("nested", temperature=0.7, seed=1), SamplingParams(max_tokens=20)]
+    requests = [
+        params("record"),
+        params("call"),
+        params("nested", temperature=0.7, seed=1),
+        SamplingParams(max_tokens=20),
+    ]
     prompt = "Describe a person or a place as JSON."
-    expected = target.generate([prompt] * 4, given)
-    found = target.using(name, acceptance="match").generate([prompt] * 4, given)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert all(is_valid(one, own.constraint) for one, own in zip(found, given, strict=True))
-    assert sum(one.stats.num_forced_tokens for one in found) > 20
+    expected = target.generate([prompt] * 4, requests)
+    results = target.using(name, acceptance="match").generate([prompt] * 4, requests)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert all(is_valid(result, options.constraint) for result, options in zip(results, requests, strict=True))
+    assert sum(result.stats.num_forced_tokens for result in results) > 20

@@ -36,8 +36,8 @@ def whole(name: str, tokens: Tensor) -> Tensor:
     return backend.forward(tokens, [0], first_slot=0, logits=True)[0]
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.each_value
@@ -49,13 +49,13 @@ def test_any_split_into_forwards_gives_the_same_logits(name: str, widths: list[i
     for width in widths:
         parts.append(backend.forward(tokens[:, at : at + width], [at], first_slot=0, logits=True)[0])
         at += width
-    got = torch.cat(parts)
-    assert got.shape == (LENGTH, backend.vocab_size) and backend.vocab_size > 0
-    close(got, whole(name, tokens))
+    logits = torch.cat(parts)
+    assert logits.shape == (LENGTH, backend.vocab_size) and backend.vocab_size > 0
+    close(logits, whole(name, tokens))
 
 
 @everywhere
-def test_a_forward_without_logits_still_writes(name: str) -> None:
+def test_a_forward_without_logits_still_writes_the_cache(name: str) -> None:
     backend = make(name)
     tokens = text(backend)
     assert backend.forward(tokens[:, :20], [0], first_slot=0, logits=False).numel() == 0
@@ -63,10 +63,10 @@ def test_a_forward_without_logits_still_writes(name: str) -> None:
 
 
 @everywhere
-def test_leftovers_and_padding_are_never_seen(name: str) -> None:
+def test_leftovers_and_padding_do_not_affect_logits(name: str) -> None:
     backend = make(name)
     tokens, other = text(backend), text(backend, seed=1)
-    backend.forward(other.repeat(1, 2), [0], first_slot=0, logits=False)  # longer than the text: leftovers after it
+    backend.forward(other.repeat(1, 2), [0], first_slot=0, logits=False)  # stale entries follow
     padded = torch.cat([tokens[:, :9], other[:, :5]], dim=1)
     close(backend.forward(padded, [0], first_slot=0, logits=True)[0, :9], whole(name, tokens)[:9])
     close(backend.forward(tokens[:, 9:], [9], first_slot=0, logits=True)[0], whole(name, tokens)[9:])
@@ -81,25 +81,25 @@ def test_rows_with_ragged_starts_are_independent(name: str) -> None:
         if start:
             backend.forward(row[:, :start], [0], first_slot=slot, logits=False)
     step = torch.cat([row[:, start : start + 6] for row, start in zip(rows, starts, strict=True)])
-    got = backend.forward(step, starts, first_slot=0, logits=True)
+    logits = backend.forward(step, starts, first_slot=0, logits=True)
     for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        close(got[i], whole(name, row)[start : start + 6])
+        close(logits[i], whole(name, row)[start : start + 6])
 
 
 @everywhere
-def test_first_slot_addresses_a_slot_and_leaves_the_others(name: str) -> None:
+def test_first_slot_selects_the_slots_to_write(name: str) -> None:
     backend = make(name, rows=3)
     rows = [text(backend, seed=seed) for seed in (1, 2, 3)]
     for slot in (2, 0, 1):
         backend.forward(rows[slot][:, :10], [0], first_slot=slot, logits=False)
-    got = backend.forward(torch.cat([rows[1][:, 10:13], rows[2][:, 10:13]]), [10, 10], first_slot=1, logits=True)
-    close(got[0], whole(name, rows[1])[10:13])
-    close(got[1], whole(name, rows[2])[10:13])
+    logits = backend.forward(torch.cat([rows[1][:, 10:13], rows[2][:, 10:13]]), [10, 10], first_slot=1, logits=True)
+    close(logits[0], whole(name, rows[1])[10:13])
+    close(logits[1], whole(name, rows[2])[10:13])
     close(backend.forward(rows[0][:, 10:], [10], first_slot=0, logits=True)[0], whole(name, rows[0])[10:])
 
 
 @everywhere
-def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
+def test_copy_copies_the_beginning_of_another_slot(name: str) -> None:
     backend = make(name, rows=2)
     tokens, other = text(backend), text(backend, seed=1)
     backend.forward(tokens[:, :12], [0], first_slot=1, logits=False)
@@ -113,19 +113,19 @@ def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
 @pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("size", [(3, 10), (1, ATTENDED_UNIT * 2 + 1), (4, ATTENDED_UNIT + 9)])
-def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:
+def test_reserve_keeps_the_cached_tokens(name: str, size: tuple[int, int]) -> None:
     backend = make(name, rows=1, length=LENGTH)
     tokens = text(backend)
     backend.forward(tokens[:, :12], [0], first_slot=0, logits=False)
     backend.reserve(*size)
-    backend.reserve(1, 5)  # asking for less takes nothing away
+    backend.reserve(1, 5)  # asking for less memory frees none
     close(backend.forward(tokens[:, 12:], [12], first_slot=0, logits=True)[0], whole(name, tokens)[12:])
     if size[0] > 1:
         backend.forward(tokens, [0], first_slot=size[0] - 1, logits=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
-def test_crossing_the_boundary_of_the_attended_view_changes_nothing(name: str) -> None:
+def test_crossing_the_boundary_of_the_attended_view_does_not_change_logits(name: str) -> None:
     backend = make(name, length=2 * ATTENDED_UNIT)
     tokens = text(backend, ATTENDED_UNIT + 8)
     backend.forward(tokens[:, : ATTENDED_UNIT - 3], [0], first_slot=0, logits=False)
@@ -136,7 +136,7 @@ def test_crossing_the_boundary_of_the_attended_view_changes_nothing(name: str) -
     close(torch.cat(parts), whole(name, tokens)[ATTENDED_UNIT - 3 :])
 
 
-def test_the_specification_itself_is_the_model() -> None:
+def test_the_specification_gives_the_models_logits() -> None:
     tokens = text(HFBackend(shared("gemma3")), 40)
     with torch.inference_mode():
         close(whole("gemma3", tokens), shared("gemma3")(input_ids=tokens).logits[0])

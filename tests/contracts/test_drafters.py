@@ -1,4 +1,4 @@
-"""What every file in `slipstream/drafters/` must do; a new one is tested without a line here."""
+"""The contract of every drafter in `slipstream/drafters/`; a new file is tested automatically."""
 
 import copy
 from collections.abc import Sequence
@@ -50,7 +50,9 @@ def make(name: str, coupled: bool) -> Drafter:
 
 
 def make_rows(params: Sequence[SamplingParams]) -> list[Row]:
-    return [Row(i, list(text), one, seed=10 + i) for i, (text, one) in enumerate(zip(TEXTS, params, strict=True))]
+    return [
+        Row(i, list(text), options, seed=10 + i) for i, (text, options) in enumerate(zip(TEXTS, params, strict=True))
+    ]
 
 
 def propose(drafter: Drafter, rows: list[Row], lengths: Sequence[int]) -> Draft:
@@ -70,7 +72,7 @@ def test_a_draft_keeps_to_lengths_vocabulary_and_shapes(
     draft = propose(make(name, coupled), make_rows(params), lengths)
     rows, width = draft.tokens.shape
     assert rows == len(lengths) == len(draft.lengths)
-    assert all(0 <= got <= min(asked, width) for got, asked in zip(draft.lengths, lengths, strict=True))
+    assert all(0 <= length <= min(asked, width) for length, asked in zip(draft.lengths, lengths, strict=True))
     assert draft.tokens.dtype == torch.int64 and draft.tokens.device == CPU
     assert bool(((draft.tokens >= 0) & (draft.tokens < VOCAB_SIZE)).all())
 
@@ -82,7 +84,7 @@ def test_the_distribution_of_a_draft_sums_to_one_and_could_have_drawn_it(
     draft = propose(make(name, coupled), make_rows(params), [4, 2, 3, 4])
     if coupled:
         assert draft.probs is None  # the draw is the target's
-    elif all(one.temperature == 0 for one in params):
+    elif all(options.temperature == 0 for options in params):
         assert draft.probs is None or bool((draft.probs.amax(-1) > 1 - 1e-6).all())
     if draft.probs is not None:
         assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
@@ -103,14 +105,14 @@ def test_proposing_changes_no_row(name: str, coupled: bool, params: list[Samplin
 
 
 @contract
-def test_asked_for_nothing_a_drafter_proposes_nothing(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_a_drafter_asked_for_no_tokens_proposes_none(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     drafter = make(name, coupled)
     draft = propose(drafter, make_rows(params), [0] * 4)
     assert draft.lengths == (0,) * 4 and draft.tokens.shape == (4, 0) and draft.probs is None
 
 
 @contract
-def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_a_proposal_depends_only_on_its_row(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     together = propose(make(name, coupled), make_rows(params), [4, 3, 4, 2])
     for i, length in enumerate([4, 3, 4, 2]):
         alone = propose(make(name, coupled), [make_rows(params)[i]], [length])
@@ -121,15 +123,15 @@ def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: l
 
 
 @contract
-def test_rows_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+def test_rows_may_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     rows, drafter = make_rows(params), make(name, coupled)
     seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
-    own = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
+    single_row_drafters = [make(name, coupled) for _ in rows]  # one for each row, without access to other rows
     for step, seating in enumerate(seatings):
-        here = [rows[i] for i in seating]
-        got = propose(drafter, here, [3] * len(here))
-        for place, row in enumerate(here):
-            assert proposed(got, place) == proposed(propose(own[seating[place]], [row], [3]), 0)
+        seated = [rows[i] for i in seating]
+        draft = propose(drafter, seated, [3] * len(seated))
+        for place, row in enumerate(seated):
+            assert proposed(draft, place) == proposed(propose(single_row_drafters[seating[place]], [row], [3]), 0)
             row.tokens.append(TEXTS[0][step])  # as a round of plain decoding would
             row.rounds.append(_plain_round(row))
 
@@ -146,14 +148,16 @@ def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
         drafters.load(f"{name}:no such thing", drafters.Setup(CPU, 7, Session(HashBackend())))
 
 
-def test_help_shows_the_arguments_of_drafters_that_there_are_and_no_other_takes_one() -> None:
+def test_only_drafters_with_a_documented_argument_take_one() -> None:
     assert drafters.ARGUMENTS.keys() <= set(drafters.names())
     for name in set(drafters.names()) - drafters.ARGUMENTS.keys():
         with pytest.raises(drafters.UsageError, match="allowed"):
             drafters.load(f"{name}:3", drafters.Setup(CPU, VOCAB_SIZE, Session(ToyBackend())))
 
 
-def test_a_file_that_begins_with_an_underscore_is_no_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_name_begins_with_an_underscore_is_not_a_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = drafters.names()
     for name in ("_shared", "echo"):
         (tmp_path / f"{name}.py").touch()
@@ -166,11 +170,11 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
         drafters.load("nonsense", drafters.Setup(CPU, 7))
 
 
-FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # draft nothing, or only what rounds have taught them
+FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # these draft nothing, or only what earlier rounds taught them
 
 
 @pytest.mark.parametrize("name", sorted(set(drafters.names()) - FROM_ROUNDS))
-def test_a_drafter_drafts(name: str) -> None:
-    """Empty drafts keep every other promise."""
+def test_every_drafter_that_can_draft_from_a_text_does(name: str) -> None:
+    """A drafter that never drafts would pass every other test."""
     draft = propose(make(name, coupled=True), make_rows(PARAMS[0]), [4] * 4)
     assert sum(draft.lengths) > 0

@@ -1,7 +1,7 @@
-"""The whole loop: joint frequencies of tokens against the target's distribution, and what must be caught.
+"""The whole loop: joint frequencies of tokens follow the target's distribution, and wrong rules are caught.
 
-A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found in
-real projects fails the same test with the same number of runs.
+A correct loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found
+in real projects fails the same test with the same number of runs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in 
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 
-SOME, LONGER = 12, 10  # rows and tokens of texts that are compared one by one
+SOME, LONGER = 12, 10  # rows and tokens of texts that are compared token by token
 
-# the fast part of the tests has a few of each kind
+# the fast tests have a few cases of each kind
 over_ways = pytest.mark.parametrize(
     ("drafter", "rule"), mostly_slow(WAYS, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
 )
@@ -85,14 +85,14 @@ def runs(name: str, drafter: str, rule: str) -> Runs:
 @pytest.mark.pairwise
 @over_models
 @over_ways
-def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
+def test_joint_frequencies_follow_the_target(name: str, drafter: str, rule: str) -> None:
     assert runs(name, drafter, rule).p_value > SUSPICIOUS
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
+def test_joint_frequencies_over_all_drafters_and_rules_follow_the_target(name: str) -> None:
     texts = [text for way in WAYS for text in runs(name, *way).texts]
     assert len(texts) == len(WAYS) * RUNS
     assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
@@ -101,10 +101,10 @@ def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: st
 @pytest.mark.pairwise
 @over_models
 @over_ways
-def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:
+def test_drafts_are_often_accepted_and_often_rejected(name: str, drafter: str, rule: str) -> None:
     rounds = runs(name, drafter, rule).rounds
-    kept = sum(done.num_accepted_tokens for done in rounds)
-    refused = sum(done.rejected for done in rounds)
+    kept = sum(round.num_accepted_tokens for round in rounds)
+    refused = sum(round.rejected for round in rounds)
     if drafter == "none":
         assert (kept, refused) == (0, 0)
     else:  # or the frequencies would say little about the rule
@@ -119,25 +119,25 @@ def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: 
     mostly_slow([("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")], ("close", "block")),
 )
 def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, size: int) -> None:
-    some = seeds(drafter, rule)[:SOME]
-    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, some)
-    assert small.texts == runs(name, drafter, rule).texts[: len(some)]
+    first_seeds = seeds(drafter, rule)[:SOME]
+    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, first_seeds)
+    assert small.texts == runs(name, drafter, rule).texts[: len(first_seeds)]
 
 
 @pytest.mark.pairwise
 @over_models
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))
 @pytest.mark.parametrize(("length", "size"), mostly_slow([(1, 64), (6, 5), (3, 1)], (6, 5)))
-def test_matched_text_is_that_of_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
+def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
     params = [replace(OPTIONS[name], seed=seed, max_tokens=LONGER) for seed in range(SOME)]
     made = decoder(name, drafter, "match", num_draft_tokens=length, max_batch_size=size)
     results = made.generate([PROMPT] * SOME, params)
     assert [result.token_ids for result in results] == plain_texts(name)
     assert len(set(map(tuple, plain_texts(name)))) > SOME / 2
-    assert any(done.num_accepted_tokens for result in results for done in result.rounds)
+    assert any(round.num_accepted_tokens for result in results for round in result.rounds)
 
 
-# what must be caught
+# Wrong rules and draws that must be caught
 
 MORE = range(3 * RUNS // 2)
 
@@ -166,7 +166,7 @@ Draw = Callable[[Sampler, Tensor, int], Tensor]
 
 @dataclass
 class OtherDraws:
-    """A sampler that draws draft tokens in another way than it is told to."""
+    """A sampler whose draft tokens are drawn by the function `how`."""
 
     sampler: Sampler
     how: Draw
@@ -180,7 +180,7 @@ class OtherDraws:
 
 @dataclass
 class DrawsOtherwise:
-    """Drafts of another drafter, drawn otherwise than their distribution says."""
+    """Drafts of another drafter whose tokens are drawn by the function `how`."""
 
     inner: Drafter
     how: Draw
@@ -191,7 +191,7 @@ class DrawsOtherwise:
 
 @dataclass
 class StopsAfterUnlikely:
-    """Drafts that end at the first token with a small q, which is kept in the draft or not."""
+    """Drafts that end at the first token with a small q, either with or without that token."""
 
     inner: Drafter
     keeps: bool
@@ -216,7 +216,7 @@ def colder(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
     return sampler.draw(probs**2, first, Stream.DRAFT)
 
 
-def as_told(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+def as_stated(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
     return sampler.draw(probs, first, Stream.DRAFT)
 
 
@@ -227,13 +227,13 @@ def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
 
 @pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))
 @pytest.mark.parametrize("how", mostly_slow([likeliest, colder], likeliest))
-def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str) -> None:
+def test_drafts_not_drawn_from_their_declared_distribution_are_caught(how: Draw, rule: str) -> None:
     assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
+def test_dropping_a_sampled_token_because_of_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
 
 
@@ -241,13 +241,13 @@ def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
-    assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
+    assert {0, 1, 2} <= {round.num_draft_tokens for round in seen.rounds}
     assert seen.p_value > SUSPICIOUS
 
 
 @pytest.mark.slow
 def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
-    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
+    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_stated)).p_value > SUSPICIOUS
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_keeping_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
 

@@ -1,4 +1,4 @@
-"""What a user's drafter or acceptance rule gets wrong ends its own rows, in a line that names it; no text is wrong."""
+"""A faulty user's drafter or rule ends only the affected rows, with a line that names it; no text is wrong."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slipstream.core.rounds import RowDraft
 from slipstream.core.types import Row
 from tests.support.tiny_models import VOCAB, shared
 
-BAD = 59  # a token: what is drafted for the row whose prompt begins with it is wrong
+BAD = 59  # a token id: the row whose prompt begins with it gets wrong drafts
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7]]
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 PARAMS = [GREEDY, GREEDY, replace(GREEDY, logprobs=2)]
 
 
 def with_probs(draft: Draft, change: Callable[[Any], Any]) -> Draft:
-    """The draft with one-hot distributions that are changed."""
+    """The draft with one-hot distributions, after a change."""
     return replace(draft, probs=change(torch.nn.functional.one_hot(draft.tokens, VOCAB).float()))
 
 
@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[str, Callable[[Draft], Draft]]] = {
 
 @dataclass
 class Changing:
-    """Drafts the beginning of each text; where the bad row is in the batch, the draft is changed."""
+    """Drafts the beginning of each text; if the bad row is in the batch, its draft is changed."""
 
     change: Callable[[Draft], Draft]
 
@@ -60,7 +60,7 @@ class Changing:
 
 @dataclass
 class Writing:
-    """Writes to what it is given to read, once the bad row has a few tokens."""
+    """Writes to its read-only arguments once the bad row has a few tokens."""
 
     write: Callable[[Sequence[Row], Any], object]
 
@@ -90,7 +90,7 @@ def check_neighbours(drafter: Any, message: str, acceptance: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("acceptance", ["auto", "rejection"])
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_draft_ends_its_row_alone_and_is_named(kind: str, acceptance: str) -> None:
+def test_an_invalid_draft_fails_its_row_alone_and_names_the_drafter(kind: str, acceptance: str) -> None:
     message, change = WRONG[kind]
     check_neighbours(Changing(change), f"^drafter Changing {message}", acceptance)
 
@@ -106,7 +106,7 @@ def test_a_wrong_draft_ends_its_row_alone_and_is_named(kind: str, acceptance: st
     ],
     ids=["append", "pop", "reverse rows", "pop rows", "clear lengths"],
 )
-def test_a_drafter_that_writes_to_what_it_reads_changes_no_text(message: str, write: Any) -> None:
+def test_a_drafter_that_modifies_its_inputs_changes_no_text(message: str, write: Any) -> None:
     check_neighbours(Writing(write), message, "auto")
 
 
@@ -127,9 +127,9 @@ def rule(**changes: Any) -> Rule:
     assert honest is not None
 
     def distributions(p: Any, scores: Any, draft: Any) -> Any:
-        given = honest(p, scores, draft)
+        computed = honest(p, scores, draft)
         keep, next_token = (changes.get(name, lambda value: value) for name in ("keep", "next_token"))
-        return Distributions(keep(given.keep), lambda accepted: next_token(given.next_token(accepted)))
+        return Distributions(keep(computed.keep), lambda accepted: next_token(computed.next_token(accepted)))
 
     return Rule("mine", True, changes.get("distributions", distributions))
 
@@ -143,14 +143,14 @@ def rule(**changes: Any) -> Rule:
         (r"returned next_token \[1, 60\]; allowed: a tensor \[1, 61\]", {"next_token": lambda probs: probs[:, :-1]}),
     ],
 )
-def test_a_rule_that_returns_something_else_is_named(message: str, changes: dict[str, Any]) -> None:
+def test_a_rule_with_an_invalid_result_is_refused_by_name(message: str, changes: dict[str, Any]) -> None:
     decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", num_draft_tokens=4).using(acceptance=rule(**changes))
     with pytest.raises(UsageError, match=f"^acceptance rule mine {message}"):
         decoder.generate(PROMPTS[0], GREEDY)
 
 
-def test_a_rule_accepts_no_more_than_was_drafted() -> None:
-    """A lossy rule that accepts every column meets rows with shorter drafts."""
+def test_a_rule_cannot_accept_more_than_was_drafted() -> None:
+    """A lossy rule accepts every column, including those of rows with shorter drafts."""
 
     def all_columns(keep: Any) -> Any:
         return torch.zeros_like(keep).index_fill(1, torch.tensor([keep.shape[1] - 1]), 1.0)

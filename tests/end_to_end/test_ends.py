@@ -1,4 +1,4 @@
-"""Where a text ends: looked for token by token inside the accepted block, the same for every drafter."""
+"""A text ends at the same token with every drafter, even inside an accepted block."""
 
 from functools import cache
 from typing import Any
@@ -34,11 +34,11 @@ def first_new(after: int) -> int:
 
 def run(drafter: str, params: SamplingParams, prompt: list[int] = PROMPT, ends: Any = None, count: int = 6) -> Result:
     model = shared("llama") if ends is None else ended(ends if isinstance(ends, int) else tuple(ends))
-    known = [[*prompt, *expected(tuple(prompt))]]
+    texts = [[*prompt, *expected(tuple(prompt))]]
     options: dict[str, Any] = {"tokenizer": WORDS, "num_draft_tokens": 0 if drafter == "none" else count}
     if drafter == "model":
         return SpeculativeDecoder(model, perturbed("llama"), **options).generate(prompt, params)
-    return SpeculativeDecoder(model, drafter=Oracle(known) if drafter == "oracle" else drafter, **options).generate(
+    return SpeculativeDecoder(model, drafter=Oracle(texts) if drafter == "oracle" else drafter, **options).generate(
         prompt, params
     )
 
@@ -52,8 +52,8 @@ def ended(ends: int | tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("position", [0, 3, 6, 7])  # of blocks of seven: first, inside, bonus, first of the second
-def test_the_text_ends_with_end_of_sequence_wherever_it_falls(drafter: str, position: int) -> None:
+@pytest.mark.parametrize("position", [0, 3, 6, 7])  # in blocks of seven: first, inside, bonus, next block
+def test_the_text_ends_at_end_of_sequence_wherever_it_falls_in_a_block(drafter: str, position: int) -> None:
     at = first_new(position)
     result = run(drafter, SamplingParams(max_tokens=COUNT), ends=text()[at])
     assert result.token_ids == text()[: at + 1]
@@ -64,36 +64,36 @@ def test_the_text_ends_with_end_of_sequence_wherever_it_falls(drafter: str, posi
 def test_an_end_inside_the_accepted_block_drops_the_rest_of_it() -> None:
     at = first_new(2)
     result = run("oracle", SamplingParams(max_tokens=COUNT), ends=text()[at], count=10)
-    _, only = result.rounds  # the first is the prompt's own
-    assert only.draft[: at + 1] == tuple(text()[1 : at + 2])  # the draft went on, rightly, after the end
+    _, only = result.rounds  # the first round reads the prompt
+    assert only.draft[: at + 1] == tuple(text()[1 : at + 2])  # the draft was right beyond the end of the text
     assert only.num_accepted_tokens == at and only.origins == ("accepted",) * at
     assert result.token_ids == text()[: at + 1]
 
 
 def test_a_round_cut_by_an_end_counts_as_rejected_only_if_its_rejection_was_reached() -> None:
     at = first_new(2)
-    lie = at + 2
-    known = [[*PROMPT, *text()]]
+    wrong_at = at + 2
+    texts = [[*PROMPT, *text()]]
     model = ended(text()[at])
-    made = SpeculativeDecoder(model, drafter=Oracle(known, frozenset({lie})), num_draft_tokens=10)
+    made = SpeculativeDecoder(model, drafter=Oracle(texts, frozenset({wrong_at})), num_draft_tokens=10)
     _, only = made.generate(PROMPT, SamplingParams(max_tokens=COUNT)).rounds
     assert len(only.tokens) == only.num_accepted_tokens == at
-    assert not only.rejected  # alpha counts tested tokens, and none after the end was tested
+    assert not only.rejected  # alpha counts tested tokens, and no token after the end was tested
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_first_of_several_ends_wins(drafter: str) -> None:
+def test_the_earliest_of_several_end_tokens_ends_the_text(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
-    both = [text()[late], text()[early]]
-    assert run(drafter, SamplingParams(max_tokens=COUNT), ends=both).token_ids == text()[: early + 1]
-    given = SamplingParams(max_tokens=COUNT, stop_token_ids=both)
-    assert run(drafter, given).token_ids == text()[: early + 1]
+    end_ids = [text()[late], text()[early]]
+    assert run(drafter, SamplingParams(max_tokens=COUNT), ends=end_ids).token_ids == text()[: early + 1]
+    stopped = SamplingParams(max_tokens=COUNT, stop_token_ids=end_ids)
+    assert run(drafter, stopped).token_ids == text()[: early + 1]
     mixed = SamplingParams(max_tokens=COUNT, stop_token_ids=[text()[early]])
     assert run(drafter, mixed, ends=text()[late]).token_ids == text()[: early + 1]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_ignore_eos_goes_on_but_stop_ids_still_count(drafter: str) -> None:
+def test_ignore_eos_still_honours_stop_token_ids(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
     on = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     result = run(drafter, on, ends=text()[early])
@@ -103,14 +103,14 @@ def test_ignore_eos_goes_on_but_stop_ids_still_count(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_min_tokens_holds_the_end_back_as_generate_does(drafter: str) -> None:
+def test_min_tokens_delays_the_end_as_generate_does(drafter: str) -> None:
     end = text()[first_new(3)]
     model = ended(end)
     result = run(drafter, SamplingParams(max_tokens=COUNT, min_tokens=12), ends=end)
     ids = torch.tensor([PROMPT])
     options = {"max_new_tokens": COUNT, "min_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
-    assert result.token_ids == want
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+    assert result.token_ids == expected
     assert end not in result.token_ids[:12] and len(result.token_ids) > 12
 
 
@@ -148,17 +148,17 @@ def test_max_tokens_ends_the_text_inside_a_block(drafter: str, limit: int) -> No
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prompt_of_one_token_works(drafter: str) -> None:
-    want = reference(shared("llama"), [7], COUNT)
-    assert run(drafter, SamplingParams(max_tokens=COUNT), prompt=[7]).token_ids == want
+    expected = reference(shared("llama"), [7], COUNT)
+    assert run(drafter, SamplingParams(max_tokens=COUNT), prompt=[7]).token_ids == expected
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_end_of_sequence_and_stop_strings_in_the_prompt_do_not_count(drafter: str) -> None:
     end = next(token for token in range(3, VOCAB) if token not in text())
     prompt = [end, *PROMPT, end]
-    want = reference(shared("llama"), prompt, COUNT)
-    at = want.index(end) + 1 if end in want else COUNT
-    assert run(drafter, SamplingParams(max_tokens=COUNT), prompt=prompt, ends=end).token_ids == want[:at]
+    continuation = reference(shared("llama"), prompt, COUNT)
+    at = continuation.index(end) + 1 if end in continuation else COUNT
+    assert run(drafter, SamplingParams(max_tokens=COUNT), prompt=prompt, ends=end).token_ids == continuation[:at]
     # a stop string that begins in the prompt and would be complete with the first output token
     across = WORDS.decode([PROMPT[-1], text()[0]])
     after = WORDS.decode(text()).find(across)

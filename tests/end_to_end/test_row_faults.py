@@ -17,8 +17,8 @@ from tests.support import tiny_models
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
 
-BAD = 59  # a token: the row whose prompt begins with it fails
-AT = 6  # tokens of output after which it does
+BAD = 59  # a token id: the row whose prompt begins with it fails
+AT = 6  # tokens of output after which the bad row fails
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 MIXED = [
     SamplingParams(max_tokens=24, ignore_eos=True),
@@ -29,11 +29,11 @@ MIXED = [
 
 
 class Broken(Exception):
-    """What the faults of these tests raise."""
+    """The exception that these tests raise."""
 
 
 class Panic(BaseException):
-    """What Rust raises is no `Exception`."""
+    """A panic of Rust code, which is not an `Exception`."""
 
 
 def is_bad(row: Row) -> bool:
@@ -43,7 +43,9 @@ def is_bad(row: Row) -> bool:
 @contextmanager
 def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     honest = getattr(owner, name)
-    object.__setattr__(owner, name, lambda *given, **more: wrapper(honest, *given, **more))  # of frozen ones too
+    object.__setattr__(
+        owner, name, lambda *arguments, **more: wrapper(honest, *arguments, **more)
+    )  # works for frozen objects too
     try:
         yield
     finally:
@@ -51,19 +53,19 @@ def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None
 
 
 def in_drafter(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(map(is_bad, rows)):
             raise Broken("drafter")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder.drafter, "propose", propose)
 
 
 def in_forward(decoder: SpeculativeDecoder) -> Any:
-    """The forward writes what it writes, and fails."""
+    """The forward fails after it has written to its caches."""
 
-    def score(honest: Any, rows: Sequence[Row], *rest: Any, **more: Any) -> Any:
-        out = honest(rows, *rest, **more)
+    def score(honest: Any, rows: Sequence[Row], *arguments: Any, **more: Any) -> Any:
+        out = honest(rows, *arguments, **more)
         if any(map(is_bad, rows)):
             raise Broken("forward")
         return out
@@ -73,7 +75,7 @@ def in_forward(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_policy(decoder: SpeculativeDecoder) -> Any:
-    """What learns from a round fails once that is committed."""
+    """Code that learns from a round fails after the round was committed."""
 
     def observe(honest: Any, rows: Sequence[Row]) -> None:
         honest(rows)
@@ -84,24 +86,24 @@ def in_policy(decoder: SpeculativeDecoder) -> Any:
 
 
 def in_rust(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(map(is_bad, rows)):
             raise Panic("drafter")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder.drafter, "propose", propose)
 
 
 def in_stop_check(decoder: SpeculativeDecoder) -> Any:
-    """What is asked while tokens are committed cannot be asked twice."""
+    """The check of a stop condition fails; it runs while tokens are committed, so it cannot be repeated."""
 
     def check(row: Row, token: int) -> bool:
         if is_bad(row):
             raise Broken("stop")
         return False
 
-    def rows(honest: Any, *given: Any, **more: Any) -> Any:
-        groups = honest(*given, **more)
+    def rows(honest: Any, *arguments: Any, **more: Any) -> Any:
+        groups = honest(*arguments, **more)
         for row in (row for group in groups for row in group if row.tokens[0] == BAD):
             row.completes_stop = partial(check, row)
         return groups
@@ -112,10 +114,10 @@ def in_stop_check(decoder: SpeculativeDecoder) -> Any:
 def in_options(decoder: SpeculativeDecoder) -> Any:
     """The options of a batch cannot be prepared."""
 
-    def sampler(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+    def sampler(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
         if any(row.tokens[0] == BAD for row in rows):
             raise Broken("options")
-        return honest(rows, *rest)
+        return honest(rows, *arguments)
 
     return patched(decoder._engine, "make_sampler", sampler)
 
@@ -139,8 +141,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 @contextmanager
-def both(one: Any, other: Any) -> Iterator[None]:
-    with one, other:
+def both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
         yield
 
 
@@ -149,8 +151,8 @@ AT_ONCE = {fault.__name__: fault for fault in (in_options, in_prompt)}
 
 
 def model_pair(**settings: Any) -> SpeculativeDecoder:
-    given = {"acceptance": "match", "num_draft_tokens": 3} | settings
-    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **given)
+    options = {"acceptance": "match", "num_draft_tokens": 3} | settings
+    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **options)
 
 
 def recurrent(**settings: Any) -> SpeculativeDecoder:
@@ -170,7 +172,7 @@ def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 @cache
 def without_fault(made: Any, place: int) -> list[Result]:
-    """What the prompts in this order become where nothing fails."""
+    """The results of the prompts in this order where nothing fails."""
     results: list[Result] = made().generate(*ordered(place))
     return results
 
@@ -179,7 +181,7 @@ def without_fault(made: Any, place: int) -> list[Result]:
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
 @pytest.mark.parametrize("fault", (LATER | AT_ONCE).values(), ids=LATER | AT_ONCE)
 @pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy))
-def test_a_fault_ends_its_row_alone(made: Any, fault: Any, place: int) -> None:
+def test_a_fault_fails_its_row_alone(made: Any, fault: Any, place: int) -> None:
     prompts, params = ordered(place)
     wanted = without_fault(made, place)
     decoder = made()
@@ -194,11 +196,13 @@ def test_a_fault_ends_its_row_alone(made: Any, fault: Any, place: int) -> None:
         else:
             assert result.token_ids == whole.token_ids and result.finish_reason == "length" and result.error is None
             assert result.logprobs == whole.logprobs
-    assert [result.token_ids for result in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in decoder.generate(prompts, params)] == [
+        expected.token_ids for expected in wanted
+    ]
 
 
 @pytest.mark.parametrize("made", [toy, model_pair])
-def test_what_neighbours_have_cached_stays(made: Any) -> None:
+def test_a_fault_keeps_the_caches_of_neighbours(made: Any) -> None:
     def read(decoder: SpeculativeDecoder) -> int:
         decoder.generate(prompts, params)
         return decoder.num_prefilled_tokens
@@ -210,27 +214,27 @@ def test_what_neighbours_have_cached_stays(made: Any) -> None:
     assert faulty == read(made())
 
 
-def test_without_keeping_it_the_neighbours_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exchange_the_neighbours_prompts_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_engine, "exchange", lambda *_: None)
     with pytest.raises(AssertionError):
-        test_what_neighbours_have_cached_stays(toy)
+        test_a_fault_keeps_the_caches_of_neighbours(toy)
 
 
-def test_a_fault_that_passes_ends_nobody() -> None:
+def test_a_fault_that_does_not_recur_fails_no_row() -> None:
     prompts, params = ordered(1)
     wanted, decoder, calls = toy().generate(prompts, params), toy(), iter(range(1000))
 
-    def propose(honest: Any, *given: Any) -> Any:
+    def propose(honest: Any, *arguments: Any) -> Any:
         if next(calls) == 3:
             raise Broken("once")
-        return honest(*given)
+        return honest(*arguments)
 
     with patched(decoder.drafter, "propose", propose):
         results = decoder.generate(prompts, params)
-    assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
-def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
+def test_a_prompt_that_cannot_be_read_beside_others_fails_alone() -> None:
     long = [[BAD, *range(3, 60)] * 12, [*range(3, 60)] * 12]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -242,7 +246,7 @@ def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
         scheduler.step()
         for row in rows[1:]:
             scheduler.add(row)
-        ended = [done for done in scheduler.run([]) if done.finish_reason is not None]
+        ended = [round for round in scheduler.run([]) if round.finish_reason is not None]
         assert len(ended) == 3
         return rows
 
@@ -253,7 +257,7 @@ def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
     assert [rows[0].output, rows[2].output] == [wanted[0].output, wanted[2].output]
 
 
-def test_a_single_prompt_raises_what_it_failed_with() -> None:
+def test_a_single_prompt_raises_its_error() -> None:
     decoder = toy()
     with in_drafter(decoder):
         with pytest.raises(Broken):
@@ -265,21 +269,21 @@ def test_a_single_prompt_raises_what_it_failed_with() -> None:
         assert tokens == toy().generate(PROMPTS[1], MIXED[1]).token_ids[: len(tokens)] and len(tokens) >= AT
 
 
-def test_what_fails_for_a_plain_row_as_well_is_raised() -> None:
+def test_a_fault_that_hits_every_row_is_raised() -> None:
     decoder = toy()
     with patched(decoder.drafter, "propose", raising(Broken("always"))), pytest.raises(Broken):
         decoder.generate(PROMPTS, MIXED)
     assert decoder.generate(PROMPTS, MIXED)[0].token_ids == toy().generate(PROMPTS, MIXED)[0].token_ids
 
 
-def test_an_interrupt_is_nobodys_fault() -> None:
+def test_a_keyboard_interrupt_is_raised() -> None:
     decoder = toy()
     with patched(decoder.drafter, "propose", raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         decoder.generate(PROMPTS, MIXED)
 
 
 class Alarm:
-    """Handlers of every form."""
+    """Signal handlers in two forms: a bound method and a callable object."""
 
     def method(self, number: int, frame: object) -> None:
         raise TimeoutError("time is up")
@@ -295,15 +299,17 @@ def alarm(number: int, frame: object) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="the system has no alarms")
 @pytest.mark.parametrize("fault", [in_drafter, in_forward, in_prompt, in_options])
 @pytest.mark.parametrize("handler", [alarm, Alarm().method, Alarm()], ids=["function", "method", "object"])
-def test_what_a_signal_raises_reaches_the_caller(handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller's alarm comes once, so a round that is repeated would hide it."""
+def test_an_exception_from_a_signal_handler_reaches_the_caller(
+    handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm comes once, so repeating the round would hide it."""
     prompts, params = ordered(1)
     wanted, decoder = toy().generate(prompts, params), toy()
-    came = []
+    raised = []
 
     def comes_once(what: str) -> Broken:
-        if not came:
-            came.append(what)
+        if not raised:
+            raised.append(what)
             signal.raise_signal(signal.SIGALRM)
         return Broken(what)
 
@@ -314,4 +320,4 @@ def test_what_a_signal_raises_reaches_the_caller(handler: Any, fault: Any, monke
             decoder.generate(prompts, params)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert [one.token_ids for one in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]
+    assert [result.token_ids for result in decoder.generate(prompts, params)] == [result.token_ids for result in wanted]

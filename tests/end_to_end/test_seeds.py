@@ -1,4 +1,4 @@
-"""By default every token is the target's own draw, so that a seed has one text whatever drafts."""
+"""By default every token is the target's own draw, so that a seed gives the same text with every drafter."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ PLAIN = {"draft": None, "drafter": "none"}
 
 
 class OwnDraws:
-    """Samples one token from a flat distribution by random numbers of its own, and says so."""
+    """Drafts one token from a uniform distribution with random numbers of its own, and declares that it does."""
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         probs = torch.full((len(rows), 1, VOCAB), 1 / VOCAB)
@@ -26,30 +26,30 @@ class OwnDraws:
 
 def texts(**settings: object) -> list[list[int]]:
     decoder = SpeculativeDecoder(shared("llama"), max_batch_size=3, **settings)
-    return [one.token_ids for one in decoder.generate(prompts([9, 20, 14]), PARAMS)]
+    return [result.token_ids for result in decoder.generate(prompts([9, 20, 14]), PARAMS)]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", ["auto", "chain", 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "hybrid", "layer_skip:1"])
-def test_a_seed_has_the_text_of_plain_decoding(drafter: str, length: int | str) -> None:
+def test_a_seed_gives_the_text_of_plain_decoding_with_every_drafter(drafter: str, length: int | str) -> None:
     draft = None if drafter == "layer_skip:1" else perturbed("llama")
     assert texts(draft=draft, drafter=drafter, num_draft_tokens=length) == texts(**PLAIN)
 
 
-def test_block_is_for_those_who_ask_for_it() -> None:
+def test_the_block_rule_is_used_only_on_request() -> None:
     by_block = texts(draft=perturbed("llama"), drafter="model", num_draft_tokens=4, acceptance="block")
     assert by_block != texts(**PLAIN)
 
 
-def test_tokens_that_a_drafter_has_sampled_are_not_taken_for_the_targets_draws() -> None:
+def test_a_drafter_that_samples_by_itself_is_not_coupled_to_the_targets_draws() -> None:
     assert not SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1).coupled
-    own = texts(drafter=OwnDraws(), num_draft_tokens=1)
-    assert own == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
-    assert own != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
+    sampled = texts(drafter=OwnDraws(), num_draft_tokens=1)
+    assert sampled == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
+    assert sampled != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
 
 
-def test_a_drafter_object_that_declares_not_to_sample_leaves_the_draws_to_the_target() -> None:
+def test_a_drafter_object_that_declares_not_to_sample_gives_the_text_of_plain_decoding() -> None:
     class Echo:
         traits = Traits(samples=False, needs_forwards=False)
 

@@ -1,4 +1,4 @@
-"""`n` texts of one prompt: each is the text that its own seed gives alone."""
+"""`n` texts of one prompt: each is the text that its seed gives by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decoder() -> SpeculativeDecoder:
     return SpeculativeDecoder("toy", num_draft_tokens=3, acceptance="match", max_batch_size=3)
 
 
-def test_every_sample_is_repeated_by_its_own_seed(decoder: SpeculativeDecoder) -> None:
+def test_each_samples_seed_reproduces_it(decoder: SpeculativeDecoder) -> None:
     result = decoder.generate("The heron", PARAMS)
     samples = [result, *result.alternatives]
     assert result.seed == 5 and len({sample.seed for sample in samples}) == 4 == len(samples)
@@ -39,11 +39,13 @@ def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: Speculativ
         for sample in [result, *result.alternatives]:
             assert sample.prompt_token_ids == decoder.encode(prompt, chat=True)
             assert sample.token_ids == decoder.generate(prompt, replace(ALONE, seed=sample.seed)).token_ids
-    assert [told["seed"] for told in results[0].to_dict()["alternatives"]] == [results[0].alternatives[0].seed]
+    assert [alternative["seed"] for alternative in results[0].to_dict()["alternatives"]] == [
+        results[0].alternatives[0].seed
+    ]
 
 
 @subcases("n", [0, -1, 1.0, True, None, "2"])
-def test_impossible_counts_are_refused(n: Any) -> None:
+def test_invalid_numbers_of_texts_are_refused(n: Any) -> None:
     with pytest.raises(UsageError, match=rf"^n={n!r}; allowed: a whole number from 1 to 1024$"):
         SamplingParams(temperature=1.0, n=n)
 
@@ -53,7 +55,7 @@ def test_several_greedy_texts_are_refused() -> None:
         SamplingParams(n=3)
 
 
-def test_streams_and_rows_have_one_text_per_prompt(decoder: SpeculativeDecoder) -> None:
+def test_streams_and_rows_refuse_several_texts_per_prompt(decoder: SpeculativeDecoder) -> None:
     for use in (lambda: next(decoder.stream("a", PARAMS)), lambda: decoder.rows(["a"], PARAMS)):
         with pytest.raises(UsageError, match=r"^n=4; allowed: 1"):
             use()

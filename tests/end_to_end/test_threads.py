@@ -1,4 +1,4 @@
-"""Several threads, interleaved streams, forks, closing and pickling: right texts, or one line."""
+"""With threads, interleaved streams, forks, closing and pickling, texts are right or an error says what is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREADS = 6
 
 
 def together(work: list[Callable[[], Any]]) -> list[Any]:
-    """What each function returns, all started at once in threads of their own."""
+    """The results of functions that are started at once, each in a thread of its own."""
     results: list[Any] = [None] * len(work)
     begin = threading.Barrier(len(work))
 
@@ -51,15 +51,15 @@ def streamed(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -
 
 def check_threads(decoder: SpeculativeDecoder, texts: list[Any], params: list[SamplingParams]) -> None:
     """Half of the threads stream and half generate, from decoders with different settings over the same models."""
-    alone = [decoder.generate(text, own).token_ids for text, own in zip(texts, params, strict=True)]
+    alone = [decoder.generate(text, options).token_ids for text, options in zip(texts, params, strict=True)]
     decoder.forget()
-    others = [decoder, decoder.using("none"), decoder.using("ngram", num_draft_tokens=3)]
+    variants = [decoder, decoder.using("none"), decoder.using("ngram", num_draft_tokens=3)]
 
     def work(i: int) -> Callable[[], list[int]]:
-        mine = others[i % len(others)]
+        thread_decoder = variants[i % len(variants)]
         if i % 2:
-            return lambda: streamed(mine, texts[i], params[i])
-        return lambda: mine.generate(texts[i], params[i]).token_ids
+            return lambda: streamed(thread_decoder, texts[i], params[i])
+        return lambda: thread_decoder.generate(texts[i], params[i]).token_ids
 
     assert together([work(i) for i in range(THREADS)]) == alone
 
@@ -84,26 +84,29 @@ def test_decoders_over_one_loaded_model_take_turns() -> None:
     decoders = [SpeculativeDecoder(model, perturbed("llama") if i % 2 else None) for i in range(THREADS)]
     texts = prompts([5, 9, 14, 6, 8, 21])
     alone = [decoders[0].using("none").generate(text, params).token_ids for text in texts]
-    work = [lambda one=one, text=text: one.generate(text, params).token_ids for one, text in zip(decoders, texts)]  # noqa: B905
+    work = [
+        lambda decoder=decoder, text=text: decoder.generate(text, params).token_ids
+        for decoder, text in zip(decoders, texts, strict=True)
+    ]
     assert together(work) == alone
 
 
 def test_no_two_threads_are_inside_a_model_at_once() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     backend: Any = decoder.target.backend
-    forward, inside, most = backend.forward, [0], [0]
+    forward, inside, highest = backend.forward, [0], [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        threading.Event().wait(0.001)  # lets the others in if they can
+        highest[0] = max(highest[0], inside[0])
+        threading.Event().wait(0.001)  # gives other threads a chance to enter
         inside[0] -= 1
         return forward(*arguments, **options)
 
     backend.forward = counted
     params = SamplingParams(max_tokens=10)
     together([lambda text=text: streamed(decoder, text, params) for text in TEXTS])
-    assert most == [1]
+    assert highest == [1]
 
 
 def test_threads_add_cancel_and_step_one_scheduler_while_others_generate() -> None:
@@ -150,7 +153,7 @@ def test_streams_interleave_in_one_thread() -> None:
     decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
     alone = [decoder.generate(text, params).token_ids for text in TEXTS[:3]]
     streams = [decoder.stream(text, params) for text in TEXTS[:3]]
-    found: list[list[int]] = [[], [], []]
+    texts: list[list[int]] = [[], [], []]
     under_way = set(range(3))
     while under_way:
         for i in sorted(under_way):
@@ -158,12 +161,12 @@ def test_streams_interleave_in_one_thread() -> None:
             if chunk is None:
                 under_way.remove(i)
             else:
-                found[i] += chunk.token_ids
+                texts[i] += chunk.token_ids
                 decoder.generate(TEXTS[4], SamplingParams(max_tokens=2))  # and another call in between
-    assert found == alone
+    assert texts == alone
 
 
-def test_a_stream_that_is_left_alone_keeps_nobody_waiting() -> None:
+def test_a_paused_stream_does_not_block_other_calls() -> None:
     decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
     paused = decoder.stream(TEXTS[0], params)
     next(paused)
@@ -172,35 +175,35 @@ def test_a_stream_that_is_left_alone_keeps_nobody_waiting() -> None:
 
 def test_interleaved_decoders_keep_their_own_attended_lengths() -> None:
     exact = SpeculativeDecoder(shared("llama"), drafter="none", reproducible=True)
-    free = exact.using(reproducible=False)
+    unpadded = exact.using(reproducible=False)
     backend: Any = exact.target.backend
-    wanted = {id(one): one._target_session.shapes.attended_lengths for one in (exact, free)}
-    assert wanted[id(exact)] != wanted[id(free)]
+    wanted = {id(decoder): decoder._target_session.shapes.attended_lengths for decoder in (exact, unpadded)}
+    assert wanted[id(exact)] != wanted[id(unpadded)]
     params, text = SamplingParams(max_tokens=6), prompts([6])[0]
-    streams = [(one, one.stream(text, params)) for one in (exact, free)]
+    streams = [(decoder, decoder.stream(text, params)) for decoder in (exact, unpadded)]
     for _ in range(3):
-        for one, stream in streams:
+        for decoder, stream in streams:
             next(stream)
-            assert backend.attended_lengths == wanted[id(one)]
+            assert backend.attended_lengths == wanted[id(decoder)]
 
 
-def in_a_child(work: Callable[[], str]) -> str:
-    """What `work` returns in a forked process, which is given 20 seconds."""
+def in_forked_process(work: Callable[[], str]) -> str:
+    """The result of `work` in a forked process, which may take 20 seconds."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         threading.Timer(20, os._exit, [1]).start()
         try:
-            said = work()
+            output = work()
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writable, said.encode())
+            output = f"{type(error).__name__}: {error}"
+        os.write(writable, output.encode())
         os._exit(0)
     os.close(writable)
     with os.fdopen(readable) as file:
-        said = file.read()
+        output = file.read()
     os.waitpid(child, 0)
-    return said
+    return output
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -211,9 +214,9 @@ def test_a_decoder_from_before_a_fork_is_refused_in_one_line() -> None:
     paused = decoder.stream(text, params)
     next(paused)
     for use in (lambda: decoder.generate(text, params).text, lambda: next(paused).text):
-        said = in_a_child(use)
-        assert said.startswith(f"UsageError: this decoder was made in process {os.getpid()} and this is process ")
-        assert "allowed: " in said and "\n" not in said
+        output = in_forked_process(use)
+        assert output.startswith(f"UsageError: this decoder was made in process {os.getpid()} and this is process ")
+        assert "allowed: " in output and "\n" not in output
     assert decoder.generate(text, params).token_ids == before
 
 
@@ -232,10 +235,10 @@ def test_a_decoder_made_in_a_fork_works_even_if_the_lock_was_taken_before() -> N
     holder = threading.Thread(target=hold)
     holder.start()
     assert taken.wait(PATIENCE)
-    said = in_a_child(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
+    output = in_forked_process(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
     leave.set()
     holder.join()
-    assert said == expected
+    assert output == expected
 
 
 FORKS = """
@@ -312,7 +315,7 @@ def test_a_closed_decoder_refuses_in_one_line(use: str) -> None:
     assert repr(decoder) == "SpeculativeDecoder(closed)" and decoder.drafter_name == "suffix"
 
 
-def test_closing_frees_models_and_memory_and_leaves_derived_decoders_open() -> None:
+def test_closing_frees_models_but_leaves_derived_decoders_open() -> None:
     import weakref
 
     model = fresh("llama")

@@ -1,4 +1,4 @@
-"""Texts do not depend on PyTorch's default type and device, which belong to the caller; NaN is no text."""
+"""Texts do not depend on PyTorch's default type and device, which stay as the caller set them; NaN is an error."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -35,7 +35,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def use(default: Any) -> None:
-    """Make this PyTorch's default: a type, or a device."""
+    """Set PyTorch's default type or default device."""
     (torch.set_default_dtype if isinstance(default, torch.dtype) else torch.set_default_device)(default)
 
 
@@ -52,13 +52,13 @@ def expected_texts(models: str, params: str) -> list[list[int]]:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("models", MODELS)
 @pytest.mark.parametrize("params", PARAMS)
-def test_texts_do_not_depend_on_defaults(models: str, params: str, default: Any) -> None:
+def test_texts_do_not_depend_on_torchs_defaults(models: str, params: str, default: Any) -> None:
     expected = expected_texts(models, params)
     use(default)
     assert texts(MODELS[models], PARAMS[params]) == expected
 
 
-def test_generate_with_a_penalty_does_not_depend_on_defaults(default: Any) -> None:
+def test_generate_with_a_penalty_does_not_depend_on_torchs_defaults(default: Any) -> None:
     ids = torch.tensor([PROMPTS[0]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     expected = shared("llama").generate(ids, **options, repetition_penalty=1.3)
@@ -67,7 +67,7 @@ def test_generate_with_a_penalty_does_not_depend_on_defaults(default: Any) -> No
     assert torch.equal(ours, expected)
 
 
-def test_a_default_device_is_the_callers_again_between_the_chunks_of_a_stream() -> None:
+def test_the_callers_default_device_is_restored_between_chunks() -> None:
     decoder = SpeculativeDecoder(shared("llama"))
     torch.set_default_device("meta")
     try:
@@ -78,7 +78,7 @@ def test_a_default_device_is_the_callers_again_between_the_chunks_of_a_stream() 
 
 
 @pytest.mark.parametrize("default", ["bfloat16", "float16", "float64"], indirect=True)
-def test_temperature_and_top_p_are_the_numbers_asked_for(default: Any) -> None:
+def test_temperature_and_top_p_are_exact_under_other_default_dtypes(default: Any) -> None:
     scores = torch.linspace(-4, 4, 5000, dtype=torch.float32)[None]
     expected = Warp(WarpOptions(0.7, top_p=0.999), scores.device)(scores)
     use(default)
@@ -99,7 +99,7 @@ RULES: dict[str, dict[str, Any]] = {
     "options", [{}, {"top_k": 5}, {"logit_bias": {3: 1.0}}, {"top_p": 0.9, "repetition_penalty": 1.2}]
 )
 @pytest.mark.parametrize("rule", RULES)
-def test_no_text_is_sampled_from_logits_that_are_nan(rule: str, options: dict[str, Any]) -> None:
+def test_nan_logits_of_the_target_raise_an_error(rule: str, options: dict[str, Any]) -> None:
     model = fresh("llama")
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -110,7 +110,7 @@ def test_no_text_is_sampled_from_logits_that_are_nan(rule: str, options: dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["rejection", "block", "match"])
-def test_a_draft_model_whose_logits_are_nan_changes_no_text(acceptance: str) -> None:
+def test_nan_logits_of_a_draft_model_change_no_text(acceptance: str) -> None:
     broken = fresh("llama")
     with torch.no_grad():
         broken.lm_head.weight[3] = float("nan")

@@ -1,4 +1,4 @@
-"""`generate` with our loop says what it says without it; what cannot be honoured is refused."""
+"""`generate` returns the same text with our loop as without it; options our loop cannot honour are refused."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def test_greedy_text_of_a_padded_batch_is_that_of_generate(name: str, drafter: s
     assert torch.equal(ours, expected(name))
 
 
-def test_the_batches_end_raggedly() -> None:
+def test_some_rows_of_the_test_batches_end_before_others() -> None:
     padded = [(expected(name)[:, WIDTH:] == 0).any(1) for name in ("llama", "qwen2", "gpt2", "gemma3")]
     assert any(rows.any() and not rows.all() for rows in padded)
 
@@ -42,27 +42,27 @@ def test_the_batches_end_raggedly() -> None:
 def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
     target, draft = speaking("bytes"), speaking("sentencepiece", 1)
     ids = torch.tensor([tokenizer_of("bytes")("The heron was slow")["input_ids"]] * 2)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    plain = target.generate(ids, **given)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, **options)
     spoken = CustomGenerate(tokenizer=tokenizer_of("bytes"), drafter="model", num_draft_tokens=3)
     drafted = target.generate(
         ids,
-        **given,
+        **options,
         custom_generate=spoken,
         draft=draft,
         draft_tokenizer=tokenizer_of("sentencepiece"),
         return_dict_in_generate=True,
     )
     assert torch.equal(drafted.sequences, plain) and drafted.slipstream_stats.num_draft_tokens > 0
-    spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # of calls that have a draft model
-    assert torch.equal(target.generate(ids, **given, custom_generate=spoken, drafter="none"), plain)
+    spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # only in calls that have a draft model
+    assert torch.equal(target.generate(ids, **options, custom_generate=spoken, drafter="none"), plain)
     with pytest.raises(
         UsageError, match=r"no tokenizers are at hand.*tokenizer= and draft_tokenizer= of .*CustomGenerate"
     ):
-        target.generate(ids, **given, custom_generate=CustomGenerate(drafter="model"), draft=draft)
+        target.generate(ids, **options, custom_generate=CustomGenerate(drafter="model"), draft=draft)
     as_transformers_says_it = target.generate(
         ids,
-        **given,
+        **options,
         custom_generate=CustomGenerate(drafter="model", num_draft_tokens=3),
         assistant_model=draft,
         tokenizer=tokenizer_of("bytes"),
@@ -73,7 +73,7 @@ def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
     assert as_transformers_says_it.slipstream_stats.num_draft_tokens > 0
 
 
-def test_a_lossy_rule_fails_the_comparison() -> None:
+def test_a_lossy_rule_does_not_give_the_text_of_generate() -> None:
     ours = shared("llama").generate(
         **batch(),
         **GREEDY,
@@ -86,7 +86,7 @@ def test_a_lossy_rule_fails_the_comparison() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_more_rows_than_a_batch_holds_and_options_bound_beforehand(limit: int) -> None:
+def test_more_rows_than_the_batch_size_give_the_text_of_generate(limit: int) -> None:
     for made in (
         CustomGenerate(draft=perturbed("gemma3"), max_batch_size=limit),
         partial(custom_generate, draft=perturbed("gemma3"), max_batch_size=limit),
@@ -95,7 +95,7 @@ def test_more_rows_than_a_batch_holds_and_options_bound_beforehand(limit: int) -
         assert torch.equal(ours, expected("gemma3"))
 
 
-def test_the_global_seed_makes_sampling_repeatable_and_greedy_takes_none_of_it() -> None:
+def test_sampling_follows_the_global_seed_and_greedy_decoding_leaves_it_alone() -> None:
     def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         settings = GREEDY | {"do_sample": True, "num_return_sequences": 2}
@@ -109,7 +109,7 @@ def test_the_global_seed_makes_sampling_repeatable_and_greedy_takes_none_of_it()
     assert torch.equal(state, torch.get_rng_state())
 
 
-class Says(StoppingCriteria):
+class EndsAfter(StoppingCriteria):
     """Ends a row after one of these tokens, from the third on."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -122,9 +122,9 @@ class Says(StoppingCriteria):
 @pytest.mark.parametrize("ends", [ENDS, None])
 @pytest.mark.parametrize("option", [{}, {"min_new_tokens": 9}])
 def test_criteria_end_rows_as_in_generate(ends: list[int] | None, option: dict[str, Any]) -> None:
-    """Without end tokens `generate` lets stopped rows run on; with a minimum, it lets criteria end them earlier."""
+    """Without end tokens, `generate` continues stopped rows; a minimum length does not hold back criteria."""
     full = expected("llama")[:, WIDTH:]
-    stops = Says(full[:, 4].tolist())
+    stops = EndsAfter(full[:, 4].tolist())
     ours, plain = both({"eos_token_id": ends, "stopping_criteria": [stops]} | option)
     assert torch.equal(ours, plain)
     assert plain.shape != expected("llama").shape or not torch.equal(plain, expected("llama"))
@@ -145,8 +145,8 @@ def test_stop_strings_stay_in_the_text() -> None:
         **batch(), **options, stopping_criteria=criteria, custom_generate=custom_generate, **drafted
     )
     assert torch.equal(ours, plain)
-    told = {"stop_strings": [piece], "tokenizer": spoken, "custom_generate": custom_generate}
-    assert torch.equal(shared("llama").generate(**batch(), **options, **told), plain)
+    stopping = {"stop_strings": [piece], "tokenizer": spoken, "custom_generate": custom_generate}
+    assert torch.equal(shared("llama").generate(**batch(), **options, **stopping), plain)
     with pytest.raises(UsageError, match=r"stop_strings=.* without a tokenizer; allowed: .*CustomGenerate\(tokenizer="):
         shared("llama").generate(**batch(), **options, stop_strings=[piece], custom_generate=custom_generate)
 
@@ -158,7 +158,7 @@ def test_max_time_ends_every_row() -> None:
     assert WIDTH < out.shape[1] < WIDTH + 900
 
 
-def test_a_criterion_must_answer_for_its_row() -> None:
+def test_a_stopping_criterion_must_give_one_answer_per_row() -> None:
     class Fixed(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.zeros(4, dtype=torch.bool)
@@ -168,7 +168,7 @@ def test_a_criterion_must_answer_for_its_row() -> None:
 
 
 class Recorder(BaseStreamer):
-    """What a streamer is told."""
+    """A streamer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -180,20 +180,20 @@ class Recorder(BaseStreamer):
         self.told.append("end")
 
 
-def test_a_streamer_is_told_what_generate_tells_it() -> None:
-    one = {name: value[3:] for name, value in batch().items()}
+def test_a_streamer_gets_what_generate_gives_it() -> None:
+    single_row = {name: value[3:] for name, value in batch().items()}
     plain, ours = Recorder(), Recorder()
-    shared("llama").generate(**one, **GREEDY, streamer=plain)
+    shared("llama").generate(**single_row, **GREEDY, streamer=plain)
     shared("llama").generate(
-        **one, **GREEDY, streamer=ours, custom_generate=custom_generate, **drafting("llama", "model")
+        **single_row, **GREEDY, streamer=ours, custom_generate=custom_generate, **drafting("llama", "model")
     )
     assert ours.told == plain.told and ours.told[-1] == "end" and len(ours.told) == COUNT + 2
 
 
-def test_a_streamer_takes_one_row() -> None:
+def test_a_streamer_with_several_rows_is_refused() -> None:
     with pytest.raises(UsageError, match="streamer"):
         shared("llama").generate(**batch(), **GREEDY, streamer=Recorder(), custom_generate=custom_generate)
-    with pytest.raises(ValueError, match="batch size 1"):  # transformers' own says so itself
+    with pytest.raises(ValueError, match="batch size 1"):  # transformers itself warns about this
         shared("llama").generate(
             **batch(), **GREEDY, streamer=TextStreamer(tokenizer()), custom_generate=custom_generate
         )
@@ -216,7 +216,7 @@ def test_the_output_object_has_sequences_results_and_statistics() -> None:
         assert row[: len(text)] == text and not any(row[len(text) :])
 
 
-CACHE = cache_name(shared("llama")) or ""  # what this transformers calls it
+CACHE = cache_name(shared("llama")) or ""  # the name of the option in the installed transformers
 IDS = batch()["input_ids"]
 REFUSALS: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
@@ -246,7 +246,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 
 
 @subcases("message", REFUSALS)
-def test_what_cannot_be_honoured_is_refused_by_name(message: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused_by_name(message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)
     assert "\n" not in str(error.value)
@@ -260,7 +260,7 @@ def test_a_draft_model_drafts_for_several_sequences_of_a_prompt() -> None:
     assert torch.equal(shared("llama").generate(**options, draft=perturbed("llama")), plain) and len(plain) == 8
 
 
-def test_a_processor_with_state_is_refused_by_its_own_name() -> None:
+def test_a_processor_with_state_is_refused_by_name() -> None:
     class Counting(LogitsProcessor):
         calls = 0
 
@@ -280,14 +280,14 @@ def test_a_model_in_training_mode_is_refused_and_stays_in_it() -> None:
 
 
 @pytest.mark.slow
-def test_decoders_are_kept_with_their_models_and_no_longer() -> None:
+def test_decoders_live_as_long_as_their_models() -> None:
     made, model, draft = CustomGenerate(), fresh("llama"), fresh("llama", 1)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft)
-    known = CustomGenerate(draft=draft).decoder_of(model)
+    decoder = CustomGenerate(draft=draft).decoder_of(model)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft, drafter="ngram", num_draft_tokens=2)
-    assert CustomGenerate(draft=draft).decoder_of(model) is known
-    assert CustomGenerate(draft=draft, max_batch_size=2).decoder_of(model) is not known
-    del known
+    assert CustomGenerate(draft=draft).decoder_of(model) is decoder
+    assert CustomGenerate(draft=draft, max_batch_size=2).decoder_of(model) is not decoder
+    del decoder
     gone = [weakref.ref(draft), weakref.ref(model)]
     CustomGenerate().decoder_of(model)  # without a draft model
     del draft
@@ -298,17 +298,17 @@ def test_decoders_are_kept_with_their_models_and_no_longer() -> None:
     assert gone[1]() is None
 
 
-def test_a_model_that_learned_between_calls_says_what_it_says_now() -> None:
+def test_changed_weights_and_dtypes_take_effect_in_the_next_call() -> None:
     model = fresh("llama")
     before = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
     model.load_state_dict(fresh("llama", 5).state_dict())
     after = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
     assert torch.equal(after, model.generate(**batch(), **GREEDY)) and not torch.equal(before, after)
-    model.double()  # another precision is another decoder
+    model.double()  # another precision needs another decoder
     assert torch.equal(after, model.generate(**batch(), **GREEDY, custom_generate=custom_generate))
 
 
-def test_a_failed_call_leaves_nothing_behind() -> None:
+def test_a_failed_call_does_not_affect_the_next_one() -> None:
     def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.full_like(scores, float("-inf"))
 
@@ -322,7 +322,7 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     "name", ["past_key_values", pytest.param("cache", marks=needs_transformers("5.24", "this name of the argument"))]
 )
-def test_a_cache_is_refused_by_the_names_that_it_has(name: str) -> None:
+def test_a_cache_is_refused_under_either_of_its_names(name: str) -> None:
     options = {name: DynamicCache(), "custom_generate": custom_generate}
     with pytest.raises(UsageError, match=r"^past_key_values \(cache\) is given; allowed: input_ids and attention_mask"):
         shared("llama").generate(torch.tensor([[5, 9, 11]]), max_new_tokens=4, pad_token_id=0, **options)

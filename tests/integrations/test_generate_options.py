@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cache_audit")
 
 
 class Forbid(LogitsProcessor):
-    """Pushes down a token that depends on the row's length and last token."""
+    """Lowers the logit of a token that depends on the row's length and last token."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, ((7 * input_ids[:, -1:] + input_ids.shape[1]) % VOCAB), -30.0).where(
@@ -29,32 +29,32 @@ class Forbid(LogitsProcessor):
         )
 
 
-def even(row: int, ids: torch.Tensor) -> list[int]:
+def every_second_token(row: int, ids: torch.Tensor) -> list[int]:
     """Another half of the vocabulary for every row."""
     return list(range(3 + row % 2, VOCAB, 2))
 
 
-def said(index: int) -> int:
-    """A token that plain text says early in row `index`."""
+def early_token(index: int) -> int:
+    """The first token of row `index` under plain decoding."""
     return int(expected("llama")[index, WIDTH])
 
 
 OPTIONS: dict[str, Any] = {
     "repetition_penalty": lambda: 1.8,
     "no_repeat_ngram_size": lambda: 2,
-    "bad_words_ids": lambda: [[said(0)], [said(1)]],
+    "bad_words_ids": lambda: [[early_token(0)], [early_token(1)]],
     "bad_words_ids of two": lambda: [expected("llama")[0, WIDTH : WIDTH + 2].tolist()],
-    "sequence_bias": lambda: {(said(0),): -9.0, (20,): 2.5},
-    "sequence_bias of two": lambda: {(said(3), 8): 20.0},
+    "sequence_bias": lambda: {(early_token(0),): -9.0, (20,): 2.5},
+    "sequence_bias of two": lambda: {(early_token(3), 8): 20.0},
     "min_length": lambda: WIDTH + 12,
     "min_new_tokens": lambda: 12,
-    "suppress_tokens": lambda: [said(0), said(2)],
-    "begin_suppress_tokens": lambda: [said(0), said(2)],
+    "suppress_tokens": lambda: [early_token(0), early_token(2)],
+    "begin_suppress_tokens": lambda: [early_token(0), early_token(2)],
     "forced_eos_token_id": lambda: 7,
     "exponential_decay_length_penalty": lambda: (2, 1.6),
     "encoder_repetition_penalty": lambda: 1.9,
     "encoder_no_repeat_ngram_size": lambda: 1,
-    "prefix_allowed_tokens_fn": lambda: even,
+    "prefix_allowed_tokens_fn": lambda: every_second_token,
     "logits_processor": lambda: [Forbid()],
     "max_length": lambda: WIDTH + 5,
     "generation_config": lambda: GenerationConfig(max_new_tokens=9, repetition_penalty=1.3, eos_token_id=7),
@@ -64,19 +64,19 @@ NEUTRAL = {"renormalize_logits": True, "remove_invalid_values": True, "use_cache
 
 @pytest.mark.slow
 @subcases("option", OPTIONS)
-def test_greedy_options_one_by_one(option: str) -> None:
+def test_each_greedy_option_gives_the_text_of_generate(option: str) -> None:
     ours, plain = both({option.partition(" ")[0]: OPTIONS[option]()})
     assert torch.equal(ours, plain)
     assert not torch.equal(plain, expected("llama")), "an option without effect proves nothing"
 
 
 @pytest.mark.parametrize("option", NEUTRAL)
-def test_options_that_change_nothing(option: str) -> None:
+def test_neutral_options_are_accepted_without_effect(option: str) -> None:
     ours, plain = both({option: NEUTRAL[option]})
     assert torch.equal(ours, plain)
 
 
-def test_options_together_keep_the_order_of_generate() -> None:
+def test_options_are_applied_in_the_order_of_generate() -> None:
     names = ("sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens")
     ours, plain = both({name: OPTIONS[name]() for name in names} | {"logits_processor": [Forbid()]})
     assert torch.equal(ours, plain)
@@ -113,7 +113,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_the_distribution_of_every_row_is_the_one_generate_would_sample_from(name: str) -> None:
+def test_sampling_options_give_every_row_the_distribution_of_generate(name: str) -> None:
     options, used = SAMPLING[name]
     kept: dict[str, Any] = {}
 
@@ -134,9 +134,9 @@ def test_the_distribution_of_every_row_is_the_one_generate_would_sample_from(nam
     logits = 3 * torch.randn(len(rows), 1, VOCAB, generator=torch.Generator().manual_seed(3))
     sampler = Sampler(rows, Race(VOCAB, ids.device), VOCAB, ids.device)
     ours = sampler.probs(sampler.scores(logits, ids[:, :0]))[:, 0]
-    theirs = processors(ids, logits[:, 0].clone()).softmax(-1)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(theirs, logits[:, 0].softmax(-1), atol=1e-3)
+    expected = processors(ids, logits[:, 0].clone()).softmax(-1)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(expected, logits[:, 0].softmax(-1), atol=1e-3)
 
 
 RUNS = 500
@@ -177,4 +177,4 @@ def pair_distribution(temperature: float) -> chi_square.Array:
 def test_sampled_tokens_have_the_distribution_of_the_processed_logits(acceptance: str) -> None:
     counts = sampled_counts(temperature=1.3, top_p=0.9, acceptance=acceptance)
     assert chi_square.p_value(counts, pair_distribution(1.3)) > chi_square.SUSPICIOUS
-    assert chi_square.p_value(counts, pair_distribution(1.0)) < chi_square.SUSPICIOUS  # the test has power
+    assert chi_square.p_value(counts, pair_distribution(1.0)) < chi_square.SUSPICIOUS  # negative control

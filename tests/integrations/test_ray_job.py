@@ -1,6 +1,6 @@
-"""A job over a Ray cluster: the lines of one machine, though a node dies and though the driver does.
+"""A job on a Ray cluster writes the lines of one machine, even if a node or the driver dies.
 
-Run in an environment that has Ray: pip install 'slipstream-lm[ray]'. Without it all of this is skipped.
+Run in an environment that has Ray: pip install 'slipstream-lm[ray]'. Without Ray these tests are skipped.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def environment() -> dict[str, str]:
 def cluster(environment: dict[str, str]) -> Iterator[Any]:
     script = Path(__file__).parents[1] / "support" / "ray_cluster.py"
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, str(script)], env=environment, **pipes) as one:
-        yield one, one.stdout.readline().strip()  # type: ignore[union-attr]
-        one.stdin.close()  # type: ignore[union-attr]
+    with subprocess.Popen([sys.executable, str(script)], env=environment, **pipes) as process:
+        yield process, process.stdout.readline().strip()  # type: ignore[union-attr]
+        process.stdin.close()  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The lines of the job on one machine."""
+    """The lines of the same job on one machine."""
     out = tmp_path_factory.mktemp("alone") / "out.jsonl"
     toy().batch(LINES, out)
     return by_id(out)
@@ -66,7 +66,7 @@ def wait_for(path: Path, lines: int, job: subprocess.Popen[str]) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
+def test_a_killed_driver_and_a_killed_node_lose_and_duplicate_no_line(
     cluster: Any, alone: dict[str, str], environment: dict[str, str], tmp_path: Path
 ) -> None:
     nodes, address = cluster
@@ -83,25 +83,27 @@ def test_a_killed_driver_and_a_killed_node_lose_no_line_and_double_none(
         nodes.stdin.write("kill\n")
         nodes.stdin.flush()
         assert nodes.stdout.readline() == "gone\n" and driver.poll() is None and count(out) < len(LINES) - 1
-        told = driver.communicate(timeout=PATIENCE)[1]
-    assert driver.returncode == 1, told  # one line is bad
+        errors = driver.communicate(timeout=PATIENCE)[1]
+    assert driver.returncode == 1, errors  # one line is bad
     why = f"{source}, line {len(LINES)}: top_p=7; allowed: a number above 0, up to 1"
-    assert why in told.splitlines()  # among what Ray says itself
+    assert why in errors.splitlines()  # among Ray's own output
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     assert by_id(out) == alone
-    write(source, LINES[:-1])  # a job of a cluster goes on on one machine
-    done = subprocess.run([*COMMAND, str(source), str(out), *TOY], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.startswith("0 of 320 answered now, 320 earlier")
+    write(source, LINES[:-1])  # a job that a cluster began can be resumed on one machine
+    process = subprocess.run([*COMMAND, str(source), str(out), *TOY], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0 and process.stderr.startswith("0 of 320 answered now, 320 earlier")
 
 
 @needs_ray
 @pytest.mark.slow
-def test_a_cluster_that_is_not_there_is_told_in_one_line(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_cluster_is_reported_in_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", LINES[:2])
     command = [*COMMAND, str(source), str(tmp_path / "out.jsonl"), *TOY, "--ray", "127.0.0.1:1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "there is no cluster to connect to: [Errno 111]" in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 1 and "there is no cluster to connect to: [Errno 111]" in process.stderr, (
+        process.stderr
+    )
+    assert len(process.stderr.splitlines()) == 1
 
 
 @subcases(
@@ -115,9 +117,9 @@ def test_a_cluster_that_is_not_there_is_told_in_one_line(environment: dict[str, 
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         RayOptions(**options)
-    assert str(told.value).startswith(why)
+    assert str(refusal.value).startswith(why)
 
 
 def test_without_ray_the_command_says_what_to_install(
@@ -127,12 +129,12 @@ def test_without_ray_the_command_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, "ray", None)
     source = write(tmp_path / "in.jsonl", LINES[:2])
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "o.jsonl"), *TOY, "--ray", "auto")
-    assert code == 1 and told == "error: --ray needs ray; run: pip install 'ray[data,serve]' pyarrow\n"
+    code, _, errors = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "o.jsonl"), *TOY, "--ray", "auto")
+    assert code == 1 and errors == "error: --ray needs ray; run: pip install 'ray[data,serve]' pyarrow\n"
 
 
 def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
-    """Blocks of several callers share rounds; each gets its own lines."""
+    """Blocks of several callers share rounds, and each caller gets its own lines."""
     import json
     from concurrent.futures import ThreadPoolExecutor
 
@@ -143,15 +145,17 @@ def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
     engine = RayEngine(EngineSpec("toy", None, DecoderConfig(acceptance="match", max_batch_size=4), JobOptions(), 1))
     widths: list[int] = []
     step = engine._pool._scheduler.step
-    engine._pool._scheduler.step = lambda: [widths.append(one.num_rows) or one for one in step()]  # type: ignore[method-assign]
+    engine._pool._scheduler.step = lambda: [widths.append(answered.num_rows) or answered for answered in step()]  # type: ignore[method-assign]
     lines = [{"id": at, "prompt": "The heron", "max_tokens": 40} for at in range(8)]
     blocks = [
         {"number": [2 * at + 1, 2 * at + 2], "line": [json.dumps(line) for line in lines[2 * at : 2 * at + 2]]}
         for at in range(4)
     ]
     with ThreadPoolExecutor(4) as callers:
-        found = list(callers.map(engine, blocks))
-    assert [one["number"] for one in found] == [block["number"] for block in blocks]
-    assert all(all(one["answered"]) for one in found) and max(widths) == 4  # blocks alone have two rows
-    texts = {json.loads(line)["text"] for one in found for line in one["line"]}
+        answered_blocks = list(callers.map(engine, blocks))
+    assert [answered["number"] for answered in answered_blocks] == [block["number"] for block in blocks]
+    assert (
+        all(all(answered["answered"]) for answered in answered_blocks) and max(widths) == 4
+    )  # a block by itself has two rows
+    texts = {json.loads(line)["text"] for answered in answered_blocks for line in answered["line"]}
     assert len(texts) == 1

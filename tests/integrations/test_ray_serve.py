@@ -1,4 +1,4 @@
-"""The server behind Ray Serve: the same texts, streams, affinity of sessions; skipped where Ray is not installed."""
+"""The server behind Ray Serve: texts, streams and session affinity; skipped where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ serve.shutdown()
 
 @dataclass
 class Cluster:
-    """Two replicas behind an address."""
+    """Two replicas behind one address."""
 
     url: str
     process: subprocess.Popen[str]
 
     def ask(self, what: str) -> int:
-        """Do something; how many replicas there are then."""
+        """Send the cluster a command; return its number of replicas afterwards."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
@@ -62,9 +62,9 @@ class Cluster:
 def free_port() -> int:
     import socket
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def test_replicas_give_the_texts_of_one_decoder(url: str) -> None:
     body = {"prompt": "The heron", "max_tokens": 30, "temperature": 0}
     with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client:
         answers = [client.post("/v1/completions", json=body).json() for _ in range(8)]
-        assert {one["choices"][0]["text"] for one in answers} == {wanted}
-        assert len({one["system_fingerprint"] for one in answers}) == 1
+        assert {answer["choices"][0]["text"] for answer in answers} == {wanted}
+        assert len({answer["system_fingerprint"] for answer in answers}) == 1
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]" and len(events) > 2
-        assert "".join(json.loads(one)["choices"][0]["text"] for one in events[:-1]) == wanted
+        assert "".join(json.loads(answer)["choices"][0]["text"] for answer in events[:-1]) == wanted
         refused = client.post("/v1/completions", json=body | {"temperature": -1})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
 
@@ -114,22 +114,22 @@ def test_a_session_stays_with_the_replica_that_has_its_prompt(url: str) -> None:
 
 
 def read(lines: Iterator[str]) -> tuple[str, bool]:
-    """The rest of a stream's text, and whether it came to its end."""
+    """The rest of a stream's text, and whether the stream was complete."""
     text = ""
     try:
         for line in lines:
             if line == "data: [DONE]":
                 return text, True
             if line.startswith("data: ") and "error" not in (chunk := json.loads(line[6:])):
-                text += "".join(one["text"] for one in chunk["choices"])
+                text += "".join(choice["text"] for choice in chunk["choices"])
     except httpx.HTTPError:
         pass  # broken off, as it may be
     return text, False
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cluster: Cluster) -> None:
-    """And requests that come after it are answered, at last by as many replicas as before."""
+def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> None:
+    """Later requests are answered, and in the end there are as many replicas as before."""
     body = {"prompt": "The heron", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "num_draft_tokens": 0}
     wanted = SpeculativeDecoder("toy", drafter="suffix").generate(
         "The heron", SamplingParams(max_tokens=3000, ignore_eos=True)
@@ -143,9 +143,9 @@ def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cl
             streams.append((next(line for line in lines if line.startswith("data: ")), lines))
         cluster.ask("kill")
         with ThreadPoolExecutor(8) as readers:
-            rest = list(readers.map(lambda one: read(chain([one[0]], one[1])), streams))
-        assert {whole for _, whole in rest} == {True, False}
-        for text, whole in rest:
+            endings = list(readers.map(lambda stream_: read(chain([stream_[0]], stream_[1])), streams))
+        assert {whole for _, whole in endings} == {True, False}
+        for text, whole in endings:
             assert text == wanted.text if whole else wanted.text.startswith(text) and len(text) < len(wanted.text)
         short, answered, until = body | {"max_tokens": 30, "ignore_eos": False}, 0, time.monotonic() + PATIENCE
         while (answered < 20 or cluster.ask("count") < 2) and time.monotonic() < until:
@@ -168,12 +168,12 @@ def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cl
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         ServeSpec.of(args)
-    assert str(told.value).startswith(why)
+    assert str(refusal.value).startswith(why)
 
 
-def test_the_ready_configuration_is_one() -> None:
+def test_the_example_configuration_is_valid() -> None:
     yaml = pytest.importorskip("yaml")
     (application,) = yaml.safe_load((ROOT / "examples" / "ray_serve.yaml").read_text())["applications"]
     module, _, name = application["import_path"].partition(":")

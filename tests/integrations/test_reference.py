@@ -1,4 +1,4 @@
-"""Code written for the reference systems runs with its import line changed, and is exact where theirs was not."""
+"""Code written for the reference systems runs after a change of its import line, and is exact where they are not."""
 
 import logging
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.tiny_models import perturbed, reference, shared
 
 pytestmark = pytest.mark.slow
 
-# the references' own code, as they print it
+# the code that the references publish
 
 
 def test_the_single_example_runs_as_printed() -> None:
@@ -49,7 +49,7 @@ def test_the_single_example_runs_as_printed() -> None:
     assert output_ids == plain[: [*plain, 1].index(1) + 1]
     assert output_text and 0 < accept_rate < 1
 
-    torch.manual_seed(1)  # a text that is long enough for a rate
+    torch.manual_seed(1)  # a text that is long enough to measure a rate
     output_ids, accept_rate = speculative_generate(
         inputs,
         drafter,
@@ -65,7 +65,7 @@ def test_the_single_example_runs_as_printed() -> None:
 
 
 class Dataset(list[str]):
-    """What the loop asks of a data set: dataset[i:j]["prompt"]."""
+    """The one operation of a data set that the loop uses: dataset[i:j]["prompt"]."""
 
     def __getitem__(self, part: Any) -> Any:
         return {"prompt": list(self)[part]}
@@ -100,7 +100,7 @@ def test_the_batch_loop_runs_as_printed() -> None:
     assert lengths.count(max_new_tokens) >= 2
 
 
-def test_draft_tokens_are_varied_as_the_chapter_asks() -> None:
+def test_every_number_of_draft_tokens_decodes_and_reports_statistics() -> None:
     target_model, draft_model = pair()
     input_ids = torch.tensor([PROMPTS[1]])
     rates = {}
@@ -115,13 +115,13 @@ def test_draft_tokens_are_varied_as_the_chapter_asks() -> None:
     assert all(0 < rate < 1 for rate in rates.values()) and rates[8] < rates[2]
 
 
-# greedy is the target's greedy text
+# greedy decoding gives the target's greedy text
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("gamma", [0, 1, 5])
-def test_greedy_is_the_targets_own(name: str, gamma: int) -> None:
+def test_greedy_text_equals_the_targets(name: str, gamma: int) -> None:
     target, prompt = shared(name), PROMPTS[2]
     plain = reference(target, prompt, 24)
     options: dict[str, Any] = {"max_gen_len": 24, "eos_tokens_id": None}
@@ -137,12 +137,12 @@ def test_skipping_the_adjustment_leaves_greedy_exact(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("options", [{"use_cache": True}, {"first_target": False}, {"pad_token_id": None}])
-def test_what_an_option_does_not_change(options: dict[str, Any]) -> None:
+def test_cache_and_padding_options_do_not_change_the_text(options: dict[str, Any]) -> None:
     assert greedy(PROMPTS[1], **options) == greedy(PROMPTS[1])
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_and_two_tokens_can_be_had(count: int) -> None:
+def test_texts_of_one_and_two_tokens_are_correct(count: int) -> None:
     ids, rate = greedy(PROMPTS[0], max_gen_len=count)
     assert ids == reference(shared("qwen2"), PROMPTS[0], count)
     assert rate == 0.0 if count == 1 else rate in (0.0, 1.0)
@@ -179,7 +179,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert speculative_generate_batch([], drafter, target) == ([], [], [])
 
 
-def test_the_seed_is_torchs() -> None:
+def test_sampling_follows_torchs_seed() -> None:
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -187,7 +187,7 @@ def test_the_seed_is_torchs() -> None:
     assert texts[:2] == texts[2:4] and texts[0] != texts[1] and texts[0] != texts[4]
 
 
-def test_an_end_token_is_1_unless_said_otherwise() -> None:
+def test_the_default_end_token_is_1() -> None:
     inputs = WORDS("u:Explain quantum computing in simple terms..a:").input_ids
     plain = reference(shared("gpt2"), inputs, 20)
     assert 0 < plain.index(1) < 19

@@ -1,4 +1,4 @@
-"""Text sampled through the reference signatures follows the processor's distribution, as the references write it."""
+"""Text sampled through the reference signatures follows the processor's distribution as the references define it."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ RUNS = 400
 
 
 class Sharpened(LogitsProcessor):
-    """A user's own: edits its input in place, as such code does, and draws for itself."""
+    """A user's processor that edits its input in place and draws its own samples."""
 
     def _process(self, logits: Tensor) -> Tensor:
         logits[..., 2] = -1e20
@@ -47,14 +47,14 @@ class Sharpened(LogitsProcessor):
 
 
 class Peaked(MultinomialProcessor):
-    """A user's own that draws like a known one."""
+    """A user's processor that samples like a known one."""
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits * logits.abs()
 
 
 class Inherited(NucleusProcessor):
-    """A user's own on top of a known one: nothing but its distribution is new."""
+    """A user's processor derived from a known one, with another distribution only."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return 0.5 * super().__call__(logits) + 0.5 / logits.shape[-1]
@@ -113,12 +113,12 @@ def target_logits() -> Array:
 @cache
 def exact_distribution(name: str) -> Array:
     """[VOCAB ** COUNT] the probability of every continuation of PROMPT under a formula."""
-    found = np.ones(1)
+    probs = np.ones(1)
     for j in range(COUNT):
         rows = target_logits()[:: VOCAB ** (COUNT - 1 - j), len(PROMPT) - 1 + j]
         following = np.stack([PROCESSORS[name][1](row) for row in rows])
-        found = (found[:, None] * following).reshape(-1)
-    return found
+        probs = (probs[:, None] * following).reshape(-1)
+    return probs
 
 
 def observe(name: str, runs: int = RUNS, **options: Any) -> tuple[list[list[int]], list[Stats]]:
@@ -141,11 +141,11 @@ observed = cache(observe)
 
 
 def matches(texts: list[list[int]], name: str) -> bool:
-    """Whether the chi-square test finds the texts drawn from a formula's distribution."""
+    """Whether a chi-square test accepts that the texts follow a formula's distribution."""
     return p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-# of those with options of our own, whose distribution is compared below to the last digits, one is sampled
+# only one processor with native options is sampled: their distributions are compared digit by digit below
 SAMPLED = ("top-k", "own draws", "own process", "own distribution")
 
 
@@ -165,7 +165,7 @@ def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("multinomial", marks=pytest.mark.exhaustive), "warm nucleus"])
-def test_skipping_the_adjustment_is_caught_and_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipping_the_adjustment_is_caught_and_announced_as_lossy(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         texts, stats = observe(name, 2 * RUNS, skip_sample_adjustment=True)
     assert not matches(texts, name) and not any(stat.lossless for stat in stats)
@@ -187,7 +187,7 @@ def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatc
     assert not matches(observe("own draws", 2 * RUNS)[0], "own draws")
 
 
-def test_the_chapters_decoder_samples_the_full_softmax() -> None:
+def test_decode_samples_from_the_full_softmax() -> None:
     torch.manual_seed(3)
     decoder = SpeculativeDecoder(model("llama"), close("llama"), draft_tokens=2)
     texts = [decoder.decode(torch.tensor([PROMPT]), COUNT)[0, len(PROMPT) :].tolist() for _ in range(RUNS // 2)]
@@ -196,8 +196,8 @@ def test_the_chapters_decoder_samples_the_full_softmax() -> None:
 
 
 @pytest.mark.parametrize("name", ["multinomial", "top-k", "nucleus", "both"])
-def test_native_options_have_the_distribution_of_the_processor(name: str) -> None:
-    """The fast path is the slow one: frequencies could not tell small differences apart."""
+def test_a_processor_run_as_native_options_has_the_same_distribution(name: str) -> None:
+    """The fast path is compared with the slow one directly, as frequencies could not show small differences."""
     processor = PROCESSORS[name][0]
     assert distribution._native(processor) is not None
     kind = type(processor)
@@ -219,10 +219,10 @@ def _distribution(params: SamplingParams, logits: Tensor) -> Array:
     return sampler.probs(sampler.scores(logits[:, None], nothing))[:, 0].numpy()
 
 
-def test_one_prompt_is_a_batch_of_one() -> None:
+def test_a_single_prompt_gives_the_result_of_a_batch_of_one() -> None:
     for name in ("plain", "warm nucleus", "own draws"):
-        both = []
-        for one in (True, False):
+        outcomes = []
+        for is_single in (True, False):
             torch.manual_seed(4)
             options: dict[str, Any] = {
                 "logits_processor": PROCESSORS[name][0],
@@ -230,9 +230,9 @@ def test_one_prompt_is_a_batch_of_one() -> None:
                 "max_gen_len": 12,
             }
             models = close("llama"), model("llama")
-            if one:
-                both.append(speculative_generate(PROMPT, *models, **options))
+            if is_single:
+                outcomes.append(speculative_generate(PROMPT, *models, **options))
             else:
                 ids, rates, _ = speculative_generate_batch([PROMPT], *models, **options)
-                both.append((ids[0], rates[0]))
-        assert both[0] == both[1] and len(both[0][0]) == 12
+                outcomes.append((ids[0], rates[0]))
+        assert outcomes[0] == outcomes[1] and len(outcomes[0][0]) == 12

@@ -1,4 +1,4 @@
-"""The reference signatures: what calls leave behind, what debug output says, what is refused."""
+"""The reference signatures: state after a call, debug output, and refused arguments."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ from tests.support.tiny_models import fresh, perturbed, prompts, reference, shar
 
 pytestmark = pytest.mark.slow
 
-# what the calls leave behind
+# State after a call
 
 
 def test_models_are_freed_with_their_last_user() -> None:
@@ -45,7 +45,7 @@ def test_models_are_freed_with_their_last_user() -> None:
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_a_decoder_is_built_once_and_anew_where_the_models_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_is_reused_until_its_models_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
     original = decoder_cache._DecoderInsideGenerate
     monkeypatch.setattr(decoder_cache, "_DecoderInsideGenerate", lambda *a, **k: built.append(a) or original(*a, **k))
@@ -54,16 +54,16 @@ def test_a_decoder_is_built_once_and_anew_where_the_models_changed(monkeypatch: 
         first = speculative_generate(PROMPTS[0], drafter, target, eos_tokens_id=None)[0]
         autoregressive_generate(PROMPTS[0], target)
     assert len(built) == 1
-    target.load_state_dict(fresh("llama", 2).state_dict())  # trained in between: nothing is remembered
+    target.load_state_dict(fresh("llama", 2).state_dict())  # new weights: nothing may be remembered
     second = speculative_generate(PROMPTS[0], drafter, target, eos_tokens_id=None)[0]
     assert len(built) == 1 and second == reference(target, PROMPTS[0], 40) != first
     speculative_generate(PROMPTS[0], fresh("llama", 3), target)
     assert len(built) == 2
     assert autoregressive_generate(PROMPTS[0], target.double(), eos_tokens_id=None) == reference(target, PROMPTS[0], 40)
-    assert len(built) == 2  # a model of another type is looked at anew by the decoder that it has
+    assert len(built) == 2  # the decoder of a model examines the model again after its type changed
 
 
-def test_copies_and_pickles_of_a_model_go_without_its_decoder() -> None:
+def test_copies_and_pickles_of_a_model_do_not_carry_its_decoder() -> None:
     target = fresh("llama")
     before = target.state_dict().keys()
     speculative_generate(PROMPTS[0], target, target)
@@ -84,16 +84,16 @@ def test_heads_padded_differently_need_the_tokenizer() -> None:
 # debug output
 
 
-def test_debug_tells_accepted_from_rejected_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_output_distinguishes_accepted_from_rejected_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
     ids, rate = greedy(PROMPTS[1], tokenizer=WORDS, debug=True)
     out, err = capsys.readouterr()
-    said = re.findall(r"(accepted|rejected|unused|recovered|bonus|plain) (\[.*?\])(?=,|$)", err, re.MULTILINE)
+    groups = re.findall(r"(accepted|rejected|unused|recovered|bonus|plain) (\[.*?\])(?=,|$)", err, re.MULTILINE)
     names = {
-        kind: [name for what, found in said if what == kind for name in ast.literal_eval(found)] for kind, _ in said
+        kind: [name for what, found in groups if what == kind for name in ast.literal_eval(found)] for kind, _ in groups
     }
     assert out == "" and err.startswith("row 0 round 1: ") and err.endswith("end (length)\n")
     assert rate == len(names["accepted"]) / sum(len(names.get(k, [])) for k in ("accepted", "rejected", "unused"))
-    committed = [n for what, found in said if what not in ("rejected", "unused") for n in ast.literal_eval(found)]
+    committed = [n for what, found in groups if what not in ("rejected", "unused") for n in ast.literal_eval(found)]
     assert committed == WORDS.convert_ids_to_tokens(ids)
 
 
@@ -103,7 +103,7 @@ def test_debug_shows_ids_without_a_tokenizer(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_debug_marks_drafts_behind_the_end_as_unused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_output_marks_drafts_after_the_end_as_unused(capsys: pytest.CaptureFixture[str]) -> None:
     target = shared("qwen2")
     plain = reference(target, PROMPTS[0], 9)
     speculative_generate(PROMPTS[0], target, target, gamma=8, max_gen_len=9, eos_tokens_id=plain[2], debug=True)
@@ -158,7 +158,7 @@ class OwnDraw(MultinomialProcessor):
         ({"models": (shared("qwen2"), "gpt2")}, "target is a str; allowed: a loaded"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         greedy(PROMPTS[0], **options)
 
@@ -185,7 +185,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         (lambda: chapter(torch.ones(1, 96).long(), 1), "input_ids has 96 tokens; allowed: at most 95"),
     ],
 )
-def test_wrong_inputs_are_named(make: Callable[[], Any], message: str) -> None:
+def test_invalid_inputs_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
 

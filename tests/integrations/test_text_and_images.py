@@ -1,4 +1,4 @@
-"""Models that read text and images: their text is `generate`'s, by our loop, from a folder, and images are refused."""
+"""Models that read text and images: our loop writes the text of `generate`, and images are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ IDS = torch.tensor([[0, 0, 5, 9, 11, 5, 9, 11], [5, 9, 11, 5, 9, 11, 5, 20]])
 BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": [7, 49]}
 over_classes = pytest.mark.parametrize("name", mostly_slow(CONFIGS, "Gemma3ForConditionalGeneration"))
-TYPES = {  # what processors return beside the ids of a text: no token of it is an image's
+TYPES = {  # processors return this beside the ids of a text: no token belongs to an image
     "Gemma3ForConditionalGeneration": "token_type_ids",
     "Qwen2VLForConditionalGeneration": "mm_token_type_ids",
     "Qwen2_5_VLForConditionalGeneration": "mm_token_type_ids",
@@ -28,7 +28,7 @@ TYPES = {  # what processors return beside the ids of a text: no token of it is 
 
 
 @over_classes
-def test_a_text_without_images_is_that_of_generate(name: str) -> None:
+def test_a_multimodal_model_without_images_gives_the_text_of_generate(name: str) -> None:
     model, types = multimodal(name), {TYPES[name]: torch.zeros_like(IDS)} if name in TYPES else {}
     plain = model.generate(**BATCH, **GREEDY)
     for more in ({}, types):
@@ -39,7 +39,7 @@ def test_a_text_without_images_is_that_of_generate(name: str) -> None:
 
 @pytest.mark.slow
 @over_classes
-def test_a_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
+def test_a_multimodal_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
     model = multimodal(name)
     model.save_pretrained(tmp_path)
     plain = model.generate(**BATCH, **GREEDY | {"eos_token_id": None})[:, IDS.shape[1] :].tolist()
@@ -50,7 +50,7 @@ def test_a_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
     assert [text.token_ids for text in texts] == plain
 
 
-def test_a_folder_with_images_is_not_quantised_at_load(tmp_path: Path) -> None:
+def test_a_multimodal_folder_cannot_be_quantised_at_load(tmp_path: Path) -> None:
     multimodal("Gemma3ForConditionalGeneration").save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"quantize='int8', but .* more parts than a language model \(text_config\)"):
         SpeculativeDecoder(str(tmp_path), quantize="int8")
@@ -69,7 +69,7 @@ def test_images_are_refused_by_name(message: str) -> None:
         model.generate(**BATCH, **GREEDY, **MEDIA[message], custom_generate=custom_generate)
 
 
-def test_zeros_that_mean_something_are_refused() -> None:
+def test_token_types_of_zero_are_refused_if_the_model_embeds_them() -> None:
     types = {"token_type_ids": torch.zeros_like(IDS[1:])}  # GPT-2 adds an embedding for them
     model, prompt = fresh("gpt2"), {"input_ids": IDS[1:] % VOCAB, "attention_mask": torch.ones_like(IDS[1:])}
     bare = model.generate(**prompt, **GREEDY)
@@ -78,7 +78,7 @@ def test_zeros_that_mean_something_are_refused() -> None:
         model.generate(**prompt, **GREEDY, **types, custom_generate=custom_generate)
 
 
-def test_what_is_no_language_model_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_model_that_is_not_causal_is_refused_in_one_line(tmp_path: Path) -> None:
     transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2).save_pretrained(
         tmp_path
     )

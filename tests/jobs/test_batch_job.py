@@ -1,4 +1,4 @@
-"""A job answers every line once, with the text that `generate` gives, and what it refuses stops nothing else."""
+"""A job answers every line once, with the text of `generate`; a refused line does not stop the others."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ def decoder() -> SpeculativeDecoder:
     return toy()
 
 
-def test_every_text_is_that_of_the_request_alone_and_of_plain_decoding(
+def test_every_answer_of_a_job_equals_plain_decoding_of_its_request_alone(
     decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_job, "WINDOW", 8)  # several windows
     lines, plain = requests(30), toy(drafter="none", max_batch_size=1)
     report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", SamplingParams(top_k=9))
     assert counts(report) == (30, 0, 30, 0) and report.work.accepted_tokens > 0
-    found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
-    assert set(found) == {line["id"] for line in lines}
+    answers = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
+    assert set(answers) == {line["id"] for line in lines}
     for line in lines:
         wanted = {name: value for name, value in line.items() if name not in ("id", "prompt")}
         params = SamplingParams(**{"seed": seed_of(line["id"]), "top_k": 9} | wanted)
         alone = plain.generate(line["prompt"], params)
-        texts = [found[line["id"]], *found[line["id"]].get("alternatives", [])]
-        assert [one["text"] for one in texts] == [alone.text, *(other.text for other in alone.alternatives)]
-        assert [one["seed"] for one in texts] == [alone.seed, *(other.seed for other in alone.alternatives)]
+        texts = [answers[line["id"]], *answers[line["id"]].get("alternatives", [])]
+        assert [text["text"] for text in texts] == [alone.text, *(other.text for other in alone.alternatives)]
+        assert [text["seed"] for text in texts] == [alone.seed, *(other.seed for other in alone.alternatives)]
         assert texts[0]["output_tokens"] == len(alone.token_ids)
         assert texts[0]["finish_reason"] == alone.finish_reason
 
 
 @pytest.mark.slow
-def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp_path: Path) -> None:
+def test_order_batch_size_and_drafter_do_not_change_a_byte(tmp_path: Path) -> None:
     lines = [*requests(14), chat("c", "The heron", temperature=0.9), chat("d", "A sparrow", logprobs=True)]
     toy().batch(lines, tmp_path / "one.jsonl")
     random.Random(1).shuffle(lines)
     toy(drafter="none", max_batch_size=2).batch(lines, tmp_path / "two.jsonl")
     assert by_id(tmp_path / "one.jsonl") == by_id(tmp_path / "two.jsonl")
-    for line in lines:  # the negative control: other ids are other seeds
+    for line in lines:  # negative control: other ids give other seeds
         line.pop("seed", None)
         line["custom_id" if "body" in line else "id"] += "'"
     toy().batch(lines, tmp_path / "three.jsonl")
@@ -54,7 +54,7 @@ def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp
     assert sorted(texts[0]) != sorted(texts[1])
 
 
-def test_an_answer_of_openais_format_is_the_servers_without_what_differs_from_run_to_run(
+def test_an_answer_in_openais_format_equals_the_servers_without_times_and_metrics(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     lines = [
@@ -67,15 +67,15 @@ def test_an_answer_of_openais_format_is_the_servers_without_what_differs_from_ru
         },
     ]
     assert counts(decoder.batch(lines, tmp_path / "out.jsonl")) == (3, 0, 3, 0)
-    found = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
-    assert {one["status_code"] for one in found.values()} == {200}
-    body = found["a"]["body"]
+    responses = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
+    assert {entry["status_code"] for entry in responses.values()} == {200}
+    body = responses["a"]["body"]
     alone = decoder.generate("The heron", SamplingParams(max_tokens=12))
     assert body["choices"][0]["message"]["content"] == alone.text and body["object"] == "chat.completion"
     assert body["created"] == 0 and not {"timings", "metrics"} & set(body)
     assert set(body["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
-    assert [one["index"] for one in found["b"]["body"]["choices"]] == [0, 1]
-    scored = found["c"]["body"]["choices"][0]
+    assert [entry["index"] for entry in responses["b"]["body"]["choices"]] == [0, 1]
+    scored = responses["c"]["body"]["choices"][0]
     assert scored["text"] == "The" and scored["logprobs"]["token_logprobs"][0] is None
     assert len(scored["logprobs"]["token_logprobs"]) == 3
 
@@ -114,7 +114,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_a_bad_line_is_told_with_its_number_and_the_others_are_answered(
+def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     good = {"id": "r1", "prompt": "The heron", "max_tokens": 4}
@@ -122,18 +122,21 @@ def test_a_bad_line_is_told_with_its_number_and_the_others_are_answered(
     report = decoder.batch(source, tmp_path / "out.jsonl")
     assert counts(report) == (len(REFUSED) + 2, 0, 2, len(REFUSED)) and report.remaining == 0
     assert set(by_id(tmp_path / "out.jsonl")) == {"r1", "7"}
-    told = {line["line"]: line for line in read(tmp_path / "out.errors.jsonl")}
-    assert sorted(told) == list(range(2, len(REFUSED) + 2))
+    failures = {line["line"]: line for line in read(tmp_path / "out.errors.jsonl")}
+    assert sorted(failures) == list(range(2, len(REFUSED) + 2))
     for number, (line, why) in enumerate(REFUSED, 2):
-        error = told[number]["error"]
+        error = failures[number]["error"]
         if isinstance(line, dict) and "custom_id" in line:
-            assert told[number]["custom_id"] == line["custom_id"] and told[number]["response"]["status_code"] >= 400
+            assert (
+                failures[number]["custom_id"] == line["custom_id"]
+                and failures[number]["response"]["status_code"] >= 400
+            )
             error = error["message"]
         assert error.startswith(why), error
     assert report.errors[0] == f"{source}, line 2: {REFUSED[0][1]}"
 
 
-def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
+def test_a_row_that_fails_fails_alone_and_is_retried_by_the_next_run(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     banned = {str(token): -1e9 for token in range(257)}
@@ -150,20 +153,20 @@ def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_a_line_that_is_nested_too_deep_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
-    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line's object is one more
+def test_a_line_nested_too_deeply_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line adds one level
     lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
     lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
     report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     too_deep = "lists and objects are nested too deep; allowed: at most 200 within one another"
     assert counts(report) == (5, 0, 1, 4) and "unknown option 'extra'" in report.errors[3]
-    assert [one.partition("line ")[2] for one in report.errors[:3]] == [f"{at}: {too_deep}" for at in (2, 3, 4)]
+    assert [error.partition("line ")[2] for error in report.errors[:3]] == [f"{at}: {too_deep}" for at in (2, 3, 4)]
     listed = [{"id": name, "prompt": "x", "extra": json.loads(lists)} for name, lists in list(deep.items())[:2]]
     report = decoder.batch([*listed, {"id": "text", "prompt": "x", "max_tokens": 2}], tmp_path / "listed.jsonl")
     assert counts(report) == (3, 0, 1, 2) and report.errors[0] == f"the list of requests, line 2: {too_deep}"
 
 
-def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_a_dictionary_that_is_not_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
     report = decoder.batch(lines, tmp_path / "out.jsonl")
     assert counts(report) == (3, 0, 1, 2)
@@ -183,16 +186,19 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch(tmp_path / "absent.jsonl", out)
 
 
-def test_listed_requests_may_name_token_ids_by_number_or_by_text(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_listed_requests_may_give_token_ids_as_numbers_or_texts(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     biases: dict[str, dict[object, float]] = {"int": {101: 20.0}, "str": {"101": 20.0}, "bool": {True: 1.0}}
     biases |= {"float": {1.5: 1.0}, "negative": {-1: 1.0}, "mixed": {5: 1.0, "6": 1.0}}
     lines = [{"id": id, "prompt": "The", "max_tokens": 3, "logit_bias": bias} for id, bias in biases.items()]
     report = decoder.batch(lines, tmp_path / "out.jsonl")
     assert {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")} == {"int": "eee", "str": "eee"}
-    told = {line["id"] or "mixed": line["error"] for line in read(tmp_path / "out.errors.jsonl")}
-    assert told["bool"] == "logit_bias: True; allowed: token ids"
-    assert told["float"] == "logit_bias: 1.5; allowed: token ids"
-    assert told["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0") and "not JSON" in told["mixed"]
+    failures = {line["id"] or "mixed": line["error"] for line in read(tmp_path / "out.errors.jsonl")}
+    assert failures["bool"] == "logit_bias: True; allowed: token ids"
+    assert failures["float"] == "logit_bias: 1.5; allowed: token ids"
+    assert (
+        failures["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0")
+        and "not JSON" in failures["mixed"]
+    )
     assert report.failed == 4
 
 
@@ -204,23 +210,21 @@ def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: Specula
         {"id": "b", "prompt": "The heron", "min_tokens": 206},
     ]
     report = decoder.batch(lines, tmp_path / "out.jsonl", SamplingParams(temperature=0.8, max_tokens=205))
-    found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
-    assert set(found) == {"n", "m"} and len(found["n"]["alternatives"]) == 2 and found["m"]["output_tokens"] > 200
-    assert [one.partition("line ")[2] for one in report.errors] == [
+    answers = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
+    assert set(answers) == {"n", "m"} and len(answers["n"]["alternatives"]) == 2 and answers["m"]["output_tokens"] > 200
+    assert [error.partition("line ")[2] for error in report.errors] == [
         f"3: unknown option 'temprature'; allowed: {', '.join(vars(SamplingParams()))}; did you mean 'temperature'?",
         "4: min_tokens=206; allowed: 0 to max_tokens (205)",
     ]
 
 
-def test_token_ids_and_logprobs_are_reported_where_they_are_asked_for(
-    decoder: SpeculativeDecoder, tmp_path: Path
-) -> None:
+def test_token_ids_and_logprobs_are_reported_on_request(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     line = {"id": "a", "prompt": "The heron", "max_tokens": 5, "logprobs": 1}
     decoder.batch([line], tmp_path / "out.jsonl", token_ids=True)
-    (found,) = read(tmp_path / "out.jsonl")
+    (answer,) = read(tmp_path / "out.jsonl")
     alone = decoder.generate("The heron", SamplingParams(max_tokens=5, logprobs=1))
-    assert found["token_ids"] == alone.token_ids
-    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in alone.logprobs or ()]
+    assert answer["token_ids"] == alone.token_ids
+    assert [entry["logprob"] for entry in answer["logprobs"]] == [entry.logprob for entry in alone.logprobs or ()]
 
 
 def test_requests_may_have_constraints_and_predictions(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
@@ -230,12 +234,12 @@ def test_requests_may_have_constraints_and_predictions(decoder: SpeculativeDecod
         {"id": "b", "prompt": "The heron", "prediction": " was slow and never wrong", "max_tokens": 20},
     ]
     assert decoder.batch(lines, tmp_path / "out.jsonl").answered == 2
-    found = {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")}
-    assert found["a"] in ("stone", "fish")
-    assert found["b"] == decoder.generate("The heron", SamplingParams(max_tokens=20)).text
+    texts = {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")}
+    assert texts["a"] in ("stone", "fish")
+    assert texts["b"] == decoder.generate("The heron", SamplingParams(max_tokens=20)).text
 
 
-def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first(
+def test_requests_with_a_common_prefix_run_in_sequence_and_the_longest_run_first(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     from slipstream.jobs.job_lines import Line
@@ -246,10 +250,10 @@ def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first
     prompts = ["long " * 30, shared + "one", "short", shared + "two and more", "long " * 20, shared + "three" * 9]
     reader = LineReader(decoder, JobOptions())
     asked = [reader.request_of(Line(at, {"id": at, "prompt": prompt})) for at, prompt in enumerate(prompts)]
-    assert [one.line.number for one in ordered(asked, first_row, 1)] == [0, 4, 5, 3, 1, 2]
-    assert [one.line.number for one in ordered(asked, first_row, 4096)] == [0, 4, 5, 3, 1, 2]
+    assert [request.line.number for request in ordered(asked, first_row, 1)] == [0, 4, 5, 3, 1, 2]
+    assert [request.line.number for request in ordered(asked, first_row, 4096)] == [0, 4, 5, 3, 1, 2]
 
 
 def test_the_report_can_be_written_as_json(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
-    told = json.loads(json.dumps(decoder.batch(requests(3), tmp_path / "out.jsonl").to_dict()))
-    assert told["answered"] == 3 and told["remaining"] == 0 and told["work"]["output_tokens"] > 0
+    saved = json.loads(json.dumps(decoder.batch(requests(3), tmp_path / "out.jsonl").to_dict()))
+    assert saved["answered"] == 3 and saved["remaining"] == 0 and saved["work"]["output_tokens"] > 0

@@ -1,4 +1,4 @@
-"""What a job finds in its files: torn lines, other jobs, other processes; and Parquet beside JSON lines."""
+"""Files of a job with torn lines, with lines of another job, or in use by another process; and Parquet files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(decoder: SpeculativeDecoder, tmp_path_factory: pytest.TempPathFactory)
     return path.read_bytes()
 
 
-def test_wherever_an_output_is_cut_the_job_goes_on_to_the_same_lines(
+def test_a_job_continues_from_an_output_cut_anywhere_to_the_same_lines(
     decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -48,7 +48,7 @@ def test_wherever_an_output_is_cut_the_job_goes_on_to_the_same_lines(
 @pytest.mark.parametrize(
     "content", ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n", "[" * 100_000 + "\n"]
 )
-def test_a_file_that_no_job_has_written_is_left_alone(
+def test_a_file_that_no_job_has_written_is_refused_and_unchanged(
     content: str, decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     for name in ("out.jsonl", "out.errors.jsonl"):
@@ -82,21 +82,21 @@ def test_the_output_of_another_job_is_refused(decoder: SpeculativeDecoder, whole
     assert counts(decoder.batch([*LINES, {"id": "new", "prompt": "x", "max_tokens": 2}], out)) == (10, 9, 1, 0)
 
 
-def test_a_job_that_is_refused_leaves_the_errors_of_the_last_run(
+def test_a_refused_job_keeps_the_error_file_of_the_last_run(
     decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
 ) -> None:
     (tmp_path / "out.jsonl").write_bytes(whole)
-    errors, told = tmp_path / "out.errors.jsonl", '{"line": 3, "id": "r2", "error": "of the last run"}\n'
-    errors.write_text(told)
+    errors, earlier = tmp_path / "out.errors.jsonl", '{"line": 3, "id": "r2", "error": "of the last run"}\n'
+    errors.write_text(earlier)
     bad = {"prompt": "a line without an id"}
     with pytest.raises(UsageError, match="is not in 'the list of requests'"):
         decoder.batch([bad, *LINES[:5]], tmp_path / "out.jsonl")
-    assert errors.read_text() == told
+    assert errors.read_text() == earlier
     assert counts(decoder.batch([bad, *LINES], tmp_path / "out.jsonl")) == (10, 9, 0, 1)  # the control
     assert [line["line"] for line in read(errors)] == [1]
 
 
-def test_an_output_that_has_an_id_twice_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
+def test_an_output_with_a_duplicate_id_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_bytes(whole + whole.splitlines(keepends=True)[0])
     with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1; allowed: each id once"):
@@ -117,7 +117,7 @@ def test_two_processes_cannot_write_one_output(decoder: SpeculativeDecoder, tmp_
     assert decoder.batch(LINES, out).answered == 9
 
 
-def test_names_of_files_are_checked_first(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_file_names_are_checked_before_anything_is_written(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", LINES)
     for output, errors, why in (
         (source, None, "is the output and the input; allowed: two files"),
@@ -142,7 +142,7 @@ def test_a_file_without_lines_is_refused_and_nothing_is_written(
     with pytest.raises(UsageError, match=r"in\.jsonl' holds no requests; allowed: at least one line$"):
         decoder.batch(source, tmp_path / "out.jsonl")
     assert list(tmp_path.iterdir()) == [source]
-    assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # as generate([]) is no texts
+    assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # like generate([]), which is empty
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.parquet.jsonl", "out.errors.jsonl"])
@@ -155,7 +155,7 @@ def test_every_file_beside_a_parquet_output_is_checked(
         job_lines.JobFiles.of(LINES, tmp_path / "out.parquet")
 
 
-def test_an_answer_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append((tmp_path / "out.jsonl").stat().st_size))
     with JobOutput(tmp_path / "out.jsonl") as output:
@@ -165,23 +165,23 @@ def test_an_answer_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: 
     assert synced == [0, 22, 33]
 
 
-def test_parquet_in_and_out(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_a_parquet_job_gives_the_answers_of_json_lines(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     pyarrow = pytest.importorskip("pyarrow")
-    columns = dict.fromkeys(name for line in LINES for name in line)  # of a row without a value: null
+    columns = dict.fromkeys(name for line in LINES for name in line)  # a row without a value has null
     parquet.write_table(pyarrow.Table.from_pylist([columns | line for line in LINES]), tmp_path / "in.parquet")
     report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert counts(report) == (9, 0, 9, 0)
     decoder.batch(LINES, tmp_path / "out.jsonl")
-    found = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
+    row_of = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
     for line in read(tmp_path / "out.jsonl"):
         flat = {name: json.dumps(value) if isinstance(value, list) else value for name, value in line.items()}
-        told = {name: value for name, value in found[line["id"]].items() if value is not None}
-        assert told == flat
+        values = {name: value for name, value in row_of[line["id"]].items() if value is not None}
+        assert values == flat
     assert counts(decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")) == (9, 9, 0, 0)
 
 
-def test_parquet_without_pyarrow_is_told_first(
+def test_parquet_without_pyarrow_is_refused(
     decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

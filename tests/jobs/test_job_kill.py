@@ -1,4 +1,4 @@
-"""A job that is killed at random moments answers every id once, with the texts of a run that was left in peace."""
+"""A job that is killed at random moments answers every id once, with the texts of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.processes import PATIENCE, started
 pytestmark = pytest.mark.slow
 
 LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0.5) for at in range(20))]
-FORWARDS_BEFORE_KILL = 120  # at most, however late the kill comes: enough for many answers, not for all
+FORWARDS_BEFORE_KILL = 120  # a process stops here even if the kill comes late: enough for many answers, not for all
 SERVER = """
 import os, sys
 from tests.jobs.test_job_kill import FORWARDS_BEFORE_KILL, go_on
@@ -34,27 +34,27 @@ for folder in sys.stdin:
 
 
 def go_on(folder: str, max_forwards: int | None = None) -> None:
-    """Do what is missing of the job; after so many forwards, wait to be killed."""
+    """Answer the missing lines of the job; after FORWARDS_BEFORE_KILL forwards, wait to be killed."""
     torch.set_num_threads(1)
     decoder = toy()
     if max_forwards is not None:
         forward, turns = decoder.target.backend.forward, iter(range(max_forwards))
 
-        def limited(*given: Any, **options: Any) -> Any:
+        def limited(*arguments: Any, **options: Any) -> Any:
             if next(turns, None) is None:
                 signal.pause()
-            return forward(*given, **options)
+            return forward(*arguments, **options)
 
         decoder.target.backend.forward = limited  # type: ignore[method-assign]
     decoder.batch(LINES, Path(folder) / "out.jsonl")
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_changes_no_result(tmp_path: Path) -> None:
     rng, kept, kills = random.Random(3), b"", 0
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         while kills < 6 and kept.count(b"\n") < len(LINES) // 2:
             kept, kills = killed(server, tmp_path, kept, rng.uniform(0.0, 0.02)), kills + 1
-            if kills % 2:  # as if it had been killed amid a write
+            if kills % 2:  # as if the process had been killed during a write
                 with open(tmp_path / "out.jsonl", "ab") as file:
                     file.write(b'{"id":"r59","text":"half')
         assert server.stdin is not None
@@ -69,7 +69,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
 
 
 def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
-    """Start the job, kill it `delay` seconds after the first new answer; the whole lines it left."""
+    """Start the job and kill it `delay` seconds after the first new answer; return the complete lines."""
     server.stdin.write(f"{folder}\n")
     server.stdin.flush()
     child = int(server.stdout.readline())

@@ -1,4 +1,4 @@
-"""Which draft is verified where a prediction and the decoder's own drafter both have one."""
+"""Which draft is verified where both the prediction and the decoder's drafter have one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD = list(range(100, 160))
 
 @dataclass
 class Others:
-    """Drafts tokens 7 of the same acceptance probability; remembers what it was asked for."""
+    """Drafts only token 7, always with the same acceptance probability; records its calls."""
 
     probs: Sequence[float] | None
     asked: list[list[int]] = field(default_factory=list)
@@ -28,8 +28,8 @@ class Others:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         self.asked.append(list(lengths))
         sizes = [min(n, len(self.probs) if self.probs else 2) for n in lengths]
-        told = None if self.probs is None else [self.probs[:n] for n in sizes]
-        return Draft.from_lists([[7] * n for n in sizes], CPU, told)
+        acceptance_probs = None if self.probs is None else [self.probs[:n] for n in sizes]
+        return Draft.from_lists([[7] * n for n in sizes], CPU, acceptance_probs)
 
 
 def followed() -> Row:
@@ -40,9 +40,9 @@ def followed() -> Row:
     return made
 
 
-def proposed(others: Others, *, free: bool, length: int = 20) -> Draft:
+def proposed(others: Others, *, free_drafts: bool, length: int = 20) -> Draft:
     row = followed()
-    predict, sampler = PredictedDrafts(RowPredictions(lambda token: False), free_drafts=free), _sampler(row)
+    predict, sampler = PredictedDrafts(RowPredictions(lambda token: False), free_drafts=free_drafts), _sampler(row)
     return predict([row], [length], [length], lambda lengths: others.propose([row], lengths, sampler))
 
 
@@ -51,23 +51,28 @@ def _sampler(row: Row) -> Sampler:
 
 
 @pytest.mark.parametrize(
-    ("probs", "theirs"), [((0.995,) * 20, True), ((0.5, 0.2), False), (None, False)], ids=["surer", "worse", "untold"]
+    ("probs", "is_other_drafter"),
+    [((0.995,) * 20, True), ((0.5, 0.2), False), (None, False)],
+    ids=["surer", "worse", "untold"],
 )
-def test_the_draft_that_promises_more_is_taken(probs: Sequence[float] | None, theirs: bool) -> None:
-    draft = proposed(others := Others(probs), free=True)
+def test_the_draft_with_more_expected_tokens_is_taken(probs: Sequence[float] | None, is_other_drafter: bool) -> None:
+    draft = proposed(others := Others(probs), free_drafts=True)
     assert others.asked == [[20]]
-    assert draft.tokens[0, 0] == (7 if theirs else OLD[8]) and (draft.records[0].source == "prediction") != theirs
+    assert (
+        draft.tokens[0, 0] == (7 if is_other_drafter else OLD[8])
+        and (draft.records[0].source == "prediction") != is_other_drafter
+    )
 
 
-def test_a_drafter_whose_drafts_cost_forwards_is_not_asked_beside_a_prediction() -> None:
-    draft = proposed(others := Others((0.995,) * 20), free=False)
+def test_a_drafter_that_needs_forwards_is_not_asked_beside_a_prediction() -> None:
+    draft = proposed(others := Others((0.995,) * 20), free_drafts=False)
     assert others.asked == [[0]] and draft.tokens[0, 0] == OLD[8]
 
 
-def test_where_costs_do_not_decide_a_prediction_ends_where_it_is_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_ends_at_unlikely_tokens_unless_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     likely, unlikely = [0.9, 0.8, FLOOR], [FLOOR / 2] * 4
-    said = Proposal(OLD[8:15], [*likely, *unlikely])
-    monkeypatch.setattr(RowPredictions, "proposal", lambda self, row: said)
+    proposal = Proposal(OLD[8:15], [*likely, *unlikely])
+    monkeypatch.setattr(RowPredictions, "proposal", lambda self, row: proposal)
     row, others = followed(), Others(None)
     for decide, count in ((False, 3), (True, 7)):
         predict = PredictedDrafts(RowPredictions(lambda token: False), costs_decide=lambda row, decide=decide: decide)

@@ -24,12 +24,12 @@ WRONG = "There is no such text, and never was.\nNothing of it comes true."
 
 
 def toy(drafter: str = "none", **settings: Any) -> SpeculativeDecoder:
-    """Eight draft tokens a round, so that nothing depends on what forwards cost."""
+    """A decoder that always drafts eight tokens a round, so that measured times do not matter."""
     return SpeculativeDecoder("toy", drafter="ngram", **{"num_draft_tokens": 8} | settings).using(drafter)
 
 
 def edited(text: str) -> str:
-    """A token replaced, some left out, some put in."""
+    """The text with a token replaced, some removed and some inserted."""
     return f"{text[:9]}x{text[10:20]}{text[24:30]} and more{text[30:]}"
 
 
@@ -41,7 +41,7 @@ def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> R
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
 @pytest.mark.parametrize("count", mostly_slow([8, "auto"], 8))
-def test_the_text_is_plain_decodings_beside_every_drafter(
+def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
     count: int | str, drafter: str, params: SamplingParams
 ) -> None:
     decoder = toy(drafter, acceptance="match", num_draft_tokens=count)
@@ -60,21 +60,21 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
 )
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_plain_decodings_beside_a_draft_model(
+def test_predictions_keep_the_text_of_plain_decoding_with_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]
 ) -> None:
     made = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter=drafter, acceptance="match", **settings)
     texts = prompts((4, 20, 9))
     expected = [plain(made, text, params).token_ids for text in texts]
-    given = [expected[0], None, [*expected[2][:8], 5, 6, *expected[2][12:]]]
-    results = made.generate(texts, [replace(params, prediction=one) for one in given])
+    guesses = [expected[0], None, [*expected[2][:8], 5, 6, *expected[2][12:]]]
+    results = made.generate(texts, [replace(params, prediction=guess) for guess in guesses])
     assert [result.token_ids for result in results] == expected
-    told = [result.stats.accepted_prediction_tokens for result in results]
-    assert told[1] is None and (min(told[0] or 0, told[2] or 0) > 10 or not settings)
+    accepted = [result.stats.accepted_prediction_tokens for result in results]
+    assert accepted[1] is None and (min(accepted[0] or 0, accepted[2] or 0) > 10 or not settings)
 
 
 @pytest.mark.parametrize("draft", ["toy:2", None])
-def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(draft: str | None) -> None:
+def test_trees_are_drafted_beside_predictions(draft: str | None) -> None:
     if draft is None:
         decoder = SpeculativeDecoder("toy", drafter="token_recycling", num_draft_tokens="4x2")
     else:
@@ -82,15 +82,15 @@ def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(
     texts = ["The heron", "A sparrow", "It flew"]
     options = [GREEDY, GREEDY, replace(GREEDY, max_tokens=2 * GREEDY.max_tokens)]
     expected = [plain(toy(), text, params) for text, params in zip(texts, options, strict=True)]
-    given = [expected[0].text, None, WRONG]
-    asked = [replace(params, prediction=one) for params, one in zip(options, given, strict=True)]
+    guesses = [expected[0].text, None, WRONG]
+    asked = [replace(params, prediction=guess) for params, guess in zip(options, guesses, strict=True)]
     results = decoder.generate(texts, asked)
-    assert [result.token_ids for result in results] == [one.token_ids for one in expected]
-    assert any(done.parents for result in results for done in result.rounds)  # trees beside chains of a prediction
+    assert [result.token_ids for result in results] == [guess.token_ids for guess in expected]
+    assert any(round.parents for result in results for round in result.rounds)  # trees beside predicted chains
 
 
-def test_a_wrong_prediction_takes_the_place_of_no_draft() -> None:
-    """What retrieval drafts goes before first guesses; a right one still comes to its turn."""
+def test_a_wrong_prediction_replaces_no_retrieved_draft() -> None:
+    """Retrieved drafts take precedence over an unproven prediction; a right prediction is still used later."""
     decoder = toy("ngram", num_draft_tokens=8)
     prompt, params = "A heron stood. A heron stood. A heron", replace(GREEDY, max_tokens=40)
     without = decoder.generate(prompt, params)
@@ -101,18 +101,18 @@ def test_a_wrong_prediction_takes_the_place_of_no_draft() -> None:
     assert wrong.stats.num_rounds <= without.stats.num_rounds and right.stats.num_rounds < without.stats.num_rounds
 
 
-def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:
+def test_rows_without_a_prediction_are_drafted_as_if_alone() -> None:
     decoder = toy("ngram", num_draft_tokens=5)
     alone = decoder.generate("A sparrow", GREEDY)
     text = plain(decoder, "The heron", GREEDY).text
     beside = decoder.generate(["The heron", "A sparrow"], [replace(GREEDY, prediction=text), GREEDY])[1]
-    assert [done.draft for done in beside.rounds] == [done.draft for done in alone.rounds]
+    assert [round.draft for round in beside.rounds] == [round.draft for round in alone.rounds]
     assert beside.stats.accepted_prediction_tokens is beside.stats.rejected_prediction_tokens is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
-def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) -> None:
+def test_a_seed_with_a_prediction_repeats_its_text_under_every_rule(acceptance: str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
     prompt = prompts((6,))[0]
     guess = plain(decoder, prompt, SAMPLED).token_ids
@@ -121,19 +121,23 @@ def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) ->
     if acceptance == "auto":  # lengths follow measured times, which no text depends on
         assert first.token_ids == guess
     else:
-        assert [done.draft for done in first.rounds] == [done.draft for done in again.rounds]
+        assert [round.draft for round in first.rounds] == [round.draft for round in again.rounds]
     assert (first.stats.accepted_prediction_tokens or 0) > 0
 
 
-def test_stop_strings_logprobs_and_several_texts_are_those_without_a_prediction() -> None:
+def test_a_prediction_does_not_change_stop_strings_logprobs_or_several_texts() -> None:
     decoder, text = toy("suffix"), plain(toy(), "The heron", GREEDY).text
     params = replace(SAMPLED, n=2, logprobs=2, stop=[text[30:34]])
     without = decoder.generate("The heron", params)
     result = decoder.generate("The heron", replace(params, prediction=text))
-    for one, other in zip([result, *result.alternatives], [without, *without.alternatives], strict=True):
-        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
-        assert one.logprobs == other.logprobs
-        assert one.stats.accepted_prediction_tokens is not None
+    for predicted, unpredicted in zip([result, *result.alternatives], [without, *without.alternatives], strict=True):
+        assert (predicted.text, predicted.token_ids, predicted.finish_reason) == (
+            unpredicted.text,
+            unpredicted.token_ids,
+            unpredicted.finish_reason,
+        )
+        assert predicted.logprobs == unpredicted.logprobs
+        assert predicted.stats.accepted_prediction_tokens is not None
 
 
 changes = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 8), st.binary(max_size=8)), max_size=5)
@@ -159,14 +163,14 @@ def _toy(drafter: str) -> SpeculativeDecoder:
     return toy(drafter, max_batch_size=2)
 
 
-def test_a_loop_that_kept_the_prediction_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: a rule that accepts whatever a prediction says changes the text."""
+def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a rule that accepts every predicted token changes the text."""
     from slipstream.core import acceptance, session
 
     def credulous(choice: Any, draft: Draft) -> Any:
         verdict = right(choice, draft)
-        said = draft.lengths_on_device[:, 0]
-        return replace(verdict, accepted=said, next_token=choice.gather(1, said[:, None])[:, 0])
+        lengths = draft.lengths_on_device[:, 0]
+        return replace(verdict, accepted=lengths, next_token=choice.gather(1, lengths[:, None])[:, 0])
 
     right, decoder = acceptance.match, toy()
     expected = plain(decoder, "The heron", GREEDY)
@@ -175,42 +179,44 @@ def test_a_loop_that_kept_the_prediction_unseen_would_be_noticed(monkeypatch: py
     assert decoder.generate("The heron", replace(GREEDY, prediction=WRONG)).token_ids != expected.token_ids
 
 
-def test_counts_are_those_of_the_rounds_and_every_round_says_what_it_took_from_the_prediction() -> None:
+def test_counts_of_prediction_tokens_are_summed_over_rounds() -> None:
     decoder = toy("ngram")
     text = plain(decoder, "The heron", GREEDY).text
     result = decoder.generate("The heron", replace(GREEDY, prediction=edited(text)))
     stats, rounds = result.stats, result.rounds
-    predicted = sum(done.num_prediction_tokens or 0 for done in rounds)
+    predicted = sum(round.num_prediction_tokens or 0 for round in rounds)
     assert predicted == (stats.accepted_prediction_tokens or 0) + (stats.rejected_prediction_tokens or 0) > 0
-    assert {done.num_prediction_tokens for done in rounds} >= {0}
-    told = result.to_dict()
-    assert told["stats"]["accepted_prediction_tokens"] == stats.accepted_prediction_tokens
-    assert [one["num_prediction_tokens"] for one in told["rounds"]] == [done.num_prediction_tokens for done in rounds]
-    assert result.debug().plain.count(" prediction") == sum(bool(done.num_prediction_tokens) for done in rounds)
+    assert {round.num_prediction_tokens for round in rounds} >= {0}
+    saved = result.to_dict()
+    assert saved["stats"]["accepted_prediction_tokens"] == stats.accepted_prediction_tokens
+    assert [saved_round["num_prediction_tokens"] for saved_round in saved["rounds"]] == [
+        round.num_prediction_tokens for round in rounds
+    ]
+    assert result.debug().plain.count(" prediction") == sum(bool(round.num_prediction_tokens) for round in rounds)
 
 
-def test_drafts_grow_long_where_the_prediction_keeps_being_right() -> None:
+def test_drafts_grow_long_while_the_prediction_is_right() -> None:
     decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", reproducible=False, num_draft_tokens=64)
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     prompt = prompts((6,))[0]
     expected = plain(decoder, prompt, params).token_ids
     result = decoder.generate(prompt, replace(params, prediction=expected))
     assert result.token_ids == expected and result.stats.num_rounds < 20
-    assert max(done.num_draft_tokens for done in result.rounds) > 30
+    assert max(round.num_draft_tokens for round in result.rounds) > 30
 
 
-def test_a_number_of_draft_tokens_bounds_predictions_too() -> None:
+def test_num_draft_tokens_also_bounds_predictions() -> None:
     text = plain(toy(), "The heron", GREEDY).text
     for decoder, params in (
         (toy("ngram", num_draft_tokens=3), GREEDY),
         (toy("ngram"), replace(GREEDY, num_draft_tokens=3)),
     ):
         result = decoder.generate("The heron", replace(params, prediction=text))
-        assert max(done.num_draft_tokens for done in result.rounds) == 3
+        assert max(round.num_draft_tokens for round in result.rounds) == 3
         assert result.stats.accepted_prediction_tokens == result.stats.num_accepted_tokens
 
 
-def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
+def test_the_drafters_policy_learns_nothing_from_predictions() -> None:
     decoder = toy("ngram", num_draft_tokens="auto")
     text = plain(decoder, "The heron", GREEDY).text
     decoder.generate("The heron", replace(GREEDY, prediction=text))
@@ -218,10 +224,10 @@ def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
     row, at_first = Row(0, [1], GREEDY, seed=0), Positions(8).acceptance_probs(Row(1, [1], GREEDY, seed=0), 4)
     assert policy._positions.acceptance_probs(row, 4) == at_first
     decoder.generate("The heron", GREEDY)
-    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds of its own do teach it
+    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds without a prediction do teach it
 
 
-def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
+def test_a_wrong_prediction_costs_few_rounds_and_few_tokens() -> None:
     params = SamplingParams(max_tokens=300)
     decoder = toy("ngram", num_draft_tokens=5)
     without = decoder.generate("The heron", params).stats
@@ -239,14 +245,14 @@ def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
         ({}, {"prediction": "a", "num_draft_tokens": 0}, "prediction with num_draft_tokens=0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(made: Any, params: dict[str, Any], message: str) -> None:
+def test_an_invalid_constraint_is_refused_in_one_line(made: Any, params: dict[str, Any], message: str) -> None:
     decoder = SpeculativeDecoder("toy", **made)
     with pytest.raises(UsageError) as refusal:
         decoder.generate("The heron", SamplingParams(**params))
     assert message in str(refusal.value) and "allowed" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_text_needs_a_tokenizer() -> None:
+def test_a_prediction_as_text_needs_a_tokenizer() -> None:
     decoder = SpeculativeDecoder(shared("llama"))
     with pytest.raises(UsageError, match="there is no tokenizer; allowed: a list of token ids"):
         decoder.generate([1, 2, 3], SamplingParams(prediction="text"))
@@ -254,7 +260,7 @@ def test_a_text_needs_a_tokenizer() -> None:
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_edit_by_a_real_model_is_plain_decodings(temperature: float) -> None:
+def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:
     decoder = loaded().using("suffix")
     old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=1, prediction=old)

@@ -1,4 +1,4 @@
-"""What a row's prediction proposes, and how it learns what its proposals are worth."""
+"""The proposals of a row's prediction, and how it learns their acceptance."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,21 +27,21 @@ def predictions() -> RowPredictions:
 
 
 def drafted(made: Row, source: RowPredictions, tokens: Sequence[int]) -> None:
-    """A round in which the whole proposal is verified and the text goes on with these tokens."""
+    """Commit these tokens in a round that verifies the whole proposal."""
     draft, start = tuple(source.proposal(made).tokens), len(made.tokens)
     right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens, strict=False)))
     made.tokens += tokens
-    done = Round(0, len(made.rounds), 1, start, draft, tuple(tokens), right, right < len(draft))
-    made.rounds.append(replace(done, num_prediction_tokens=len(draft)))
+    round = Round(0, len(made.rounds), 1, start, draft, tuple(tokens), right, right < len(draft))
+    made.rounds.append(replace(round, num_prediction_tokens=len(draft)))
 
 
-def test_the_first_proposal_is_the_beginning() -> None:
+def test_the_first_proposal_is_the_beginning_of_the_prediction() -> None:
     tokens, probs = predictions().proposal(row())
     assert tokens == OLD[: len(tokens)] and 0 < len(tokens) == len(probs) <= FIRST_CREDIT
     assert probs == sorted(probs, reverse=True) and MIN_FIRST_PROB <= probs[0] < 1
 
 
-def test_a_guess_proves_nothing_until_a_proposal_was_right() -> None:
+def test_a_prediction_counts_as_a_guess_until_a_proposal_was_right() -> None:
     made, source = row(), predictions()
     assert len(source.proposal(made).tokens) == GUESSED and source.only_guesses(made)
     made.tokens += [300]  # nothing was verified, and the text begins otherwise
@@ -54,11 +54,11 @@ def test_a_guess_proves_nothing_until_a_proposal_was_right() -> None:
     assert not other.only_guesses(proven)
 
 
-def test_a_row_without_a_prediction_gets_nothing() -> None:
+def test_a_row_without_a_prediction_gets_no_proposal() -> None:
     assert predictions().proposal(row([])) == NOTHING
 
 
-def test_a_prediction_that_keeps_being_right_is_drafted_as_far_as_it_can_be() -> None:
+def test_proposals_of_a_right_prediction_grow_to_the_longest_draft() -> None:
     made, source = row(), predictions()
     lengths = []
     for start in range(0, 168, 24):
@@ -69,7 +69,7 @@ def test_a_prediction_that_keeps_being_right_is_drafted_as_far_as_it_can_be() ->
     assert lengths == sorted(lengths)
 
 
-def test_a_wrong_prediction_falls_silent_within_a_few_rounds_and_speaks_again_when_it_is_right() -> None:
+def test_a_wrong_prediction_stops_proposing_until_it_is_right_again() -> None:
     made, source, asked = row(), predictions(), 0
     for at in range(60):
         asked += bool(source.proposal(made).tokens)
@@ -81,8 +81,8 @@ def test_a_wrong_prediction_falls_silent_within_a_few_rounds_and_speaks_again_wh
     assert len(again) >= 4 and again == OLD[70 : 70 + len(again)]
 
 
-def test_misleading_matches_are_believed_less_and_less() -> None:
-    """Two tokens agree again and again, and what follows never does."""
+def test_misleading_matches_lead_to_fewer_and_fewer_proposals() -> None:
+    """Two tokens of the prediction match again and again, and the token after them never does."""
     made, source, asked = row(), predictions(), 0
     source.proposal(made)
     for at in range(40):
@@ -95,7 +95,7 @@ def test_misleading_matches_are_believed_less_and_less() -> None:
     assert asked <= 12
 
 
-def test_what_one_row_shows_says_nothing_about_another() -> None:
+def test_what_one_row_learns_does_not_affect_another() -> None:
     source, wrong, right = predictions(), row(), row()
     before = source.proposal(right)
     for at in range(30):
@@ -105,22 +105,22 @@ def test_what_one_row_shows_says_nothing_about_another() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 17])
-def test_proposals_depend_on_the_text_alone(step: int) -> None:
-    """Rows that come by the same text in the same rounds are proposed the same, whoever asks in between."""
+def test_proposals_depend_only_on_the_text_and_its_rounds(step: int) -> None:
+    """Rows with the same text and the same rounds get the same proposals, even if others are requested between."""
     text = [*OLD[:30], 300, 301, *OLD[31:60], *OLD[70:90]]
-    one, other, source, second = row(), row(), predictions(), predictions()
+    first, other, first_source, second_source = row(), row(), predictions(), predictions()
     for start in range(0, len(text), step):
-        assert source.proposal(one) == source.proposal(one) == second.proposal(other)
-        one.tokens += text[start : start + step]
+        assert first_source.proposal(first) == first_source.proposal(first) == second_source.proposal(other)
+        first.tokens += text[start : start + step]
         other.tokens += text[start : start + step]
 
 
-@pytest.mark.parametrize(("most", "long"), [(predicted_drafts.MAX_LOST, True), (64.0, False)])
-def test_an_edit_in_a_long_draft_takes_little_of_what_was_earned(
-    most: float, long: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("max_lost", "long"), [(predicted_drafts.MAX_LOST, True), (64.0, False)])
+def test_an_edit_in_a_long_draft_shortens_the_next_ones_only_a_little(
+    max_lost: float, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
-    monkeypatch.setattr(predicted_drafts, "MAX_LOST", most)
+    """Otherwise one draft that was cut off early would shorten the next ones, however good the prediction has been."""
+    monkeypatch.setattr(predicted_drafts, "MAX_LOST", max_lost)
     made, source = row(), predictions()
     for start in range(0, 96, 24):
         drafted(made, source, OLD[start : start + 24])

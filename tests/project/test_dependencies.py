@@ -1,4 +1,4 @@
-"""What an installation brings: all that the commands import, and a library that needs four packages alone."""
+"""The dependencies of an installation: the commands can import what they need, and the library needs four packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def with_requirements(packages: set[str]) -> set[str]:
-    """These packages and all that they require, without extras, as far as it is installed."""
+    """These packages and all their installed requirements, without extras."""
     reached, waiting = set[str](), set(packages)
     while waiting:
         name = waiting.pop()
@@ -48,7 +48,7 @@ DECLARED = names(PROJECT["dependencies"])
 MODULES = {module: {normalised(name) for name in owners} for module, owners in packages_distributions().items()}
 
 
-def test_every_package_that_is_imported_is_installed() -> None:
+def test_every_imported_package_is_declared() -> None:
     optional = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
     allowed = with_requirements(DECLARED) | optional
     imported = {module.split(".")[0] for name in FILES for module in imports(name)}
@@ -56,19 +56,19 @@ def test_every_package_that_is_imported_is_installed() -> None:
     assert imported >= {"torch", "rich", "fastapi", "filelock"} and undeclared == set()
 
 
-def test_commands_need_no_extra() -> None:
-    """All that the packages import, but for what an extra's own file imports in a function."""
+def test_modules_import_no_extra_at_top_level() -> None:
+    """Every import of the packages, except those in functions of a file that belongs to an extra."""
     optional = names([text for extra in PROJECT["optional-dependencies"].values() for text in extra]) - {
         "slipstream-lm"
     }
     above = {module.split(".")[0] for name in FILES for module in imports(name, top_level=True)}
     extra = {module for module in above & MODULES.keys() if MODULES[module] & (optional - with_requirements(DECLARED))}
-    assert extra - {"ray"} == set()  # of files that only a cluster reads
+    assert extra - {"ray"} == set()  # imported by files that only a cluster runs
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
-def test_names_that_the_oldest_transformers_lacks_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the oldest version that is allowed; what it lacks was found by importing every module beside it."""
+def test_names_missing_from_the_oldest_transformers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names missing from the oldest allowed version were found by importing every module with it installed."""
     from transformers import cache_utils
 
     monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)  # which came with 5.23
@@ -79,7 +79,7 @@ def test_names_that_the_oldest_transformers_lacks_are_not_needed(monkeypatch: py
 
 
 @pytest.mark.slow
-def test_the_library_works_with_four_packages(tmp_path: Path) -> None:
+def test_the_library_works_with_its_four_core_packages_only(tmp_path: Path) -> None:
     blocked = with_requirements(DECLARED) - with_requirements(set(CORE))
     modules = sorted(module for module, owners in MODULES.items() if owners <= blocked)
     assert {"fastapi", "uvicorn", "gguf", "llguidance", "prompt_toolkit"} <= set(modules)
@@ -96,10 +96,10 @@ with slipstream.SpeculativeDecoder({str(tmp_path)!r}, drafter="ngram", num_draft
     print(len(decoder.generate([1, 2, 3], slipstream.SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, encoding="utf-8", check=False
     )
-    assert done.returncode == 0 and done.stdout == "4\n", done.stderr
+    assert process.returncode == 0 and process.stdout == "4\n", process.stderr
 
 
 def test_the_extra_all_names_extras_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, its figures stand on one page, and it stays short."""
+"""The documentation: its code runs, its links resolve, its figures stand on one page, and it stays short."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ FIGURE = re.compile(
 )
 MOST_WORDS = 20_000
 GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
-# Names of models in the documentation, which are not on every machine, and what the tests take for them.
+# Models that the documentation names, which are not on every machine, and their substitutes in the tests.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
 HELP = {"--help", "-h", "--help-all", "--version"}
 OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The code of a page in a language, but for blocks that are called a sketch."""
-    found = []
+    """The code blocks of a page in one language, except those marked as a sketch."""
+    codes = []
     for indent, name, more, code in BLOCK.findall(page.read_text(encoding="utf-8")):
         if name == language and "sketch" not in more:
-            found.append(re.sub(rf"(?m)^{indent}", "", code))
-    return found
+            codes.append(re.sub(rf"(?m)^{indent}", "", code))
+    return codes
 
 
 def prose(page: Path) -> str:
@@ -50,7 +50,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 @pytest.mark.smollm2
 @subcases("page", WITH_PYTHON, ids=lambda page: page.stem)
-def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = tmp_path / "small"
     fresh("llama", hidden_size=64, intermediate_size=128).save_pretrained(small)
@@ -67,7 +67,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, mo
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that a line calls, and the rest of the line."""
+    """The command that a line calls, and its arguments."""
     command: Any = typer.main.get_command(cli.app)
     while (parts := getattr(command, "commands", None)) and words and words[0] in parts:
         command, words = parts[words[0]], words[1:]
@@ -76,16 +76,16 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def problem_of(line: str) -> str | None:
-    """What is wrong with a line of shell, or None."""
+    """An error message for a line of shell, or None."""
     words = shlex.split(line, comments=True)
     while words and words[0] in ("cat",) and "|" in words:
         words = words[words.index("|") + 1 :]
     if not words:
         return None
     if words[0] == "slipstream":
-        command, rest = command_of(words[1:])
+        command, arguments = command_of(words[1:])
         names = {name for option in command.params for name in [*option.opts, *option.secondary_opts]} | HELP
-        used = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+        used = [word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)]
         return next((f"no option {name}" for name in used if name not in names), None)
     if words[0] == "make":
         targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def problem_of(line: str) -> str | None:
 
 
 @subcases("page", [page for page in PAGES if blocks(page, "sh")], ids=lambda page: page.stem)
-def test_options_of_shell_lines_exist(page: Path) -> None:
+def test_commands_and_options_in_shell_blocks_exist(page: Path) -> None:
     lines = [
         part
         for code in blocks(page, "sh")
@@ -117,12 +117,12 @@ def test_options_of_shell_lines_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["slipstream generate --no-such-option", "make nothing", "python benchmarks/gpu.py --nosuch", "frobnicate"]
 )
-def test_a_wrong_line_would_be_noticed(line: str) -> None:
+def test_a_wrong_shell_line_is_caught(line: str) -> None:
     assert problem_of(line) is not None
 
 
 @subcases("page", [page for page in PAGES if blocks(page, "json")], ids=lambda page: page.stem)
-def test_lines_of_json_are_json(page: Path) -> None:
+def test_json_blocks_are_valid_json(page: Path) -> None:
     for code in blocks(page, "json"):
         for line in code.splitlines():
             json.loads(line)
@@ -155,35 +155,35 @@ def test_links_and_their_anchors_exist(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def test_a_broken_anchor_would_be_noticed(tmp_path: Path) -> None:
+def test_a_broken_anchor_is_caught(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("# Title\n[a](#title) [b](#nothing) [c](other.md)\n")
     assert broken_links(tmp_path / "page.md") == ["#nothing", "other.md"]
 
 
 @subcases("page", [page for page in PAGES if page.name not in ("results.md", "README.md")], ids=lambda page: page.stem)
-def test_figures_of_speed_stand_on_the_results_page_alone(page: Path) -> None:
+def test_speed_figures_are_only_on_the_results_page(page: Path) -> None:
     assert FIGURE.findall(prose(page)) == []
 
 
-def test_figures_of_the_readme_are_those_of_the_results_page() -> None:
+def test_figures_of_the_readme_are_also_on_the_results_page() -> None:
     readme, results = prose(ROOT / "README.md"), (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     figures = re.findall(r"\| \**(\d+\.\d+)\** \|", readme)
     assert figures and all(figure in results for figure in figures)
     assert FIGURE.findall(readme) == []
 
 
-def test_a_figure_would_be_noticed() -> None:
+def test_a_speed_figure_in_prose_is_caught() -> None:
     for text in ("it is 1.7x plain", "runs 2.03 times as fast", "322 tokens per second"):
         assert FIGURE.findall(text), text
     assert not FIGURE.findall("`4x2` is a tree, 0x00, and 2 x layers")
 
 
 def words_of(page: Path) -> int:
-    """Words outside code: what has a letter in it."""
+    """The number of words outside code; a word has at least one letter."""
     return sum(bool(re.search(r"[A-Za-z]", word)) for word in prose(page).split())
 
 
-def test_every_picture_is_on_a_page() -> None:
+def test_every_picture_is_used_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     pictures = [file for file in (ROOT / "docs" / "images").iterdir() if file.suffix in (".png", ".svg")]
     assert pictures and [file.name for file in pictures if f"images/{file.name})" not in text] == []
@@ -195,7 +195,7 @@ def test_the_documentation_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install './slipstream[docs]'")
     pytest.importorskip("mkdocstrings")
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,4 +1,4 @@
-"""The examples run on the embedded model or the toy and show what they say; what is saved in them is clean."""
+"""The examples run on the embedded model or the toy and show what they promise; their saved output is clean."""
 
 import ast
 import contextlib
@@ -27,7 +27,7 @@ SETTINGS = {
     "SLIPSTREAM_REPEATS": "1",
     "OMP_NUM_THREADS": "1",
 }
-TOY = {"SLIPSTREAM_TARGET": "toy"}  # for what does not depend on the model
+TOY = {"SLIPSTREAM_TARGET": "toy"}  # for tests that do not depend on the model
 NAMES = ("getting_started", "top_k_acceptance", "longest_matching_prefix", "batches", "draft_length")
 URL_OR_TAG = re.compile(r"https?://\S+|<[^<>]*>")
 ABSOLUTE = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?[/\\][\w.-]+[/\\][\w.-]+")
@@ -50,7 +50,7 @@ def notebook(*cells: str) -> Any:
 
 
 def executed(name: str) -> str:
-    """What an example shows that the runner runs, in a process of its own."""
+    """The output of an example, run by the runner in a process of its own."""
     (path,) = run.examples(FOLDER, [name])
     before = path.read_bytes()
     outcome = run.run_example(path, SETTINGS)
@@ -60,7 +60,7 @@ def executed(name: str) -> str:
 
 
 def read_here(name: str, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, str] | None = None) -> str:
-    """What a notebook's code prints and displays in this process, which need not import everything anew."""
+    """The printed and displayed output of a notebook's code, run in this process to save imports."""
     for variable, value in {**SETTINGS, **(changes or {})}.items():
         monkeypatch.setenv(variable, value)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -72,7 +72,7 @@ def read_here(name: str, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, 
 
 
 def _displayed(source: str, names: dict[str, Any]) -> str:
-    """Run a cell; the HTML and the text of its last line's value."""
+    """Run a cell; return the value of its last line as HTML and as text."""
     *statements, last = ast.parse(source).body
     if not isinstance(last, ast.Expr):
         exec(compile(source, "cell", "exec"), names)
@@ -83,46 +83,51 @@ def _displayed(source: str, names: dict[str, Any]) -> str:
 
 
 def leaks(text: str) -> list[str]:
-    """Absolute paths in a text, and folders of this machine by name."""
-    found = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
-    return found + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
+    """Absolute paths in a text, and names of folders of this machine."""
+    paths = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
+    return paths + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
 
 
 @pytest.mark.smollm2
-def test_the_first_notebook_races_explains_and_keeps_every_text() -> None:
-    said = executed("getting_started")
-    race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", said, flags=re.MULTILINE)
+def test_getting_started_compares_speeds_with_identical_texts() -> None:
+    output = executed("getting_started")
+    race = re.findall(r"^ +[\d.]+ +[\d.]+ +[\d.]+x  (True|False) ", output, flags=re.MULTILINE)
     assert race == ["True"] * 3
-    lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", said, flags=re.MULTILINE)
+    lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", output, flags=re.MULTILINE)
     assert lengths == [(length, "True") for length in ("1", "4", "8", "auto")]
-    assert "<details>" in said and "round accepted/drafted" in said and "Result('" in said and "Stats(12 tokens" in said
-    assert re.search(r"^ended by: (stop|length)$", said, flags=re.MULTILINE) and "Italy" in said
-    assert "draft 'smollm2' for target 'smollm2': usable as is" in said and "SpeculativeDecoder('smollm2'" in said
+    assert (
+        "<details>" in output
+        and "round accepted/drafted" in output
+        and "Result('" in output
+        and "Stats(12 tokens" in output
+    )
+    assert re.search(r"^ended by: (stop|length)$", output, flags=re.MULTILINE) and "Italy" in output
+    assert "draft 'smollm2' for target 'smollm2': usable as is" in output and "SpeculativeDecoder('smollm2'" in output
 
 
 @pytest.mark.smollm2
-def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("top_k_acceptance", monkeypatch)
-    assert "exact is identical to plain: True" in said
-    assert "top 10 is identical to plain: False" in said
-    assert re.search(r"exact .* lossless: True", said) and re.search(r"top 10 .* lossless: False", said)
-    assert "<details>" in said, "the result does not display itself"
+def test_top_k_acceptance_shows_an_exact_and_a_different_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = read_here("top_k_acceptance", monkeypatch)
+    assert "exact is identical to plain: True" in output
+    assert "top 10 is identical to plain: False" in output
+    assert re.search(r"exact .* lossless: True", output) and re.search(r"top 10 .* lossless: False", output)
+    assert "<details>" in output, "the result does not display itself"
 
 
 @pytest.mark.smollm2
 def test_the_longest_matching_prefix_gives_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("longest_matching_prefix", monkeypatch)
-    assert re.search(r"speculative .* identical to plain: True", said)
-    assert re.search(r"hf generate .* s, identical to plain: (True|False)", said)
+    output = read_here("longest_matching_prefix", monkeypatch)
+    assert re.search(r"speculative .* identical to plain: True", output)
+    assert re.search(r"hf generate .* s, identical to plain: (True|False)", output)
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_say_what_they_say_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = read_here("batches", monkeypatch, TOY)
-    assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
-    assert "greedy text identical to plain: True" in said
-    assert "text of a seed identical to plain: True" in said
-    plain, _, batch = (int(n) for n in re.findall(r"tokens in (\d+) forwards", said)[:3])
+def test_the_batches_notebook_gives_the_texts_of_single_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = read_here("batches", monkeypatch, TOY)
+    assert output.count("batch identical to one by one: True") == 2, "greedy and nucleus"
+    assert "greedy text identical to plain: True" in output
+    assert "text of a seed identical to plain: True" in output
+    plain, _, batch = (int(n) for n in re.findall(r"tokens in (\d+) forwards", output)[:3])
     assert batch < plain
 
 
@@ -132,32 +137,32 @@ def test_every_draft_length_is_measured_and_plotted(draft: str, monkeypatch: pyt
     plt = pytest.importorskip("matplotlib.pyplot")
     shown = list[int]()
     monkeypatch.setattr(plt, "show", lambda: shown.extend(len(axes.lines) for axes in plt.gcf().axes))
-    said = read_here("draft_length", monkeypatch, TOY | {"SLIPSTREAM_DRAFT": draft})
-    rows = re.findall(r"^ +(\d) .* (True|False)$", said, flags=re.MULTILINE)
+    output = read_here("draft_length", monkeypatch, TOY | {"SLIPSTREAM_DRAFT": draft})
+    rows = re.findall(r"^ +(\d) .* (True|False)$", output, flags=re.MULTILINE)
     assert rows == [(str(length), "True") for length in range(2, 9)]
     plt.close("all")
     assert shown == [1, 2]
-    assert ("draft model: usable as is" in said) == bool(draft)
+    assert ("draft model: usable as is" in output) == bool(draft)
 
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("draft", ["", "smollm2"])
-def test_the_script_prints_its_text_and_its_acceptance_rate(
+def test_the_script_prints_text_and_acceptance_rate(
     draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for variable, value in (SETTINGS | {"SLIPSTREAM_DRAFT": draft}).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(sys, "argv", ["speculative_generate.py"])
     runpy.run_path(str(FOLDER / "speculative_generate.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert re.search(r"^Output: \S", said, flags=re.MULTILINE)
-    rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", said, flags=re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"^Output: \S", output, flags=re.MULTILINE)
+    rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", output, flags=re.MULTILINE)
     assert rate is not None
     assert not draft or rate.group(1) == "1.000", "a model that drafts for itself is always right"
 
 
 @pytest.mark.slow
-def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_fails_if_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, cell in (("good", "print('fine')"), ("bad", "raise ValueError('on purpose')")):
         nbformat.write(notebook(cell), tmp_path / f"{name}.ipynb")
     before = (tmp_path / "bad.ipynb").read_bytes()
@@ -168,7 +173,7 @@ def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.Capt
     assert nbformat.read(tmp_path / "good.ipynb", 4).cells[0].outputs[0].text == "fine\n"
 
 
-def test_the_runner_fails_where_a_script_fails_and_passes_settings_on(tmp_path: Path) -> None:
+def test_the_runner_fails_if_a_script_fails_and_passes_settings(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise SystemExit('no such model')")
     (tmp_path / "good.py").write_text(
         "import os; print(os.environ['SLIPSTREAM_TARGET'], os.environ['SLIPSTREAM_DRAFT'])"
@@ -195,12 +200,12 @@ def test_wrong_use_of_the_runner_is_one_clear_line(
     assert line in capsys.readouterr().err
 
 
-def test_the_examples_are_these() -> None:
+def test_every_example_is_known_and_listed_in_the_readme() -> None:
     assert {path.stem for path in NOTEBOOKS} == set(NAMES)
     assert [path.stem for path in run.examples(FOLDER)] == sorted([*NAMES, "speculative_generate"])
-    said = (FOLDER / "README.md").read_text()
-    assert all(path.name in said for path in run.examples(FOLDER))
-    assert min(said.index(path.name) for path in run.examples(FOLDER)) == said.index("getting_started.ipynb")
+    readme = (FOLDER / "README.md").read_text()
+    assert all(path.name in readme for path in run.examples(FOLDER))
+    assert min(readme.index(path.name) for path in run.examples(FOLDER)) == readme.index("getting_started.ipynb")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -233,12 +238,12 @@ def test_notebooks_import_public_names_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["target: /srv/models/a", "C:\\models\\a", "~/models/a", str(ROOT)])
-def test_a_path_of_this_machine_would_be_noticed(text: str) -> None:
+def test_a_path_of_this_machine_is_caught(text: str) -> None:
     assert leaks(text)
 
 
 @pytest.mark.parametrize(
     "text", ["https://arxiv.org/abs/2211.17192", "Qwen/Qwen3-14B", "3/5 50%", "<b>a</b>/x", "a / b"]
 )
-def test_links_and_hub_ids_are_no_paths(text: str) -> None:
+def test_links_and_hub_ids_do_not_count_as_paths(text: str) -> None:
     assert not leaks(text)

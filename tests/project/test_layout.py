@@ -1,4 +1,4 @@
-"""Which packages there are, that imports point one way, and (printed) how much the core is to read."""
+"""The packages, the direction of imports between them, and (printed) the size of the core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def graph() -> dict[str, set[str]]:
     return {name: {m for m in imports(name, typing=True) if m in FILES} for name in FILES}
 
 
-def test_the_root_holds_the_public_face_only() -> None:
+def test_the_root_package_has_only_public_modules() -> None:
     root = sorted(file.stem for file in SOURCE.glob("*.py"))
     print(f"modules at the root: {', '.join(root)}")
     assert root == ["__init__", "__main__", "checks", "config", "decoder", "durable_files", "errors", "version"]
@@ -37,7 +37,7 @@ def test_the_core_is_closed_under_imports() -> None:
     assert outside & {"torch", "numpy", "transformers", "safetensors", "rich", "typer"} == {"torch", "numpy"}
 
 
-def test_a_round_imports_through_few_floors() -> None:
+def test_the_import_chain_of_a_round_is_short() -> None:
     chain = longest_chain("slipstream.core.scheduler")
     print(f"longest import chain of a round: {len(chain)}: {' -> '.join(chain)}")
     assert set(chain) <= CORE | {"slipstream.errors"} and len(chain) <= 12
@@ -54,8 +54,8 @@ def test_packages_import_one_way(graph: dict[str, set[str]]) -> None:
     assert places.keys() == {".".join(name.split(".")[:2]) for name in FILES}
 
 
-def test_no_module_imports_one_that_imports_it(graph: dict[str, set[str]]) -> None:
-    assert graph["slipstream.wiring.engine_access"] >= {"slipstream.core.scheduler"}  # it is not empty
+def test_imports_form_no_cycle(graph: dict[str, set[str]]) -> None:
+    assert graph["slipstream.wiring.engine_access"] >= {"slipstream.core.scheduler"}  # the package is not empty
     finished: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -81,7 +81,7 @@ HF = (
 )
 
 
-def test_transformers_is_imported_in_its_own_packages_only() -> None:
+def test_transformers_is_imported_only_in_its_own_packages() -> None:
     elsewhere = {}
     for name in FILES:
         imported = reaches(imports(name), "transformers", "tokenizers", "gguf", "safetensors")
@@ -92,7 +92,7 @@ def test_transformers_is_imported_in_its_own_packages_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "names"),
     [
         ("import transformers.cache_utils", {"transformers.cache_utils"}),
         ("def f():\n    from transformers import Cache", {"transformers"}),
@@ -102,6 +102,6 @@ def test_transformers_is_imported_in_its_own_packages_only() -> None:
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers", {"typing"}),
     ],
 )
-def test_the_reader_of_imports_sees_every_form(source: str, found: set[str]) -> None:
-    assert imports("made up", source=source) == found
-    assert bool(reaches(found, "transformers")) == any(name.startswith("transformers") for name in found)
+def test_the_import_reader_sees_every_form_of_import(source: str, names: set[str]) -> None:
+    assert imports("made up", source=source) == names
+    assert bool(reaches(names, "transformers")) == any(name.startswith("transformers") for name in names)

@@ -1,4 +1,4 @@
-"""Which cases run: products that are covered pair by pair, tables that are one test."""
+"""Selection of cases: pairwise coverage of products, and tables that form one test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_squares(value, square, tmp_path):
 """
 
 
-def test_cases_are_left_out_and_tables_tell_each_failure(pytester: pytest.Pytester) -> None:
+def test_markers_leave_out_cases_and_subcases_report_each_failure(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers =\n    pairwise\n    exhaustive\n    slow")
     plugin = "from tests.support.markers import left_out\n\ndef pytest_collection_modifyitems(items):\n"
     pytester.makeconftest(plugin + "    gone = left_out(items)\n    items[:] = [i for i in items if i not in gone]\n")
@@ -59,7 +59,7 @@ def test_cases_are_left_out_and_tables_tell_each_failure(pytester: pytest.Pytest
     outcome.stdout.fnmatch_lines(["SUBFAILED*3, 8*", "SUBFAILED*4, 15*"])
 
 
-def test_markers_that_leave_nothing_out_change_nothing(request: pytest.FixtureRequest) -> None:
+def test_a_test_without_markers_is_never_left_out(request: pytest.FixtureRequest) -> None:
     assert left_out([request.node]) == []
     with pytest.raises(AssertionError):
         subcases("a", [])

@@ -1,4 +1,4 @@
-"""What Windows lacks is not needed: modules that only Unix has, UTF-8 as the system's encoding."""
+"""The package does not need what Windows lacks: Unix modules, and UTF-8 as the encoding of the system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 
 def locale_dependent(source: str) -> Iterator[str]:
-    """Calls that read or write text in the encoding of the system, which on Windows is not UTF-8."""
+    """Calls that read or write text in the encoding of the system, which is not UTF-8 on Windows."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or any(word.arg in (None, "encoding") for word in node.keywords):
             continue
@@ -40,7 +40,7 @@ def locale_dependent(source: str) -> Iterator[str]:
             continue
         words = {word.arg: word.value for word in node.keywords}
         owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
-        first = 1 if name == "fdopen" or not owner else 0  # the place of the mode
+        first = 1 if name == "fdopen" or not owner else 0  # the position of the argument `mode`
         mode = words.get("mode") or (node.args[first] if len(node.args) > first else None)
         is_text: dict[str, bool] = {
             "read_text": not node.args,
@@ -60,10 +60,10 @@ def locale_dependent(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("area", ["src", "packaging", "examples", "benchmarks"])
 def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
     files = sorted((ROOT / area).rglob("*.py"))
-    found = [
+    calls = [
         f"{file.relative_to(ROOT)}, {call}" for file in files for call in locale_dependent(file.read_text("utf-8"))
     ]
-    assert files and found == []
+    assert files and calls == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
         "tempfile.NamedTemporaryFile('w')",
     ],
 )
-def test_the_reader_of_calls_sees_each_form(call: str) -> None:
+def test_the_check_for_utf8_sees_each_form_of_call(call: str) -> None:
     assert len(list(locale_dependent(call))) == 1
     separator = "" if call.endswith("()") else ", "
     assert not list(locale_dependent(f"{call[:-1]}{separator}encoding='utf-8')"))
@@ -88,26 +88,26 @@ def test_the_reader_of_calls_sees_each_form(call: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_job_runs_without_modules_of_unix(tmp_path: Path) -> None:
+def test_a_batch_job_runs_without_unix_modules(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
     arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
 
 
-def test_commands_do_not_show_that_a_lock_is_a_file_whichever_library_asks_first() -> None:
+def test_importing_filelock_without_unix_modules_prints_no_warning() -> None:
     script = f"{WITHOUT_THEM[: -len('main()')]}\ntry:\n    main()\nfinally:\n    import filelock"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert (process.returncode, process.stderr) == (0, ""), process.stderr
 
 
 def address(log: IO[str]) -> str:
-    """Where a server says that it listens."""
+    """The address that a server prints."""
     lines = []
     for line in log:
         lines.append(line)
@@ -117,7 +117,7 @@ def address(log: IO[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_starts_without_modules_of_unix_and_keeps_others_from_its_folder(tmp_path: Path) -> None:
+def test_a_server_starts_without_unix_modules_and_locks_its_folder(tmp_path: Path) -> None:
     arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
     pipe = subprocess.PIPE
     with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stderr=pipe, text=True, encoding="utf-8") as server:

@@ -14,9 +14,9 @@ def patterns() -> list[str]:
     return list(settings["tool"]["setuptools"]["package-data"]["slipstream"])
 
 
-def left_out(given: list[str]) -> list[str]:
-    """Files of the package, besides Python's, that no pattern names."""
-    named = {path for pattern in given for path in PACKAGE.glob(pattern)}
+def left_out(patterns_kept: list[str]) -> list[str]:
+    """Files of the package, other than Python files, that no pattern includes."""
+    named = {path for pattern in patterns_kept for path in PACKAGE.glob(pattern)}
     files = (path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
     return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in named)
 
@@ -25,6 +25,6 @@ def test_all_files_are_packaged() -> None:
     assert left_out(patterns()) == []
 
 
-def test_a_forgotten_folder_would_be_noticed() -> None:
+def test_a_folder_left_out_of_the_package_is_caught() -> None:
     kept = [pattern for pattern in patterns() if "blocks" not in pattern]
     assert "models/cpu/csrc/blocks/products.c" in left_out(kept)

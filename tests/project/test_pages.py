@@ -1,4 +1,4 @@
-"""What the pages of the documentation name exists."""
+"""Files, names and commands that the documentation mentions exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ MADE = {"runs.jsonl", "slipstream.json", "tune.json", "vllm.json"}  # by command
 
 
 @subcases("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    here = [str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*")]
-    named = {one or two for one, two in NAMED.findall(page.read_text())} - MADE
-    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
+def test_files_named_on_a_page_exist(page: Path) -> None:
+    files = [str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*")]
+    named = {in_code or in_text for in_code, in_text in NAMED.findall(page.read_text())} - MADE
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []

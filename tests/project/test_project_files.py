@@ -1,4 +1,4 @@
-"""The files that a project is expected to have say what the package says."""
+"""The standard files of a project exist and agree with the package."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def text(name: str) -> str:
 
 
 @subcases("name", FILES)
-def test_links_lead_to_files(name: str) -> None:
+def test_relative_links_lead_to_existing_files(name: str) -> None:
     assert [link for link in LINK.findall(text(name)) if "//" not in link and not (ROOT / link).exists()] == []
 
 
-def test_the_changelog_has_the_version_and_the_kinds_of_change_that_its_form_knows() -> None:
+def test_the_changelog_has_the_version_and_standard_headings_only() -> None:
     versions = re.findall(r"(?m)^## \[([^\]]+)\]", text("CHANGELOG.md"))
     assert versions[0] == "Unreleased" and (
         __version__ in versions or f"version, {__version__}" in text("CHANGELOG.md")
@@ -38,10 +38,10 @@ def test_the_changelog_has_the_version_and_the_kinds_of_change_that_its_form_kno
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_citation_is_of_this_version_and_licence() -> None:
+def test_the_citation_has_the_current_version_and_licence() -> None:
     citation = yaml.safe_load(text("CITATION.cff"))
     project: dict[str, Any] = tomllib.loads(text("pyproject.toml"))["project"]
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # fields that the schema requires
     assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert (str(citation["version"]), citation["license"]) == (__version__, project["license"])
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]
@@ -58,7 +58,7 @@ def test_issue_templates_have_what_a_form_needs(file: Path) -> None:
     assert all(item["type"] in ("textarea", "input") and item["attributes"]["label"] for item in form["body"])
 
 
-def test_the_drafter_of_the_contributors_page_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_drafter_of_contributing_md_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream import SamplingParams, SpeculativeDecoder, drafters
 
     (code,) = re.findall(r"```python\n(.*?)```", text("CONTRIBUTING.md"), re.DOTALL)
@@ -71,7 +71,7 @@ def test_the_drafter_of_the_contributors_page_drafts(tmp_path: Path, monkeypatch
         assert result.token_ids == decoder.using("none").generate("The heron", params).token_ids
 
 
-def test_the_image_installs_the_wheel_and_asks_for_health() -> None:
+def test_the_image_installs_the_wheel_and_checks_health() -> None:
     image = text("docker/Dockerfile")
     assert "build_wheels.py" in image and "HEALTHCHECK" in image and "/health" in image
     copied = {source for line in re.findall(r"(?m)^COPY (?!--from)(.*) \S+$", image) for source in line.split()}
@@ -81,7 +81,7 @@ def test_the_image_installs_the_wheel_and_asks_for_health() -> None:
     assert {"torch-cpu", "torch-cuda"} <= stages and "FROM torch-${DEVICE}" in image
 
 
-def test_documented_runs_of_the_image_mount_what_it_reads() -> None:
+def test_documented_docker_runs_mount_keys_and_models() -> None:
     image = text("docker/Dockerfile")
     (entrypoint,) = re.findall(r"(?m)^ENTRYPOINT (.*)$", image)
     command = json.loads(entrypoint)

@@ -1,6 +1,6 @@
-"""The public interface, name by name, is what `public_names.txt` says: a change to it is a change of that file.
+"""The public interface is the one listed in `public_names.txt`, so that every change to it shows in that file.
 
-`python -m tests.project.test_public_names > tests/project/public_names.txt` writes the file anew.
+`python -m tests.project.test_public_names > tests/project/public_names.txt` rewrites the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STREAMS = ("Stream", "AsyncStream")  # what `stream` and `astream` return
 
 
 def listing() -> str:
-    """Every public name with its signature, and the names in it with theirs."""
+    """Every public name with its signature, and its members with theirs."""
     lines = "\n".join(line for module in MODULES for line in _module(module))
     return re.sub(r" object at 0x\w+", "", lines) + "\n"
 
@@ -61,8 +61,8 @@ BUILT_IN = (Exception, ValueError, TypeError)
 def _members(cls: type) -> list[str]:
     if cls is SpeculativeDecoder:
         return sorted(dir(object.__new__(SpeculativeDecoder)))
-    own = [base for base in cls.__mro__ if base.__module__.startswith("slipstream")]
-    names = {name for base in own for name in (*vars(base), *_annotations(base))}
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("slipstream")]
+    names = {name for base in bases for name in (*vars(base), *_annotations(base))}
     return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -82,10 +82,10 @@ def _annotations(cls: type) -> dict[str, Any]:
     return inspect.get_annotations(cls)
 
 
-def test_the_public_interface_is_the_one_on_file() -> None:
-    found = listing()
-    print(found)
-    assert found.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
+def test_the_public_interface_equals_public_names_txt() -> None:
+    current = listing()
+    print(current)
+    assert current.splitlines() == FILE.read_text(encoding="utf-8").splitlines(), (
         "the public interface has changed; if that is meant, say so in the documentation and write the file anew: "
         "python -m tests.project.test_public_names > tests/project/public_names.txt"
     )
@@ -93,7 +93,7 @@ def test_the_public_interface_is_the_one_on_file() -> None:
 
 def test_the_listing_sees_a_change(monkeypatch: Any) -> None:
     def chat(self: Any, messages: Any, spoken: bool = False) -> None:
-        """Another signature."""
+        """A function with a changed signature."""
 
     before = listing()
     monkeypatch.setattr(SpeculativeDecoder, "chat", chat)
@@ -106,7 +106,7 @@ def test_keywords_of_generate_are_the_fields_of_sampling_params() -> None:
     assert declared == SamplingParams.__annotations__ and not SamplingOptions.__required_keys__
 
 
-def test_what_is_listed_is_there_and_says_what_it_does() -> None:
+def test_every_name_in_dir_exists_and_has_a_docstring() -> None:
     decoder = SpeculativeDecoder("toy")
     for name in dir(decoder):
         assert hasattr(decoder, name), name
@@ -132,16 +132,16 @@ decoder.generate("x", temperature="warm")
 
 
 @pytest.mark.slow
-def test_type_checkers_know_what_calls_return_and_take(tmp_path: Path) -> None:
+def test_mypy_infers_return_types_and_finds_wrong_arguments(tmp_path: Path) -> None:
     from mypy import api
 
     file = tmp_path / "typed.py"
     file.write_text(TYPED)
     report, problems, status = api.run(["--config-file", str(ROOT / "pyproject.toml"), str(file)])
-    told = [line.partition("typed.py:")[2] for line in report.splitlines()]
-    types = [line.split('"')[1].rpartition(".")[2] for line in told if "Revealed type" in line]
+    messages = [line.partition("typed.py:")[2] for line in report.splitlines()]
+    types = [line.split('"')[1].rpartition(".")[2] for line in messages if "Revealed type" in line]
     assert types == ["str", "Result", "str", "Result", "Result", "str"], report + problems
-    wrong = {line.partition(":")[0]: line for line in reversed(told) if ": error: " in line}
+    wrong = {line.partition(":")[0]: line for line in reversed(messages) if ": error: " in line}
     assert status == 1 and len(wrong) == 2, report
     assert any('did you mean "temperature"?' in line for line in wrong.values())
 

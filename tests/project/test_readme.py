@@ -1,4 +1,4 @@
-"""What the README shows is what its code prints, and what it names exists."""
+"""The README shows the true output of its code, and every name in it exists."""
 
 import contextlib
 import io
@@ -30,7 +30,9 @@ def test_the_eight_lines_print_what_the_readme_says() -> None:
     text, figure = shown.splitlines()
     out = printed(PYTHON[0]).splitlines()
     assert out[0] == text and re.fullmatch(r"\d\.\d tokens per forward", figure)
-    assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10  # costs decide
+    assert (
+        re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10
+    )  # depends on costs
 
 
 def test_every_acceptance_rule_is_explained() -> None:

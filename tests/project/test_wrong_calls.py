@@ -1,4 +1,4 @@
-"""What people get wrong in Python: each call is refused in one clear line, and near names are suggested.
+"""Common mistakes in Python calls: each is refused in one clear line, and similar names are suggested.
 
 `pytest -s tests/project/test_wrong_calls.py` prints the table.
 """
@@ -17,7 +17,7 @@ from tests.support.tiny_models import fresh, tokenizer
 
 LONGEST = 500  # characters of a line
 TOOL = {"type": "function", "function": {"name": "add"}}
-# a call, and what its line must say: the value that is wrong, and what to do instead
+# a call, and what its error must contain: the wrong value, and what to do instead
 CALLS: tuple[tuple[str, str], ...] = (
     # models
     ("SpeculativeDecoder()", "missing a required argument: 'target'"),
@@ -175,7 +175,7 @@ def test_every_wrong_call_is_refused_in_one_clear_line(subtests: pytest.Subtests
             assert expected in str(error) and "\n" not in str(error) and len(str(error)) <= LONGEST
 
 
-def test_what_is_right_is_not_refused() -> None:
+def test_valid_calls_are_not_refused() -> None:
     right = (
         "decoder.generate('a', max_tokens=2)",
         "Constraint(regex='a')",

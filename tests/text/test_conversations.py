@@ -53,7 +53,7 @@ def test_chat_and_streams_give_the_text_of_generate(decoder: SpeculativeDecoder)
     assert facts(decoder.chat(alone, **OPTIONS)) == facts(decoder.generate("hello", **OPTIONS))
 
 
-def test_parts_of_a_content_are_read_as_their_text(decoder: SpeculativeDecoder) -> None:
+def test_content_parts_are_read_as_their_text(decoder: SpeculativeDecoder) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     whole = [{"role": "user", "content": "hello"}]
     assert facts(decoder.chat(parts, **OPTIONS)) == facts(decoder.chat(whole, **OPTIONS))
@@ -72,7 +72,9 @@ def test_parts_of_a_content_are_read_as_their_text(decoder: SpeculativeDecoder) 
         (5, "^message 0 has the content 5; allowed: a text, or a list of text parts$"),
     ],
 )
-def test_other_parts_are_refused_in_one_line(decoder: SpeculativeDecoder, content: Any, message: str) -> None:
+def test_parts_that_are_not_text_are_refused_in_one_line(
+    decoder: SpeculativeDecoder, content: Any, message: str
+) -> None:
     for ask in (decoder.chat, decoder.generate, decoder.encode):
         with pytest.raises(UsageError, match=message):
             ask([{"role": "user", "content": content}])  # type: ignore[operator]
@@ -87,8 +89,8 @@ def test_tools_are_shown_to_the_model(decoder: SpeculativeDecoder) -> None:
     assert decoder.chat(CHAT, constrained, tools=TOOLS).prompt_token_ids != decoder.encode(CHAT)
 
 
-class Says:
-    """A logits processor that lets the model say one text and then end."""
+class ForcedText:
+    """A logits processor that forces one text and then the end token."""
 
     def __init__(self, prompt_length: int, ids: list[int]) -> None:
         self.prompt_length, self.ids = prompt_length, ids
@@ -101,9 +103,9 @@ class Says:
         return forced
 
 
-def test_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
+def test_tool_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
     length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
-    says = Says(length, decoder.encode(f"so {CALL}"))
+    says = ForcedText(length, decoder.encode(f"so {CALL}"))
     answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says])
     (call,) = answer.tool_calls
     assert (call.name, json.loads(call.arguments)) == ("add", {"x": 1}) and answer.text == f"so {CALL}"
@@ -113,7 +115,7 @@ def test_calls_of_an_answer_are_read(decoder: SpeculativeDecoder) -> None:
 
 def test_alternatives_have_their_own_calls(decoder: SpeculativeDecoder) -> None:
     length = len(decoder.chat(CHAT, tools=TOOLS, max_tokens=1).prompt_token_ids)
-    says = Says(length, decoder.encode(CALL))
+    says = ForcedText(length, decoder.encode(CALL))
     answer = decoder.chat(CHAT, tools=TOOLS, max_tokens=99, logits_processors=[says], n=2, temperature=1.0)
     assert [call.name for other in (answer, *answer.alternatives) for call in other.tool_calls] == ["add", "add"]
 
@@ -130,6 +132,8 @@ def test_alternatives_have_their_own_calls(decoder: SpeculativeDecoder) -> None:
         (None, (), "no chat template"),
     ],
 )
-def test_a_model_that_cannot_serve_is_refused(template: str | None, tools: Any, message: str) -> None:
+def test_tools_and_chats_without_a_suitable_template_are_refused(
+    template: str | None, tools: Any, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         decoder_with(template).chat(CHAT, tools=tools)

@@ -1,4 +1,4 @@
-"""Text that arrives token by token: whole characters only, and nothing that belongs to a stop string."""
+"""Text is released token by token, in whole characters and without any part of a stop string."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def pieces(ids: list[int]) -> list[str]:
 
 @modest
 @given(texts)
-def test_stream_of_a_text_is_the_text_in_whole_characters(text: str) -> None:
+def test_a_streamed_text_arrives_in_whole_characters(text: str) -> None:
     shown = pieces(TOKENIZER.encode(text))
     assert "".join(shown) == text
     assert BROKEN not in "".join(shown)
-    assert shown[-1] == ""  # nothing certain is held back to the end
+    assert shown[-1] == ""  # text that can no longer change is released before the end
 
 
 @modest
@@ -43,11 +43,11 @@ def test_character_is_shown_with_its_last_byte(text: str) -> None:
 
 @modest
 @given(st.lists(st.integers(0, END), max_size=40))
-def test_stream_of_any_ids_adds_up_to_what_decode_gives(ids: list[int]) -> None:
+def test_a_stream_of_any_ids_adds_up_to_decode(ids: list[int]) -> None:
     assert "".join(pieces(ids)) == TOKENIZER.decode(ids)
 
 
-def test_half_a_character_is_shown_at_the_end_only() -> None:
+def test_half_a_character_is_shown_only_at_the_end() -> None:
     stream = TextStream(TOKENIZER)
     assert [stream.push(byte) for byte in "a€".encode()[:-1]] == ["a", "", ""]
     assert stream.flush() == BROKEN
@@ -75,7 +75,7 @@ def shown_through(stop_strings: list[str], chunks: list[str]) -> tuple[str, bool
 
 
 def first_completed(text: str, stop_strings: list[str]) -> str:
-    """What precedes the stop string that is complete first, the longest if several are complete at once."""
+    """The text before the stop string that is complete first; of several complete at once, the longest counts."""
     for end in range(len(text) + 1):
         begins = [end - len(stop) for stop in stop_strings if text[:end].endswith(stop)]
         if begins:
@@ -85,10 +85,10 @@ def first_completed(text: str, stop_strings: list[str]) -> str:
 
 @modest
 @given(st.text(st.sampled_from("ab€"), max_size=20), stops)
-def test_text_by_characters_is_shown_up_to_the_stop_that_is_complete_first(text: str, strings: list[str]) -> None:
-    shown, found = shown_through(strings, list(text))
+def test_text_is_shown_up_to_the_stop_string_completed_first(text: str, strings: list[str]) -> None:
+    shown, stopped = shown_through(strings, list(text))
     assert shown == first_completed(text, strings)
-    assert found == any(stop in text for stop in strings)
+    assert stopped == any(stop in text for stop in strings)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_stop_split_over_pieces_is_found_and_never_shown() -> None:
     assert watch.found and watch.push("three") == ""
 
 
-def test_text_that_only_began_like_a_stop_is_shown_after_all() -> None:
+def test_text_that_only_starts_like_a_stop_is_shown_later() -> None:
     watch = StopStrings(["<end>"])
     assert [watch.push(piece) for piece in ["a <e", "<en", "x"]] == ["a ", "<e", "<enx"]
     assert not watch.found
@@ -149,7 +149,7 @@ def test_without_stops_nothing_is_held_back() -> None:
 
 @modest
 @given(texts, st.text(st.sampled_from("ab€中😀"), min_size=1, max_size=3))
-def test_watch_fires_with_the_token_that_completes_a_stop(text: str, stop: str) -> None:
+def test_the_token_that_completes_a_stop_string_is_detected(text: str, stop: str) -> None:
     watch, ids = VisibleText(TOKENIZER, SamplingParams(stop=[stop])), TOKENIZER.encode(text)
     fired = [watch.completes_stop(token) for token in ids]
     expected = [stop in bytes(ids[:end]).decode(errors="ignore") for end in range(1, len(ids) + 1)]
@@ -159,7 +159,7 @@ def test_watch_fires_with_the_token_that_completes_a_stop(text: str, stop: str) 
 @pytest.mark.each_value
 @pytest.mark.parametrize("stop", [["heron"], ["river", "heron"], [" "], ["the heron "], ["e", "eron"], ["never there"]])
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_streamed_text_and_tokens_are_those_of_generate(stop: list[str], drafter: str) -> None:
+def test_streamed_text_and_tokens_equal_those_of_generate(stop: list[str], drafter: str) -> None:
     decoder = SpeculativeDecoder("toy", drafter=drafter)
     params = SamplingParams(max_tokens=80, stop=stop)
     result = decoder.generate("The sparrow", params)

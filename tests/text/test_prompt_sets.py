@@ -18,7 +18,7 @@ def lines() -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_eight_families_of_five_prompts_each() -> None:
+def test_the_prompt_set_has_eight_families_of_five_prompts() -> None:
     assert Counter(p.category for p in builtin_prompts()) == dict.fromkeys(FAMILIES, 5)
 
 
@@ -29,13 +29,13 @@ def test_every_line_has_the_public_format() -> None:
         assert isinstance(line["turns"], list) and len(line["turns"]) == 1
 
 
-def test_no_prompt_is_there_twice_or_of_an_unusual_size() -> None:
+def test_built_in_prompts_are_unique_and_of_usual_length() -> None:
     texts = [p.prompt for p in builtin_prompts()]
     assert len(set(texts)) == len(texts) and all(text == text.strip() for text in texts)
     assert all(20 <= len(text.split()) <= 300 for text in texts)
 
 
-def test_prompts_that_carry_a_text_carry_at_least_forty_words() -> None:
+def test_prompts_about_a_text_have_at_least_forty_words() -> None:
     grounded = ("code edit", "summary", "question answering", "translation", "extraction")
     assert all(len(p.prompt.split()) >= 40 for p in builtin_prompts() if p.category in grounded)
 
@@ -55,10 +55,10 @@ def test_spread_takes_every_family() -> None:
     assert {p.category for p in spread(builtin_prompts(), 8)} == set(FAMILIES)
 
 
-def test_a_users_own_files_read_the_same_way(tmp_path: Path) -> None:
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"turns": ["one", "ignored"], "category": "a"}\n\n{"prompt": "two"}\n')
-    assert [(p.prompt, p.category) for p in read_prompts(own)] == [("one", "a"), ("two", "own")]
+def test_prompt_files_may_be_json_lines_or_plain_text(tmp_path: Path) -> None:
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"turns": ["one", "ignored"], "category": "a"}\n\n{"prompt": "two"}\n')
+    assert [(p.prompt, p.category) for p in read_prompts(lines)] == [("one", "a"), ("two", "own")]
     plain = tmp_path / "plain.txt"
     plain.write_text("  a text\nof two lines ")
     assert [(p.prompt, p.category) for p in read_prompts(plain)] == [("a text\nof two lines", "plain")]
@@ -75,7 +75,7 @@ def test_a_users_own_files_read_the_same_way(tmp_path: Path) -> None:
         ("[" * 100_000, "line 1: .*allowed: one JSON object per line"),
     ],
 )
-def test_a_file_that_holds_no_prompts_is_one_clear_line(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_without_valid_prompts_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(content)
     with pytest.raises(UsageError, match=message) as refusal:
@@ -92,8 +92,8 @@ def test_an_empty_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "missing.txt")
 
 
-def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
-    """JSON may hold the other characters that Python ends lines at."""
+def test_only_newlines_separate_the_lines_of_a_prompt_file(tmp_path: Path) -> None:
+    """JSON may contain other characters that Python treats as ends of lines."""
     file = tmp_path / "lines.jsonl"
     file.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c\x85d"}\n', newline="")
-    assert [one.prompt for one in read_prompts(file)] == ["a\u2028b", "c\x85d"]
+    assert [prompt.prompt for prompt in read_prompts(file)] == ["a\u2028b", "c\x85d"]

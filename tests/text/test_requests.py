@@ -1,4 +1,4 @@
-"""Prompts in every form that callers and tokenizers have them, and what is said of other forms."""
+"""Prompts in every form that callers and tokenizers use, and the errors for other forms."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ SEVERAL: dict[str, Any] = {
 
 
 @subcases("form", ONE)
-def test_one_prompt_in_every_form(form: str) -> None:
-    found = read_prompts(ONE[form])
-    assert found.items == [IDS] and found.single and all(type(token) is int for token in found.items[0])
+def test_one_prompt_is_read_in_every_form(form: str) -> None:
+    prompts = read_prompts(ONE[form])
+    assert prompts.items == [IDS] and prompts.single and all(type(token) is int for token in prompts.items[0])
 
 
 @subcases("form", SEVERAL)
-def test_several_prompts_in_every_form(form: str) -> None:
-    found = read_prompts(SEVERAL[form])
-    assert found.items == [IDS, OTHER] and not found.single
+def test_several_prompts_are_read_in_every_form(form: str) -> None:
+    prompts = read_prompts(SEVERAL[form])
+    assert prompts.items == [IDS, OTHER] and not prompts.single
 
 
 @subcases(
@@ -96,7 +96,7 @@ def test_several_prompts_in_every_form(form: str) -> None:
         ([{"role": "user", "content": "\udcff"}], r"^prompt \(a chat message\) has '\\udcff'"),
     ],
 )
-def test_other_forms_are_refused_in_one_line(prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_refused_in_one_line(prompt: Any, message: str) -> None:
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), drafter="none")
     with pytest.raises(UsageError, match=message) as refusal:
         decoder.generate(prompt, SamplingParams(max_tokens=2))
@@ -129,7 +129,7 @@ def test_messages_are_rendered_as_transformers_renders_them() -> None:
 @pytest.mark.parametrize(
     "template", ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 'u' + messages[0].content }}"]
 )
-def test_a_template_for_texts_alone_is_given_the_text_of_parts(template: str) -> None:
+def test_a_template_that_reads_only_texts_gets_the_text_of_parts(template: str) -> None:
     words = tokenizer(extra="\n", template=template)
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
     parts, text = CHATS[2], [{"role": "user", "content": "hi\nthere"}]
@@ -137,7 +137,7 @@ def test_a_template_for_texts_alone_is_given_the_text_of_parts(template: str) ->
     assert "hi" in words.decode(decoder.encode(parts)) and "type" not in words.decode(decoder.encode(parts))
 
 
-def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:
+def test_a_tokenizers_output_is_a_valid_prompt() -> None:
     words, params = tokenizer(), SamplingParams(max_tokens=5)
     words.padding_side = "left"
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
@@ -146,11 +146,11 @@ def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:
     padded = words(texts, return_tensors="pt", padding=True)
     assert padded["attention_mask"].min() == 0
     assert [result.token_ids for result in decoder.generate(padded, params)] == expected
-    one = words(texts[0], return_tensors="pt")
-    assert decoder.generate(one, params).token_ids == expected[0]
-    assert decoder.generate(one["input_ids"], params).token_ids == expected[0]
-    assert [token for chunk in decoder.stream(one, params) for token in chunk.token_ids] == expected[0]
-    assert decoder.encode(one["input_ids"].numpy()) == words(texts[0])["input_ids"]
+    encoding = words(texts[0], return_tensors="pt")
+    assert decoder.generate(encoding, params).token_ids == expected[0]
+    assert decoder.generate(encoding["input_ids"], params).token_ids == expected[0]
+    assert [token for chunk in decoder.stream(encoding, params) for token in chunk.token_ids] == expected[0]
+    assert decoder.encode(encoding["input_ids"].numpy()) == words(texts[0])["input_ids"]
 
 
 @subcases("options", [{"stop": ["ok", "a\ud800"]}, {"stop": "\udcff"}, {"bad_words": ["\udcff"]}])
@@ -173,8 +173,8 @@ def test_a_result_is_json_ready() -> None:
 
     decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), num_draft_tokens=3)
     result = decoder.generate(prompts([6])[0], SamplingParams(max_tokens=5, seed=7))
-    told = json.loads(json.dumps(result.to_dict()))
-    assert told["text"] == result.text and told["token_ids"] == result.token_ids and told["seed"] == 7
-    assert told["finish_reason"] == "length" and told["stats"]["num_output_tokens"] == 5
-    assert [token for done in told["rounds"] for token in done["tokens"]] == result.token_ids
-    assert told["prompt_token_ids"] == prompts([6])[0] and "tokenizer" not in told
+    saved = json.loads(json.dumps(result.to_dict()))
+    assert saved["text"] == result.text and saved["token_ids"] == result.token_ids and saved["seed"] == 7
+    assert saved["finish_reason"] == "length" and saved["stats"]["num_output_tokens"] == 5
+    assert [token for round in saved["rounds"] for token in round["tokens"]] == result.token_ids
+    assert saved["prompt_token_ids"] == prompts([6])[0] and "tokenizer" not in saved

@@ -17,14 +17,14 @@ def make_round(draft: int, accepted: int, tokens: int, *, rejected: bool, step: 
 
 ROUNDS = [
     make_round(4, 4, 5, rejected=False, step=0),  # all kept, and a bonus token
-    make_round(4, 2, 3, rejected=True, step=1),  # two kept, the third refused, one recovered
+    make_round(4, 2, 3, rejected=True, step=1),  # two kept, the third rejected, one recovered
     make_round(0, 0, 1, rejected=False, step=2),  # plain
-    make_round(3, 0, 1, rejected=True, step=3),  # the first refused
+    make_round(3, 0, 1, rejected=True, step=3),  # the first rejected
     make_round(4, 2, 2, rejected=False, step=4),  # ended inside the draft, by length
 ]
 
 
-def test_totals_are_those_of_the_rounds() -> None:
+def test_totals_are_summed_over_rounds() -> None:
     stats = Stats.of(ROUNDS)
     assert stats.num_rounds == stats.num_steps == 5
     assert stats.num_output_tokens == 5 + 3 + 1 + 1 + 2
@@ -40,7 +40,7 @@ def test_ratios_follow_their_definitions() -> None:
     assert stats.block_efficiency == pytest.approx(12 / 5)  # output tokens per target forward
 
 
-def test_counts_per_position_are_those_of_the_drafts() -> None:
+def test_counts_per_position_add_up_to_the_totals() -> None:
     stats = Stats.of(ROUNDS)
     assert stats.drafted_per_position == [4, 4, 4, 3]
     assert stats.accepted_per_position == [3, 3, 1, 1]
@@ -54,7 +54,7 @@ def test_counts_per_position_grow_with_a_longer_draft_that_comes_later() -> None
     assert stats.accepted_per_position == [2, 0, 0]
 
 
-def test_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
+def test_the_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
     rounds = [make_round(2, 1, 2, rejected=True, step=step, row=row) for step in (7, 9) for row in range(3)]
     stats = Stats.of(rounds)
     assert (stats.num_rounds, stats.num_steps) == (6, 2)
@@ -68,14 +68,14 @@ def test_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
 
 def test_statistics_of_rows_add_up_to_those_of_the_batch() -> None:
     rows = [[make_round(4, row, row + 1, rejected=True, step=step, row=row) for step in range(3)] for row in range(4)]
-    whole = Stats.of(done for row in rows for done in row)
+    whole = Stats.of(round for row in rows for round in row)
     parts = [Stats.of(row) for row in rows]
     for name in ("num_rounds", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rejected_rounds"):
         assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
     assert whole.total_seconds == parts[0].total_seconds
 
 
-def test_nothing_drafted_has_no_acceptance_and_nothing_decoded_no_speed() -> None:
+def test_ratios_are_none_or_zero_if_nothing_was_drafted_or_decoded() -> None:
     plain, nothing = Stats.of([make_round(0, 0, 1, rejected=False)]), Stats.of([])
     assert plain.acceptance_rate is None and plain.alpha is None
     assert plain.block_efficiency == 1.0
@@ -83,16 +83,16 @@ def test_nothing_drafted_has_no_acceptance_and_nothing_decoded_no_speed() -> Non
 
 
 def test_overhead_is_never_negative() -> None:
-    done = Round(0, 0, 1, 0, (), (1,), 0, False, None, Seconds(draft=2.0, total=1.0))
-    assert Stats.of([done]).overhead_seconds == 0.0
+    round = Round(0, 0, 1, 0, (), (1,), 0, False, None, Seconds(draft=2.0, total=1.0))
+    assert Stats.of([round]).overhead_seconds == 0.0
 
 
-def test_lossy_statistics_say_so() -> None:
+def test_statistics_of_a_lossy_rule_say_so() -> None:
     assert Stats.of(ROUNDS).lossless
     assert not Stats.of(ROUNDS, lossless=False).to_dict()["lossless"]
 
 
-def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
+def test_the_dictionary_has_every_total_and_ratio_and_is_json() -> None:
     stats = Stats.of(ROUNDS)
     values = json.loads(json.dumps(stats.to_dict()))
     assert values["alpha"] == stats.alpha and values["acceptance_rate"] == stats.acceptance_rate
@@ -101,7 +101,7 @@ def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "origins"),
+    ("round", "origins"),
     [
         (ROUNDS[0], ["accepted"] * 4 + ["bonus"]),
         (ROUNDS[1], ["accepted"] * 2 + ["recovered"]),
@@ -110,5 +110,5 @@ def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
         (ROUNDS[4], ["accepted"] * 2),
     ],
 )
-def test_origins_tell_where_each_token_came_from(done: Round, origins: list[str]) -> None:
-    assert list(done.origins) == origins
+def test_origins_say_where_each_token_came_from(round: Round, origins: list[str]) -> None:
+    assert list(round.origins) == origins

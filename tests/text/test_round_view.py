@@ -15,18 +15,18 @@ def result() -> Result:
     return decoder.generate("The heron", SamplingParams(max_tokens=60))
 
 
-def test_pieces_that_were_not_rejected_are_the_text(result: Result) -> None:
+def test_pieces_without_the_rejected_ones_are_the_text(result: Result) -> None:
     pieces = [piece for view in views(result.rounds, result.tokenizer) for piece in view.pieces]
     assert "".join(piece.text for piece in pieces if piece.kind != "rejected") == result.text
     assert sum(piece.kind == "rejected" for piece in pieces) > 0
 
 
-def test_counts_run_up_to_the_statistics(result: Result) -> None:
-    found = list(views(result.rounds, result.tokenizer))
-    assert found[-1].total_drafted == result.stats.num_draft_tokens
-    assert found[-1].total_accepted == result.stats.num_accepted_tokens
-    assert found[-1].acceptance == f"{result.stats.acceptance_rate:.0%}"
-    for view in found:
+def test_running_counts_end_at_the_statistics(result: Result) -> None:
+    shown = list(views(result.rounds, result.tokenizer))
+    assert shown[-1].total_drafted == result.stats.num_draft_tokens
+    assert shown[-1].total_accepted == result.stats.num_accepted_tokens
+    assert shown[-1].acceptance == f"{result.stats.acceptance_rate:.0%}"
+    for view in shown:
         kinds = [piece.kind for piece in view.pieces]
         assert kinds.count("accepted") == view.num_accepted_tokens
         if "rejected" in kinds:
@@ -53,6 +53,6 @@ def test_without_a_tokenizer_ids_are_shown() -> None:
     assert f"[{result.token_ids[-1]}]" in to_html(result.rounds, None)
 
 
-def test_no_rounds_at_all() -> None:
+def test_a_result_without_rounds_can_be_shown() -> None:
     assert "no rounds" in to_html([], None)
     assert round_lines([], None).plain.strip() == legend().plain.strip()

@@ -26,7 +26,7 @@ def test_a_result_prints_as_its_text(result: Result) -> None:
     assert str(result) == f"{result}" == result.text and len(result.text) > 40
 
 
-def test_reprs_are_short_and_say_how_it_went(decoder: SpeculativeDecoder, result: Result) -> None:
+def test_reprs_are_short_and_have_the_main_figures(decoder: SpeculativeDecoder, result: Result) -> None:
     shown = repr(result)
     assert shown == (
         f"Result({result.text[:37] + '...'!r}, 60 tokens, {result.stats.block_efficiency:.1f} per forward, length)"
@@ -47,14 +47,16 @@ def test_a_failed_row_says_why() -> None:
     assert failed.finish_reason == "error" and "on purpose" in repr(failed)
 
 
-def test_options_show_what_was_chosen() -> None:
+def test_repr_of_params_shows_only_changed_options() -> None:
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=0.7, stop="a")) == "SamplingParams(temperature=0.7, stop=('a',))"
     chosen = SamplingParams(max_tokens=5, constraint=Constraint(regex="a+"))
     assert eval(repr(chosen), {"SamplingParams": SamplingParams, "Constraint": Constraint}) == chosen
 
 
-def test_chunks_print_as_their_texts_and_say_when_the_text_ends(decoder: SpeculativeDecoder, result: Result) -> None:
+def test_chunks_print_as_their_texts_and_the_last_has_the_finish_reason(
+    decoder: SpeculativeDecoder, result: Result
+) -> None:
     chunks = list(decoder.stream("The heron and the sparrow. The heron", PARAMS))
     assert "".join(map(str, chunks)) == result.text
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
@@ -64,7 +66,7 @@ def test_chunks_print_as_their_texts_and_say_when_the_text_ends(decoder: Specula
     assert repr(last) == f"Chunk({last.text!r}, {len(last.token_ids)} token{plural}, {num_accepted} accepted, length)"
 
 
-def test_the_rounds_show_themselves_where_nothing_prints_them(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repr_of_rounds_has_colours_only_in_a_terminal(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = result.debug()
     assert repr(rounds) == str(rounds) == rounds.plain, "no terminal: no colours"
     assert isinstance(rounds, Text) and len(repr(rounds).splitlines()) == 1 + result.stats.num_rounds
@@ -81,21 +83,21 @@ def test_a_notebook_shows_the_rounds_in_colours(result: Result) -> None:
     assert "<span" in shown["text/html"] and "round accepted/drafted" in shown["text/plain"]
 
 
-def test_the_legend_explains_what_occurs(result: Result) -> None:
+def test_the_legend_explains_only_the_origins_that_occur(result: Result) -> None:
     assert "branch" not in str(result.debug()) and "constraint" not in str(result.debug())
     assert "branch" not in result._repr_html_() and "rejected" in result._repr_html_()
     assert "branch" in legend(frozenset(["branch"])).plain and "constraint" in legend(frozenset(["forced"])).plain
 
 
-def test_debug_prints_with_rich_too(result: Result, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_can_be_printed_with_rich(result: Result, capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=400).print(result.debug())
     assert capsys.readouterr().out.splitlines()[0].startswith("round accepted/drafted")
 
 
 def test_log_probabilities_name_their_tokens() -> None:
-    told = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=8, logprobs=2))
-    assert told.logprobs is not None
-    assert "".join(str(entry.token) for entry in told.logprobs) == told.text
-    for entry in told.logprobs:
+    result = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=8, logprobs=2))
+    assert result.logprobs is not None
+    assert "".join(str(entry.token) for entry in result.logprobs) == result.text
+    for entry in result.logprobs:
         assert entry.top_tokens[0] == entry.token and len(entry.top_tokens) == 2
-    assert told.to_dict()["logprobs"][0]["token"] == told.text[0]
+    assert result.to_dict()["logprobs"][0]["token"] == result.text[0]

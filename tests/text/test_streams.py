@@ -1,4 +1,4 @@
-"""Streams: their chunks, what they return at their ends, and `async for`."""
+"""Streams: their chunks, their results, and `async for`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_stream_ends_with_the_result_of_generate(decoder: SpeculativeDecoder) 
     text = "".join(map(str, stream))
     assert text == expected.text and same(stream.result, expected)
     assert stream.result.stats.num_output_tokens == 24 and next(stream, None) is None
-    assert same(stream.result, expected), "it stays"
+    assert same(stream.result, expected), "the result stays available"
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
@@ -44,10 +44,10 @@ def test_there_is_no_result_before_the_end(decoder: SpeculativeDecoder, num_read
         assert stream.result
     stream.close()
     assert list(stream) == []
-    assert decoder.generate(PROMPT, PARAMS).finish_reason == "length", "the models are free again"
+    assert decoder.generate(PROMPT, PARAMS).finish_reason == "length", "a closed stream releases the models"
 
 
-def test_coroutines_read_the_same_chunks_while_the_event_loop_goes_on(decoder: SpeculativeDecoder) -> None:
+def test_coroutines_read_the_same_chunks_without_blocking_the_event_loop(decoder: SpeculativeDecoder) -> None:
     expected = list(decoder.stream(PROMPT, PARAMS))
     threads = set()
 
@@ -106,7 +106,7 @@ def test_a_coroutine_may_stop_early_and_errors_reach_it(decoder: SpeculativeDeco
     assert decoder.generate(PROMPT, PARAMS).finish_reason == "length"
 
 
-def test_a_chunk_that_was_given_up_on_goes_to_the_next_who_waits(decoder: SpeculativeDecoder) -> None:
+def test_a_chunk_whose_reader_gave_up_goes_to_the_next_reader(decoder: SpeculativeDecoder) -> None:
     expected = decoder.generate(PROMPT, PARAMS)
 
     async def read_impatiently() -> tuple[str, int]:
@@ -129,7 +129,7 @@ def test_a_chunk_that_was_given_up_on_goes_to_the_next_who_waits(decoder: Specul
     assert text == expected.text and num_timeouts >= 20
 
 
-def test_threads_share_the_chunks_of_a_stream_and_one_may_close_it(decoder: SpeculativeDecoder) -> None:
+def test_a_thread_may_close_a_stream_that_another_one_reads(decoder: SpeculativeDecoder) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     def wait(input_ids: Any, scores: Any) -> Any:
@@ -145,7 +145,7 @@ def test_threads_share_the_chunks_of_a_stream_and_one_may_close_it(decoder: Spec
     assert begun.wait(60)
     closer.start()
     closer.join(0.05)
-    assert closer.is_alive(), "it waits for the round"
+    assert closer.is_alive(), "closing waits for the round in progress"
     goes_on.set()
     closer.join(60)
     reader.join(60)

@@ -1,4 +1,4 @@
-"""What models, files and other machines say never controls the terminal; a pipe gets it as it is."""
+"""Text from models, files and other machines never controls the terminal; a pipe gets it unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.text.terminal_text import harmless
 from tests.support.command_line import run
 
 ESCAPE, BELL, DELETE, NEXT_LINE = "\x1b", "\x07", "\x7f", "\x85"
-OF_RICH = r"\x1b\[(\?25[lh]|2K|1A)|\r"  # its cursor is hidden, shown and moved where something is redrawn
+OF_RICH = r"\x1b\[(\?25[lh]|2K|1A)|\r"  # redrawing hides, shows and moves the cursor
 BIASED = ("--target", "toy", "-p", "A heron", "--raw", "--max-tokens", "3", "--logit-bias")
 
 
@@ -47,7 +47,7 @@ def test_control_characters_become_pictures() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("control", ["27", "7", "13", "9", "12", "155", "127"])
 @pytest.mark.parametrize("several", [(), ("-p", "A sparrow")])
-def test_a_pipe_gets_the_text_as_it_is(
+def test_a_pipe_gets_control_characters_unchanged(
     control: str, several: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, printed, _ = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *several)
@@ -62,32 +62,34 @@ def test_a_pipe_gets_the_text_as_it_is(
 def test_a_terminal_gets_no_control_characters(
     control: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, printed, told = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *more)
-    assert code == 0 and not controls(printed) and not controls(told.replace(ESCAPE + "[", ""))
+    code, printed, notes = run(capsys, monkeypatch, "generate", *BIASED, f"{control}=1000", *more)
+    assert code == 0 and not controls(printed) and not controls(notes.replace(ESCAPE + "[", ""))
     assert control != "27" or "␛␛␛" in printed
 
 
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("arguments", [("compare", *BIASED, "27=1000"), ("compare", *BIASED, "27=1000", "--debug")])
-def test_nor_do_the_views_of_a_comparison(
+def test_the_views_of_a_comparison_print_no_control_characters(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, printed, told = run(capsys, monkeypatch, *arguments)
-    assert code == 0 and not controls(printed + re.sub(OF_RICH, "", told)) and "␛" in told
+    code, printed, notes = run(capsys, monkeypatch, *arguments)
+    assert code == 0 and not controls(printed + re.sub(OF_RICH, "", notes)) and "␛" in notes
 
 
 @pytest.mark.usefixtures("terminal")
-def test_nor_does_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_prints_no_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         sys, "stdin", io.StringIO(f"/debug on\nhi {ESCAPE}[2J\n/set stop {ESCAPE}]0;x{BELL}\n/{ESCAPE}c\n")
     )
-    code, printed, told = run(
+    code, printed, notes = run(
         capsys, monkeypatch, "chat", "--target", "toy", "--max-tokens", "3", "--logit-bias", "27=1000"
     )
-    assert code == 0 and not controls(re.sub(OF_RICH, "", printed) + told) and "␛␛␛" in printed
+    assert code == 0 and not controls(re.sub(OF_RICH, "", printed) + notes) and "␛␛␛" in printed
 
 
-def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_print_neither_control_characters_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"[/x]{ESCAPE}[31m"
     table = Table("the prompts")
     table.add_row(name)  # the category of a prompt is the name of its file
@@ -98,14 +100,14 @@ def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.Cap
     assert printed.count("[/x]␛[31m") == 4 and ESCAPE not in printed
 
 
-def test_the_log_is_harmless_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_prints_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     from slipstream.apps.cli import _Harmless
 
     record = logging.LogRecord("slipstream", logging.INFO, "x", 1, "begun by %s", (f"{ESCAPE}[31m",), None)
     assert _Harmless("%(message)s").format(record) == "begun by ␛[31m"
 
 
-def test_rounds_that_callers_print_are_harmless() -> None:
+def test_rounds_printed_by_callers_have_no_control_characters() -> None:
     decoder = SpeculativeDecoder("toy", drafter="ngram")
     result = decoder.generate("A heron", SamplingParams(max_tokens=12, logit_bias={27: 1000}), chat=False)
     assert ESCAPE in result.text
@@ -116,12 +118,12 @@ def test_rounds_that_callers_print_are_harmless() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_characters_that_the_encoding_lacks_are_written_as_escapes(encoding: str) -> None:
+def test_characters_missing_from_the_encoding_are_written_as_escapes(encoding: str) -> None:
     code = "from slipstream.apps.cli import main; main()"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, "generate", *BIASED, "255=1000"],
         env=os.environ | {"PYTHONIOENCODING": encoding},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and done.stdout == "\\ufffd" * 3 + "\n", done.stderr
+    assert process.returncode == 0 and process.stdout == "\\ufffd" * 3 + "\n", process.stderr

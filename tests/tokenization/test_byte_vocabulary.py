@@ -1,4 +1,4 @@
-"""Tokenizers read as bytes: what their tokens stand for, what plain text becomes, and what is refused."""
+"""The bytes of tokens: what each token stands for, how plain text is encoded, and which tokenizers are refused."""
 
 from __future__ import annotations
 
@@ -26,62 +26,69 @@ def pieces(vocabulary: ByteVocabulary, text: str, *, beginning: bool = False) ->
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+def test_the_bytes_of_tokens_join_to_the_text(kind: str, text: str) -> None:
     assert b"".join(piece or b"?" for piece in pieces(of(kind), text)) == text.encode()
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_begin_where_it_is_said(kind: str, text: str) -> None:
+def test_encoding_starts_are_where_tokens_begin(kind: str, text: str) -> None:
     encoding, at = of(kind).encode(text), 0
     assert len(encoding.starts) == len(encoding.ids)
     for number, start in zip(encoding.ids, encoding.starts, strict=True):
         inside = len(text[:start].encode())
-        assert inside <= at < inside + 4  # bytes of one character all begin where it does
+        assert inside <= at < inside + 4  # all bytes of a character begin at its position
         at += len(of(kind).texts[number] or b"")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_name_of_a_special_token_in_a_text_stays_text_and_none_is_added(kind: str) -> None:
-    own = of(kind)
-    assert set(own.special) >= set(SPECIALS)
-    ids = own.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
-    assert ids and not set(ids) & set(own.special.values())
-    assert all(own.texts[number] is None for number in own.special.values())
+def test_encoding_a_text_never_produces_special_tokens(kind: str) -> None:
+    vocabulary = of(kind)
+    assert set(vocabulary.special) >= set(SPECIALS)
+    ids = vocabulary.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
+    assert ids and not set(ids) & set(vocabulary.special.values())
+    assert all(vocabulary.texts[number] is None for number in vocabulary.special.values())
 
 
 @pytest.mark.parametrize(("kind", "opens"), [("bytes", False), ("sentencepiece", True), ("metaspace", True)])
-def test_what_a_tokenizer_puts_in_front_of_every_text_is_known(kind: str, opens: bool) -> None:
+def test_tokens_that_a_tokenizer_adds_before_a_text_are_found(kind: str, opens: bool) -> None:
     assert of(kind).tokens.opening == ((of(kind).special["<|user|>"],) if opens else ())
 
 
 @pytest.mark.parametrize(("kind", "adds"), [("bytes", False), ("sentencepiece", False), ("prefixed", True)])
-def test_a_space_is_added_at_the_beginning_of_a_text_only(kind: str, adds: bool) -> None:
-    own = of(kind)
-    assert own.tokens.adds_space is adds
-    assert pieces(own, "The", beginning=True) == ([b" The"] if adds else [b"The"])
-    assert pieces(own, "The") == [b"The"]
+def test_a_space_is_added_only_at_the_beginning_of_a_text(kind: str, adds: bool) -> None:
+    vocabulary = of(kind)
+    assert vocabulary.tokens.adds_space is adds
+    assert pieces(vocabulary, "The", beginning=True) == ([b" The"] if adds else [b"The"])
+    assert pieces(vocabulary, "The") == [b"The"]
 
 
-def test_a_character_is_spelled_by_its_own_token_where_there_is_one_for_its_byte_too() -> None:
-    own = of("sentencepiece")
-    assert own.ids[b"a"] not in own.tokens.fallback and own.ids[b"\n"] not in own.tokens.fallback
-    assert own.ids[b"\xf0"] in own.tokens.fallback
-    assert own.spelled(b"The\xf0\x9f") == [own.ids[b"The"], own.ids[b"\xf0"], own.ids[b"\x9f"]]
+def test_a_character_is_spelled_by_its_own_token_rather_than_a_byte_token() -> None:
+    vocabulary = of("sentencepiece")
+    assert (
+        vocabulary.ids[b"a"] not in vocabulary.tokens.fallback
+        and vocabulary.ids[b"\n"] not in vocabulary.tokens.fallback
+    )
+    assert vocabulary.ids[b"\xf0"] in vocabulary.tokens.fallback
+    assert vocabulary.spelled(b"The\xf0\x9f") == [
+        vocabulary.ids[b"The"],
+        vocabulary.ids[b"\xf0"],
+        vocabulary.ids[b"\x9f"],
+    ]
 
 
 def test_ids_that_only_pad_the_head_stand_for_nothing() -> None:
-    own, info = of("bytes"), vocabulary("bytes")
-    assert len(own.texts) == info.head_size and own.texts[-7:] == [None] * 7
+    padded, info = of("bytes"), vocabulary("bytes")
+    assert len(padded.texts) == info.head_size and padded.texts[-7:] == [None] * 7
     smaller = byte_vocabulary(info, 300)
     assert len(smaller.texts) == 300 and max(smaller.ids.values()) < 300
 
 
-def test_a_normaliser_changes_the_bytes_of_what_is_not_normal_and_nothing_else() -> None:
-    own = of("normalised")
-    assert b"".join(piece or b"" for piece in pieces(own, "cafe\u0301")) == "caf\u00e9".encode()
-    assert b"".join(piece or b"" for piece in pieces(own, "caf\u00e9")) == "caf\u00e9".encode()
+def test_a_normaliser_changes_only_text_that_is_not_normal() -> None:
+    vocabulary = of("normalised")
+    assert b"".join(piece or b"" for piece in pieces(vocabulary, "cafe\u0301")) == "caf\u00e9".encode()
+    assert b"".join(piece or b"" for piece in pieces(vocabulary, "caf\u00e9")) == "caf\u00e9".encode()
 
 
 def info(inner: Tokenizer) -> VocabularyInfo:
@@ -94,7 +101,7 @@ def letters(**options: object) -> Tokenizer:
     return Tokenizer(models.BPE(vocabulary, [], **options))
 
 
-def test_tokens_that_cannot_be_read_are_refused_saying_why() -> None:
+def test_tokenizers_without_known_bytes_are_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="it has no tokenizer"):
         byte_vocabulary(VocabularyInfo("m", 50, ()), 50)
     with pytest.raises(UsageError, match="of the kind WordPiece"):
@@ -116,5 +123,5 @@ def test_tokens_that_cannot_be_read_are_refused_saying_why() -> None:
 
 
 def test_a_tokenizer_of_plain_characters_is_read() -> None:
-    own = byte_vocabulary(info(letters(unk_token="?")), 50)
-    assert own.ids[b"t"] == 19 and b"?" not in own.ids  # what stands for the unknown stands for no text
+    vocabulary = byte_vocabulary(info(letters(unk_token="?")), 50)
+    assert vocabulary.ids[b"t"] == 19 and b"?" not in vocabulary.ids  # the token for unknown text has no text

@@ -1,4 +1,4 @@
-"""What a tokenizer tells of its chat template and its special tokens."""
+"""The chat template and the special tokens of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def test_what_a_template_reads_is_known() -> None:
+def test_variables_and_fields_that_a_template_reads_are_found() -> None:
     ours = HFTokenizer(tiny_models.tokenizer(template=TEMPLATE))
     assert {"tools", "thinking", "messages"} <= ours.template_variables()
     assert not {"eos_token", "reasoning_effort"} & ours.template_variables()
@@ -34,7 +34,7 @@ def test_an_error_in_a_template_is_one_clear_line(template: str) -> None:
         HFTokenizer(tiny_models.tokenizer(template=template)).chat([{"role": "user", "content": "hi"}])
 
 
-def test_special_tokens_are_known() -> None:
+def test_special_ids_are_the_special_tokens_only() -> None:
     ours = HFTokenizer(tiny_models.tokenizer())
     assert (
         ours.special_ids() >= {*ours.bare("<eos>"), *ours.bare("<pad>")}
@@ -42,7 +42,7 @@ def test_special_tokens_are_known() -> None:
     )
 
 
-def test_the_fingerprint_covers_all_that_turns_a_request_into_tokens() -> None:
+def test_the_fingerprint_covers_tokenizer_templates_and_end_tokens() -> None:
     model = tiny_models.shared("llama")
 
     def fingerprint(**changes: object) -> str:

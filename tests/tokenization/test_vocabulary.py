@@ -1,4 +1,4 @@
-"""Whether two vocabularies fit: what the report says, from loaded models and from files without weights."""
+"""Whether two vocabularies fit: reports from loaded models and from folders without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded(vocab: int = VOCAB, made: Any = None, **changes: Any) -> Loaded:
 
 
 def about(report: VocabularyReport, subject: str) -> Finding:
-    return next(one for one in report.findings if one.subject == subject)
+    return next(finding for finding in report.findings if finding.subject == subject)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # what is the same, what differs, what follows
 
 
-def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
+def test_two_models_with_one_vocabulary_are_usable_as_is() -> None:
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer()))
     assert report.usable and report.conclusion == "usable as is"
     assert (report.num_differing, report.differing, report.head_sizes) == (0, (), (VOCAB, VOCAB))
     subjects = ["tokens", "head", "special tokens", "end ids", "encoding", "chat template"]
-    assert [one.subject for one in report.findings] == subjects
-    assert all(one.same for one in report.findings)
+    assert [finding.subject for finding in report.findings] == subjects
+    assert all(finding.same for finding in report.findings)
     assert f"{VOCAB} tokens" in about(report, "tokens").found
 
 
@@ -62,7 +62,9 @@ def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
         (VOCAB, VOCAB - 3, "usable: the draft's head is smaller; the target's last 3 ids (3 tokens) are never drafted"),
     ],
 )
-def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, draft: int, conclusion: str) -> None:
+def test_heads_of_different_sizes_are_usable_and_the_report_says_which_is_larger(
+    target: int, draft: int, conclusion: str
+) -> None:
     a, b = loaded(target, tokenizer()), loaded(draft, tokenizer())
     report = compare_vocabularies(a, b)
     assert (report.usable, report.conclusion, report.head_sizes) == (True, conclusion, (target, draft))
@@ -70,11 +72,11 @@ def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, 
     assert same_vocabulary(a, b)
     made = SpeculativeDecoder(a.model, b.model, tokenizer=tokenizer(), num_draft_tokens=3, reproducible=False)
     result = made.generate([5, 6, 7], SamplingParams(max_tokens=12))
-    assert all(token < min(target, draft) for done in result.rounds for token in done.draft)
+    assert all(token < min(target, draft) for round in result.rounds for token in round.draft)
     assert result.token_ids == made.using("none").generate([5, 6, 7], SamplingParams(max_tokens=12)).token_ids
 
 
-def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> None:
+def test_another_vocabulary_is_usable_through_bytes_and_the_report_names_tokens() -> None:
     a, b = loaded(made=tokenizer()), loaded(VOCAB + 6, tokenizer(extra="123456"))
     report = compare_vocabularies(a, b, "the heron saw a fish, and then another one. " * 4)
     assert not same_vocabulary(a, b)
@@ -89,7 +91,7 @@ def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> No
     assert "0.0% of its tokens rejected" in about(report, "estimated loss").follows
 
 
-def test_a_vocabulary_that_cannot_be_read_as_bytes_is_not_usable_and_both_models_are_named() -> None:
+def test_a_vocabulary_without_known_bytes_is_not_usable() -> None:
     inner = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "end": 2, "##s": 3}, unk_token="[UNK]"))
     pieces = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=pieces))
@@ -98,16 +100,24 @@ def test_a_vocabulary_that_cannot_be_read_as_bytes_is_not_usable_and_both_models
     assert "WordPiece" in report.conclusion and "\n" not in report.conclusion
 
 
-@pytest.mark.parametrize(("ours", "theirs", "who"), [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")])
+@pytest.mark.parametrize(
+    ("has_target_tokenizer", "has_draft_tokenizer", "lacking"),
+    [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")],
+)
 @pytest.mark.parametrize("draft", [VOCAB, VOCAB + 1])
-def test_without_two_tokenizers_the_heads_decide(ours: bool, theirs: bool, who: str, draft: int) -> None:
-    a, b = loaded(made=tokenizer() if ours else None), loaded(draft, tokenizer() if theirs else None)
+def test_without_two_tokenizers_the_heads_decide(
+    has_target_tokenizer: bool, has_draft_tokenizer: bool, lacking: str, draft: int
+) -> None:
+    a, b = (
+        loaded(made=tokenizer() if has_target_tokenizer else None),
+        loaded(draft, tokenizer() if has_draft_tokenizer else None),
+    )
     report = compare_vocabularies(a, b)
     assert report.usable == (draft == VOCAB)
     assert report.verdict.startswith("Works if both have the same tokens, which cannot be checked: the ")
     assert about(report, "tokens").same is None
-    assert about(report, "tokens").found == f"the {who} came without a tokenizer"
-    assert "encoding" not in [one.subject for one in report.findings]
+    assert about(report, "tokens").found == f"the {lacking} came without a tokenizer"
+    assert "encoding" not in [finding.subject for finding in report.findings]
     if not report.usable:
         assert report.conclusion.startswith("not usable as a draft model: the heads differ")
         with pytest.raises(UsageError, match=f"has {draft} logits, target .* has {VOCAB}, and no tokenizers"):
@@ -120,9 +130,9 @@ def test_special_tokens_are_compared_by_text_and_id() -> None:
     other = tokenizer()
     other.add_special_tokens({"bos_token": "<unk>", "pad_token": "<eos>"})
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=other))
-    found = about(report, "special tokens")
-    assert report.usable and found.same is False
-    assert found.found == (
+    finding = about(report, "special tokens")
+    assert report.usable and finding.same is False
+    assert finding.found == (
         "bos is none in the target and '<unk>' (2) in the draft; "
         "pad is '<pad>' (0) in the target and '<eos>' (1) in the draft"
     )
@@ -130,7 +140,7 @@ def test_special_tokens_are_compared_by_text_and_id() -> None:
     assert same.same and same.found == "bos '<unk>' (2), eos '<eos>' (1), pad '<eos>' (1)"
 
 
-def test_end_ids_of_the_draft_are_told_and_do_not_matter() -> None:
+def test_different_end_ids_of_the_draft_are_reported_but_do_not_matter() -> None:
     report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer(), eos_token_id=4))
     ends = about(report, "end ids")
     assert report.usable and report.conclusion == "usable as is"
@@ -139,13 +149,13 @@ def test_end_ids_of_the_draft_are_told_and_do_not_matter() -> None:
 
 
 def cutting(merges: Sequence[tuple[str, str]]) -> HFTokenizer:
-    """Byte pairs over four tokens; which pairs are merged decides how a text is cut."""
+    """A byte-pair tokenizer of four tokens; its merges decide where a text is cut."""
     vocabulary = {"x": 0, "1": 1, "2": 2, "12": 3}
     inner = Tokenizer(models.BPE(vocabulary, list(merges)))
     return HFTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
 
 
-def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are_named() -> None:
+def test_tokenizers_that_split_text_differently_are_usable_and_the_report_says_where() -> None:
     whole, single = (VocabularyInfo(name, 4, (), cutting(m)) for name, m in (("a", [("1", "2")]), ("b", [])))
     report = compare_vocabularies(whole, single)
     assert report.usable and report.conclusion == "usable as is"
@@ -159,7 +169,7 @@ def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "same", "found"),
+    ("target", "draft", "same", "expected"),
     [
         ("a:{{ messages[0]['content'] }}", "b:{{ messages[0]['content'] }}", False, "a chat becomes other ids"),
         ("a:", "a:", True, "a chat becomes the same ids"),
@@ -169,11 +179,11 @@ def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are
         (None, None, None, None),
     ],
 )
-def test_chat_templates_are_compared_by_what_they_make(ours: Any, theirs: Any, same: Any, found: Any) -> None:
-    a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=one))) for one in (ours, theirs))
+def test_chat_templates_are_compared_by_their_output(target: Any, draft: Any, same: Any, expected: Any) -> None:
+    a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=template))) for template in (target, draft))
     report = compare_vocabularies(a, b)
-    told = [(one.same, one.found) for one in report.findings if one.subject == "chat template"]
-    assert report.usable and told == ([] if found is None else [(same, found)])
+    reported = [(finding.same, finding.found) for finding in report.findings if finding.subject == "chat template"]
+    assert report.usable and reported == ([] if expected is None else [(same, expected)])
 
 
 def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
@@ -186,19 +196,19 @@ def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
     assert report.usable and about(report, "encoding").same is False
 
 
-def test_a_report_is_json_and_lines() -> None:
+def test_a_report_can_be_written_as_json_and_lines() -> None:
     report = compare_vocabularies(load("toy", LoadOptions()), loaded(made=tokenizer()))
     values = json.loads(json.dumps(report.to_dict()))
     assert values["usable"] is True and values["head_sizes"] == [257, VOCAB]
     assert values["bridge"]["shared"] == len(LETTERS) and 0 < values["bridge"]["known"] < 1
-    assert [one["subject"] for one in values["findings"]] == [one.subject for one in report.findings]
+    assert [finding["subject"] for finding in values["findings"]] == [finding.subject for finding in report.findings]
     first, *others = report.lines()
     assert first == f"draft 'LlamaForCausalLM' for target 'toy': {report.conclusion}"
-    assert len(others) == 2 * len(report.findings) and not any("\n" in line for line in others)
-    for one, said, follows in zip(report.findings, others[::2], others[1::2], strict=True):
-        mark = {True: "same", False: "different", None: "unknown"}[one.same]
-        assert said.split()[: len(one.subject.split()) + 1] == [*one.subject.split(), mark]
-        assert said.endswith(one.found) and follows.strip() == one.follows
+    assert len(others) == 2 * len(report.findings) and not any("\n" in printed for printed in others)
+    for finding, line, follows in zip(report.findings, others[::2], others[1::2], strict=True):
+        mark = {True: "same", False: "different", None: "unknown"}[finding.same]
+        assert line.split()[: len(finding.subject.split()) + 1] == [*finding.subject.split(), mark]
+        assert line.endswith(finding.found) and follows.strip() == finding.follows
 
 
 # without weights
@@ -209,12 +219,12 @@ def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: 
     expected = VocabularyInfo.of(whole)
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_pretrained", None
-    )  # weights cannot be loaded from here on
+    )  # from here on, loading weights raises
     info = inspect_vocabulary(str(folder))
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids and info.special == expected.special != {}
     report = compare_vocabularies(info, whole)
-    assert report.conclusion == "usable as is" and all(one.same for one in report.findings)
+    assert report.conclusion == "usable as is" and all(finding.same for finding in report.findings)
     assert report.verdict.startswith("Works: ") and report.verdict.endswith(
         "have the same tokens. No extra rejections."
     )
@@ -232,7 +242,7 @@ def test_the_toy_is_inspected() -> None:
     assert compare_vocabularies(inspect_vocabulary("toy"), info).conclusion == "usable as is"
 
 
-def test_a_head_beside_a_vision_part_is_that_of_the_text(tmp_path: Path) -> None:
+def test_the_head_size_of_a_multimodal_model_is_that_of_its_text_part(tmp_path: Path) -> None:
     text = transformers.Gemma3TextConfig(vocab_size=77, eos_token_id=3, bos_token_id=2, pad_token_id=0)
     transformers.Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path)
     assert inspect_vocabulary(str(tmp_path)).head_size == 77
@@ -272,14 +282,14 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
         ("nobody/nothing", "could not be downloaded from the Hugging Face Hub"),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:
+def test_a_source_that_is_not_a_model_is_refused_in_one_line(source: str, message: str) -> None:
     with pytest.raises(SlipstreamError, match=message) as error:
         inspect_vocabulary(source)
     assert source in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("broken", ["config.json", "generation_config.json", "tokenizer.json", "x.gguf"])
-def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: str) -> None:
+def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, broken: str) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / broken).write_bytes(b"not what it should be")
@@ -289,17 +299,17 @@ def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: 
     assert source in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_text_is_what_transformers_decodes_whichever_way_it_is_asked() -> None:
+def test_decode_equals_transformers_even_if_a_tokenizer_overrides_it() -> None:
     class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-        def _decode(self, *given: Any, **options: Any) -> str:
-            return super()._decode(*given, **options).upper()
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return super()._decode(*arguments, **options).upper()
 
     ids = [3, 0, 5, 1, 2, 7]
-    plain, own = tokenizer(), Own(tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>")
-    for inner in (plain, own):
+    plain, overriding = tokenizer(), Own(tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>")
+    for inner in (plain, overriding):
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         assert HFTokenizer(inner).decode(ids) == inner.decode(ids, **options)
-    assert HFTokenizer(own).decode(ids) != HFTokenizer(plain).decode(ids)
+    assert HFTokenizer(overriding).decode(ids) != HFTokenizer(plain).decode(ids)
 
 
 def test_a_pair_is_checked_by_its_names() -> None:

@@ -1,4 +1,4 @@
-"""A trained head foresees its target better than a new one, changes no text, and learns as the formulas say."""
+"""A trained head predicts its target better than a new one, changes no text, and follows the formulas of training."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def written(folder: Path) -> Written:
 
 
 @pytest.mark.slow
-def test_the_head_foresees_more_than_it_did_before_training(trained: Path) -> None:
-    found = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
-    assert found[-1]["tokens_per_round"] > found[0]["tokens_per_round"] + 0.1
-    assert found[-1]["loss"] < found[1]["loss"]
+def test_training_raises_tokens_per_round_and_lowers_the_loss(trained: Path) -> None:
+    progress = [json.loads(line) for line in (trained / "progress.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in progress] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert progress[-1]["tokens_per_round"] > progress[0]["tokens_per_round"] + 0.1
+    assert progress[-1]["loss"] < progress[1]["loss"]
     assert (trained / "curve.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
-def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained: Path) -> None:
+def test_a_trained_head_changes_no_text_and_accepts_what_was_estimated(trained: Path) -> None:
     drafting = SpeculativeDecoder(
         target(), str(trained), tokenizer=tokenizer(), drafter="model", num_draft_tokens=STEPS
     )
@@ -78,8 +78,8 @@ def test_drafting_with_it_changes_no_text_and_accepts_what_was_estimated(trained
 
 
 @pytest.mark.slow
-def test_what_is_learned_is_what_drafts(trained: Path) -> None:
-    """Unrolled over a text, the head drafts at each row what a plain transcription of its files drafts there."""
+def test_the_trained_network_drafts_what_its_written_files_draft(trained: Path) -> None:
+    """Unrolled over a text, the head drafts at each row the tokens of a plain transcription of its files."""
     state, head = State.read(trained), written(trained)
     assert state is not None
     loaded = decoder().target
@@ -96,7 +96,7 @@ def test_what_is_learned_is_what_drafts(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
+def test_the_written_files_have_the_format_of_speculators(trained: Path) -> None:
     head, settings = written(trained), json.loads((trained / "config.json").read_text())
     assert settings["speculators_model_type"] == "eagle3" and settings["norm_before_residual"] is False
     assert settings["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
@@ -107,7 +107,7 @@ def test_the_written_file_is_that_of_speculators(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
+def test_a_new_head_starts_with_the_targets_last_layer_on_every_backend() -> None:
     config = new_head(decoder().target, 256, torch.arange(20))
     layer, size = target().model.layers[-1], target().config.hidden_size
     for options in ({}, {"fast": True}):
@@ -123,7 +123,7 @@ def test_a_new_head_begins_with_the_last_layer_whatever_runs_it() -> None:
 
 
 @pytest.mark.parametrize("name", mostly_slow(["qwen3", "gemma3", "phi3", "olmo2"], "gemma3"))
-def test_heads_of_other_architectures_begin_with_what_fits(name: str) -> None:
+def test_heads_for_other_architectures_have_finite_losses_and_no_empty_weights(name: str) -> None:
     kinds = ["sliding_attention" if name == "gemma3" and i % 2 else "full_attention" for i in range(4)]
     tiny = fresh(name, num_hidden_layers=4, layer_types=kinds)
     model = SpeculativeDecoder(tiny, tokenizer=tokenizer()).target
@@ -135,7 +135,7 @@ def test_heads_of_other_architectures_begin_with_what_fits(name: str) -> None:
     assert all(bool(weight.any()) for weight in weights.values())
 
 
-def test_attention_of_unrolled_steps_is_that_under_a_mask() -> None:
+def test_attention_of_unrolled_steps_equals_masked_attention() -> None:
     generator, rows = torch.Generator().manual_seed(0), 9
     query = torch.randn(2, 6, rows, 4, generator=generator)
     keys, values = ([torch.randn(2, 3, rows, 4, generator=generator) for _ in range(3)] for _ in range(2))
@@ -145,15 +145,15 @@ def test_attention_of_unrolled_steps_is_that_under_a_mask() -> None:
         seen = torch.cat([causal, *later_steps], 1).expand(2, -1, -1)
         return grouped_attention(query, torch.cat(keys, 2), torch.cat(values, 2), seen)
 
-    found = unrolled_attention(query, keys, values, ~causal)
-    assert torch.allclose(found, masked([itself, itself]), atol=1e-6)
-    assert not torch.allclose(found, masked([itself, causal]), atol=1e-3)
+    attended = unrolled_attention(query, keys, values, ~causal)
+    assert torch.allclose(attended, masked([itself, itself]), atol=1e-6)
+    assert not torch.allclose(attended, masked([itself, causal]), atol=1e-3)
 
 
-def test_rounds_are_walked_as_greedy_decoding_does() -> None:
-    found = acceptance([[2, 0, 0, 1, 5], [0, 3, 3]], 3)
+def test_acceptance_is_counted_over_the_rounds_of_greedy_decoding() -> None:
+    counted = acceptance([[2, 0, 0, 1, 5], [0, 3, 3]], 3)
     # the first text: 2 + 1 tokens, then 1 + 1; the second: 0 + 1, then two of three, as the text ends
-    assert found.accepted == (3 / 4, 2 / 4, 0.0)
+    assert counted.accepted == (3 / 4, 2 / 4, 0.0)
     assert acceptance([[2, 0, 0, 1, 5]], 1).accepted == (2 / 3,)
 
 
@@ -165,7 +165,7 @@ def test_the_users_turn_is_found_in_the_template() -> None:
         user_turn(decoder(tokenizer=named))
 
 
-def test_prompts_of_files(tmp_path: Path) -> None:
+def test_prompts_and_texts_are_read_from_files(tmp_path: Path) -> None:
     lines, plain = tmp_path / "in.jsonl", tmp_path / "in.txt"
     lines.write_text('{"prompt": "abc"}\n{"text": "abcabcabcabcabc"}\n{"prompt": [5, 6], "chat": false}\n')
     plain.write_text("abc\n\n def \n")
@@ -186,7 +186,7 @@ def test_prompts_of_files(tmp_path: Path) -> None:
         ('{"prompt": [9999]}', "line 2: prompt: token id 9999"),
     ],
 )
-def test_a_wrong_line_is_named_before_anything_is_generated(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_line_is_named_before_anything_is_generated(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text(f'{{"prompt": "abc"}}\n{line}\n')
     with pytest.raises(UsageError) as raised:
@@ -222,7 +222,7 @@ def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_loss_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = TrainableHead.loss
 
     def broken(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
@@ -241,10 +241,8 @@ def test_a_loss_that_is_no_number_leaves_the_last_state(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some texts are neither learned nor held out, as they answer a prompt that is held out."""
+def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that answer a held-out prompt are neither learned nor held out."""
     (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
     heads, loss, calls = [], TrainableHead.loss, list[None]()
 
@@ -268,7 +266,7 @@ def test_a_training_on_prompts_goes_on_with_the_texts_it_began_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["state", "head"])
-def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
+def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
     shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     module: Any = {"state": training_run, "head": head_writer}[place]
@@ -289,7 +287,7 @@ def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(
 
 
 class Clock:
-    """Its seconds pass with every look at it, as on a machine that is busy with something else."""
+    """A clock that advances at every reading, as on a busy machine."""
 
     def __init__(self, seconds_per_look: float) -> None:
         self.seconds, self._per_look = 0.0, seconds_per_look
@@ -310,18 +308,18 @@ def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
 
 
 @pytest.mark.slow
-def test_a_training_whose_time_is_over_goes_on_with_more_texts_and_steps_in_more_time(
+def test_more_time_continues_a_training_with_more_texts_and_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss, append, now = TrainableHead.loss, texts.append, [0.0]
 
-    def slow_loss(*given: Any) -> Any:
+    def slow_loss(*arguments: Any) -> Any:
         now[0] += 10
-        return loss(*given)
+        return loss(*arguments)
 
-    def slow_append(*given: Any) -> None:
+    def slow_append(*arguments: Any) -> None:
         now[0] += 10
-        append(*given)
+        append(*arguments)
 
     monkeypatch.setattr(TrainableHead, "loss", slow_loss)
     monkeypatch.setattr(texts, "append", slow_append)
@@ -341,7 +339,7 @@ def test_a_training_whose_time_is_over_goes_on_with_more_texts_and_steps_in_more
     learned, held = split(made[4], training_job.HELD_TOKENS)
     assert results[-1]["steps"] == -(-training_run.PASSES * sum(len(text.ids) for text in learned) // 256)
     before = split(made[0], training_job.HELD_TOKENS)[1]
-    assert held[: len(before)] == before  # what was held out is not learned later
+    assert held[: len(before)] == before  # texts that were held out are not learned later
 
 
 @pytest.mark.slow
@@ -357,13 +355,13 @@ def test_the_time_limit_holds_however_slow_the_machine_is(
         training.show = lambda progress: seconds_left.append(progress.seconds_left)
         result = training.run(decoder())
     assert 0 < result["steps"] < 100_000 and (tmp_path / "config.json").exists()
-    step = 20 * seconds_per_look  # a step and a judgement look at the clock fewer times
+    step = 20 * seconds_per_look  # a step and an evaluation read the clock fewer times
     assert clock.seconds < 360 + step
     assert seconds_left[0] <= 360 and seconds_left[-1] < step
     assert all(later <= earlier + step for earlier, later in pairwise(seconds_left))
 
 
-def test_texts_under_way_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_texts_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small():
         whole = {number: ids for number, ids, *_ in TextMaker(decoder(), (), seed=0).make(0, 8)}
         monkeypatch.setattr(texts, "monotonic", Clock(0.5))
@@ -389,7 +387,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         train(tmp_path)
 
 
-def test_a_finished_training_writes_its_head_again_and_misses_no_text(shortly_trained: Path, tmp_path: Path) -> None:
+def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly_trained: Path, tmp_path: Path) -> None:
     folder = copytree(shortly_trained, tmp_path / "head")
     head, made = folder / "model.safetensors", folder / "texts.jsonl"
     whole = head.read_bytes()

@@ -1,4 +1,4 @@
-"""A training that is killed at random moments ends with the bytes of one that was left in peace."""
+"""A training that is killed at random moments ends with the bytes of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.training_cases import TOKENS, train
 pytestmark = pytest.mark.slow
 
 STEPS = 24
-STEPS_BEFORE_KILL = 7  # at most, however late the kill comes: three such runs do not end the training
+STEPS_BEFORE_KILL = 7  # a process stops here even if the kill comes late: three such runs do not complete the training
 SERVER = """
 import os, sys
 from tests.training.test_training_kill import STEPS_BEFORE_KILL, go_on
@@ -36,7 +36,7 @@ for folder in sys.stdin:
 
 
 def go_on(folder: str, max_steps: int = STEPS) -> None:
-    """Go on with the training; after so many steps, wait to be killed."""
+    """Resume the training; after STEPS_BEFORE_KILL steps, wait to be killed."""
     torch.set_num_threads(1)
     end, save = how_far(Path(folder))[0] + max_steps, State.save
 
@@ -50,12 +50,12 @@ def go_on(folder: str, max_steps: int = STEPS) -> None:
 
 
 def how_far(folder: Path) -> tuple[int, int]:
-    """Steps and texts that the folder holds."""
+    """The numbers of steps and texts in the folder."""
     state = State.read(folder)
     return (0 if state is None else state.step), len(read_texts(folder))
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_changes_no_result(tmp_path: Path) -> None:
     rng, kills = random.Random(5), list[tuple[int, int]]()
     with started("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdin is not None and server.stdout is not None
@@ -65,14 +65,14 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             child, end = int(server.stdout.readline()), time.monotonic() + PATIENCE
             step, count = how_far(tmp_path)
             goal = (step + rng.randint(1, 5), 0) if step else (0, count + rng.randint(1, 30))
-            while how_far(tmp_path) < goal:  # it gets somewhere before it is killed, however busy the machine is
-                assert time.monotonic() < end, "the training got nowhere"
+            while how_far(tmp_path) < goal:  # the training makes progress before the kill, however busy the machine is
+                assert time.monotonic() < end, "the training made no progress"
                 time.sleep(0.002)
             time.sleep(rng.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
             assert int(server.stdout.readline()) == -signal.SIGKILL
             kills.append(how_far(tmp_path))
-            if len(kills) % 2:  # as if it had been killed amid a write
+            if len(kills) % 2:  # as if the process had been killed during a write
                 with open(tmp_path / "texts.jsonl", "ab") as file:
                     file.write(b'{"number": 9, "ids": [4')
                 (tmp_path / f".{STATE}.{child}.partial").write_bytes(b"half")
@@ -86,8 +86,8 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     assert ids[0] == ids[1] and sum(len(text) for _, text in ids[0]) >= TOKENS
 
 
-def test_another_order_of_texts_gives_other_bytes(tmp_path: Path) -> None:
-    """What the test above compares depends on every step."""
+def test_another_order_of_texts_gives_another_head(tmp_path: Path) -> None:
+    """Negative control of the test above: the bytes depend on every step."""
     heads = []
     for seed in (0, 1):
         train(tmp_path / str(seed), seed=seed, num_steps=8)

@@ -1,4 +1,4 @@
-"""The fingerprint of what a text depends on: not of what the machine's speed decides."""
+"""The fingerprint covers everything that a text depends on, and nothing that depends on the speed of the machine."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,9 @@ def with_shapes(decoder: SpeculativeDecoder, **changes: Any) -> str:
     return fingerprint_of(decoder.target, replace(decoder.shapes, **changes))
 
 
-def test_it_is_that_of_the_bits_and_not_of_the_widths_that_pay() -> None:
+def test_the_fingerprint_covers_shapes_that_change_bits_but_not_speed() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
-    own = fingerprint_of(decoder.target, decoder.shapes)
-    assert with_shapes(decoder, alone=(1, 8), totals=(4, 64)) == own
+    unchanged = fingerprint_of(decoder.target, decoder.shapes)
+    assert with_shapes(decoder, alone=(1, 8), totals=(4, 64)) == unchanged
     for changes in ({"attended_unit": 17}, {"chunk": 17}, {"widths": (1, 2)}, {"reuse": 17}):
-        assert with_shapes(decoder, **changes) != own, changes
+        assert with_shapes(decoder, **changes) != unchanged, changes

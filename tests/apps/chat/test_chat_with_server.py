@@ -23,8 +23,8 @@ from tests.support.running_server import PATIENCE, RunningServer, running_server
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def test_answers_come_from_the_server_and_stay_in_the_conversation(server: RunningServer) -> None:
@@ -42,7 +42,7 @@ def test_answers_come_from_the_server_and_stay_in_the_conversation(server: Runni
     assert chat.turns == [] and chat.closed and not face.errors
 
 
-def test_what_goes_wrong_is_one_line(server: RunningServer) -> None:
+def test_refused_requests_and_addresses_are_one_line(server: RunningServer) -> None:
     face = Recorder()
     chat = RemoteChat(f"{server.url}/v1/", face, SamplingParams(max_tokens=5000))
     chat.handle("x")
@@ -63,14 +63,14 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize(("constraint", "told"), FORMS)
-def test_the_form_of_an_answer_is_the_servers_to_keep(server: RunningServer, constraint: Constraint, told: str) -> None:
+@pytest.mark.parametrize(("constraint", "pattern"), FORMS)
+def test_the_server_enforces_a_constraint(server: RunningServer, constraint: Constraint, pattern: str) -> None:
     face = Recorder()
     RemoteChat(server.url, face, SamplingParams(constraint=constraint)).handle("A heron")
-    assert not face.errors and re.fullmatch(told, "".join(face.pieces).strip())
+    assert not face.errors and re.fullmatch(pattern, "".join(face.pieces).strip())
 
 
-def test_a_prediction_is_sent_and_changes_no_answer(server: RunningServer) -> None:
+def test_a_prediction_is_sent_and_does_not_change_the_answer(server: RunningServer) -> None:
     texts = []
     for prediction in (None, "The heron was slow."):
         face = Recorder()
@@ -82,7 +82,7 @@ def test_a_prediction_is_sent_and_changes_no_answer(server: RunningServer) -> No
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_a_signal_and_says_where() -> None:
+def test_serve_prints_its_address_and_runs_until_a_signal() -> None:
     command = ("-u", "-c", "from slipstream.apps.cli import main; main()")
     serve = ("serve", "--target", "toy", "--port", "0", "--drafter", "suffix")
     with started(*command, *serve, stderr=subprocess.PIPE) as server:
@@ -103,7 +103,7 @@ def test_models_that_cannot_be_loaded_end_the_command_with_one_line(capsys, monk
     assert code == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in errors
 
 
-def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: RunningServer) -> None:
+def test_an_address_in_use_is_refused_before_anything_is_loaded(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use$"):
         serve(ServerSettings(port=port), lambda: pytest.fail("loaded"), lambda server: None)

@@ -1,4 +1,4 @@
-"""A conversation: its prompts, interruption, what the memory saves, and the command line from a pipe."""
+"""A conversation: its prompts, interruptions, reuse of the cache, and the command line from a pipe."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ from tests.support import tiny_models
 from tests.support.chat_fakes import Recorder, face, letters, refused, toy, type_in
 
 
-def test_an_answer_streams_and_is_the_decoders_own() -> None:
+def test_an_answer_streams_and_equals_the_decoders() -> None:
     chat = toy()
     type_in(chat, "The heron")
     expected = SpeculativeDecoder("toy").generate("The heron", chat.params, chat=False)
@@ -51,26 +51,26 @@ def test_the_second_turn_computes_only_what_is_new() -> None:
     chat = letters(reproducible=False)
     type_in(chat, "one two three " * 5, "four", "five")
     for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
-        known = [*before.prompt_ids, *before.token_ids]
-        assert turn.prompt_ids[: len(known)] == known  # the answer re-encodes to the tokens it was made of
-        # the last token of an answer is not in the memory yet
-        assert turn.prefilled == len(turn.prompt_ids) - len(known) + 1
+        cached = [*before.prompt_ids, *before.token_ids]
+        assert turn.prompt_ids[: len(cached)] == cached  # the answer re-encodes to the tokens it was made of
+        # the last token of an answer is not cached yet
+        assert turn.prefilled == len(turn.prompt_ids) - len(cached) + 1
 
 
 @pytest.mark.parametrize("whole_chunks", [False, True])
-def test_reproducible_turns_reuse_memory_and_say_what_an_empty_memory_says(whole_chunks: bool) -> None:
+def test_reproducible_turns_reuse_the_cache_and_give_the_text_of_an_empty_one(whole_chunks: bool) -> None:
     chat = letters(reproducible=True)
     session = chat.decoder._target_session
-    if whole_chunks:  # as where prompt chunks do not agree to the bit with narrow forwards
+    if whole_chunks:  # as on machines where prompt chunks and narrow forwards differ in bits
         session.table.shapes = replace(session.shapes, reuse=session.shapes.chunk)
     elif session.shapes.reuse > 1:
         pytest.skip("prompt chunks do not agree with narrow forwards on this machine")
     type_in(chat, "one two three " * 20, "four five six " * 20, "seven")
     for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
-        known = [*before.prompt_ids, *before.token_ids]
-        reused = (len(before.prompt_ids) - 1) // 256 * 256 if whole_chunks else len(known) - 1
-        left = 1 if whole_chunks else 0  # the last token of a prompt has a forward of its own there
-        assert reused >= 256 and turn.prefilled == len(turn.prompt_ids) - left - reused
+        cached = [*before.prompt_ids, *before.token_ids]
+        reused = (len(before.prompt_ids) - 1) // 256 * 256 if whole_chunks else len(cached) - 1
+        uncached = 1 if whole_chunks else 0  # there the last prompt token has its own forward
+        assert reused >= 256 and turn.prefilled == len(turn.prompt_ids) - uncached - reused
         chat.decoder.forget()
         assert chat.decoder.generate(turn.prompt_ids, turn.params).token_ids == turn.token_ids
 
@@ -86,7 +86,7 @@ def test_reuse_ends_where_an_answer_re_encodes_differently() -> None:
     assert second.prefilled == len(second.prompt_ids) - shared
 
 
-def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: None) -> None:
+def test_an_interrupted_answer_stays_in_the_conversation(cache_audit: None) -> None:
     chat = toy(max_tokens=60)
     face(chat).stop_after = 5
     type_in(chat, "The heron")
@@ -100,7 +100,9 @@ def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: N
 
 
 @pytest.mark.parametrize("forward", [1, 2, 4])
-def test_interruption_inside_a_forward_leaves_the_memory_right(forward: int, monkeypatch, cache_audit: None) -> None:
+def test_an_interruption_inside_a_forward_leaves_the_cache_correct(
+    forward: int, monkeypatch, cache_audit: None
+) -> None:
     chat = letters(reproducible=False)
     backend, calls = chat.decoder.target.backend, iter(range(1, 1000))
     run = backend._forward_rows
@@ -137,10 +139,10 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
 def piped(monkeypatch, capsys, text: str, *flags: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", *flags])
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit) as exited:
         cli.main()
     captured = capsys.readouterr()
-    return int(done.value.code or 0), captured.out, captured.err
+    return int(exited.value.code or 0), captured.out, captured.err
 
 
 def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
@@ -152,7 +154,7 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
     assert "12 tokens, " in err and "did you mean /draft-length" in err
 
 
-def test_text_is_printed_as_it_is(capsys) -> None:
+def test_text_is_printed_unchanged(capsys) -> None:
     screen = chat_cli.Screen()
     screen.token("a :fish: [bold]b[/bold]\n")
     screen.show("c :fish: [red]")
@@ -175,6 +177,6 @@ def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, ca
     ):
         monkeypatch.setattr(sys, "stdin", Keyboard())
         monkeypatch.setattr(chat_cli, "find_spec", find)
-        with pytest.raises(SystemExit) as done:
+        with pytest.raises(SystemExit) as exited:
             cli.main()
-        assert done.value.code == code and part in " ".join(capsys.readouterr().err.split())
+        assert exited.value.code == code and part in " ".join(capsys.readouterr().err.split())

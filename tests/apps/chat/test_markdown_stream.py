@@ -1,4 +1,4 @@
-"""Markdown is rendered while it is written: finished blocks stay as they are, and nothing is lost."""
+"""Markdown is rendered while it streams: finished blocks stay, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks_end_at_blank_lines_outside_of_code(text: str, finished: str) -> 
 
 
 def left_on_screen(written: str) -> str:
-    """What a terminal shows in the end: lines that were cleared and written again are there once."""
+    """What a terminal shows in the end, after lines were cleared and rewritten."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":
@@ -66,7 +66,7 @@ def shown(size: int, *, width: int = 60) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-def test_what_stays_does_not_depend_on_the_pieces(size: int) -> None:
+def test_the_final_screen_does_not_depend_on_the_size_of_the_pieces(size: int) -> None:
     text = shown(size)
     assert "**" not in text and "```" not in text and "Here is a bold word" in text
     assert "• heron" in text and "def add(a, b):" in text and "return a + b" in text and "The end." in text
@@ -78,7 +78,7 @@ def test_long_lines_are_broken_at_words() -> None:
     assert {word for word in shown(1000, width=24).split() if word not in "•-"} <= words
 
 
-def test_pictures_are_taken_away_before_a_block_is_printed() -> None:
+def test_a_preview_is_erased_before_its_block_is_printed() -> None:
     screen = io.StringIO()
     stream = MarkdownStream(Console(file=screen, width=60, height=10, force_terminal=True, color_system=None))
     stream.write("a **b")

@@ -1,4 +1,4 @@
-"""Other ends that are no server of OpenAI's API: whatever they send, the user reads one line or nothing."""
+"""Servers that do not speak OpenAI's API: whatever they send, the user reads at most one line."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NO_ADDRESSES = (
 
 @contextmanager
 def sending(data: bytes, asked: list[bytes] | None = None) -> Iterator[RemoteApi]:
-    """The API at an address where one request is answered with these bytes. asked: what it was."""
+    """The API at an address that answers one request with these bytes; the request is appended to `asked`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                told = connection.recv(1 << 16)
+                request = connection.recv(1 << 16)
                 if asked is not None:
-                    asked.append(told)
+                    asked.append(request)
                 connection.sendall(data)
 
         thread = threading.Thread(target=answer, daemon=True)
@@ -56,87 +56,89 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @subcases("data", [*ENDS, ok(b'{"da', 99)])
-def test_an_other_end_that_breaks_off_is_one_error(data: bytes) -> None:
+def test_a_server_that_breaks_off_a_list_of_models_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         api.models()
 
 
 @pytest.mark.parametrize("data", ENDS)
-def test_so_is_one_that_breaks_off_an_answer(data: bytes) -> None:
+def test_a_server_that_breaks_off_an_answer_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         list(api.pieces({}))
 
 
 @subcases("body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999])
-def test_an_answer_of_another_shape_lists_no_models(body: bytes) -> None:
+def test_a_malformed_list_of_models_is_empty(body: bytes) -> None:
     with sending(ok(body)) as api:
         assert api.models() == []
 
 
-def test_chunks_of_another_shape_have_no_text() -> None:
+def test_malformed_chunks_have_no_text() -> None:
     odd = [b'{"choices":5}', b'{"choices":["x"]}', b'{"choices":[{"delta":"x"}]}', b'{"type":"ping"}']
     odd += [b'{"choices":[{"delta":{"content":5}}]}', b'{"choices":[{}]}', HI]
     with sending(sse(*odd, b"[DONE]")) as api:
         assert list(api.pieces({})) == ["hi"]
 
 
-def test_a_key_is_sent_to_the_given_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEYS[1], "secret key")
     asked = list[bytes]()
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.setblocking(False)
         moved = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/".encode()
-        said, match = b"HTTP/1.1 302 x\r\nlocation: %s\r\n\r\n" % moved, "status 302: it redirects to"
-        with sending(said, asked) as api, pytest.raises(SlipstreamError, match=match):
+        redirect, match = b"HTTP/1.1 302 x\r\nlocation: %s\r\n\r\n" % moved, "status 302: it redirects to"
+        with sending(redirect, asked) as api, pytest.raises(SlipstreamError, match=match):
             api.models()
-        with pytest.raises(BlockingIOError):  # nobody has come
+        with pytest.raises(BlockingIOError):  # nobody has connected
             elsewhere.accept()
     assert b"Bearer secret key" in asked[0]
 
 
 @pytest.mark.parametrize("key", ["a\nb", "ключ", "a\x01"])
-def test_a_key_that_cannot_be_sent_is_named_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_an_invalid_key_names_its_variable_but_not_the_key(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEYS[0], key)
-    with pytest.raises(UsageError, match=KEYS[0]) as told:
+    with pytest.raises(UsageError, match=KEYS[0]) as refusal:
         RemoteApi.at("http://127.0.0.1:1")
-    assert key not in str(told.value)
+    assert key not in str(refusal.value)
 
 
-def test_nothing_shows_a_key_or_a_password() -> None:
+def test_reprs_and_refusals_show_no_key_or_password() -> None:
     assert "secret" not in repr(RemoteApi("http://h", "secret"))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refusal:
         RemoteApi.at("http://user:secret@h")
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(refusal.value)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd", b"/\x1b[31m"])
 def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
-    said = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
-    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status {code}: it redirects to") as told:
+    redirect = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
+    with sending(redirect) as api, pytest.raises(SlipstreamError, match=f"status {code}: it redirects to") as refusal:
         api.models()
-    assert str(told.value).isprintable()
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [(b'"a\\n\\u001b[31mb"', r"a \[31mb$"), (b"{}", "no reason given"), (b'{"message":null}', "no reason given")],
 )
-def test_what_the_other_end_says_is_one_harmless_line(error: bytes, told: str) -> None:
+def test_an_error_from_the_server_is_one_printable_line(error: bytes, message: str) -> None:
     body = b'{"error":%s}' % error
-    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    with sending(said) as api, pytest.raises(SlipstreamError, match=told):
+    answer = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=message):
         api.models()
 
 
-def test_a_chunk_without_an_error_goes_on() -> None:
+def test_a_null_error_in_a_chunk_is_not_an_error() -> None:
     with sending(sse(b'{"error":null,"choices":[{"delta":{"content":"hi"}}]}', b"[DONE]")) as api:
         assert list(api.pieces({})) == ["hi"]
 
 
 @subcases("url", NO_ADDRESSES)
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         RemoteApi.at(url)
 
@@ -149,7 +151,7 @@ STREAM = b"\xef\xbb\xbf: hello\r\nid: 7\r\ndata: %s\r\n\r\nevent: message\r\ndat
 
 
 def sse(*data: bytes, kind: bytes = b"text/event-stream") -> bytes:
-    body = b"".join(b"data: %s\n\n" % one for one in data)
+    body = b"".join(b"data: %s\n\n" % event for event in data)
     return typed(body, kind)
 
 
@@ -203,10 +205,10 @@ WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
         (typed(b'{"object":"error","message":"out of memory"}', b"application/json"), "out of memory"),
     ],
 )
-def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why: str) -> None:
-    with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as told:
+def test_anything_but_an_answer_is_reported_in_one_line(answer: bytes, why: str) -> None:
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as refusal:
         list(api.pieces({}))
-    assert str(told.value).isprintable()
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why:
         (sse(OVER), "", "the answer is empty"),
     ],
 )
-def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, text: str, note: str) -> None:
+def test_a_text_is_shown_with_a_note_about_anything_unusual(answer: bytes, text: str, note: str) -> None:
     notes = list[str]()
     with sending(answer) as api:
         assert "".join(api.pieces({}, notes.append)) == text
@@ -249,13 +251,13 @@ def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, text: str,
         (b'{"error":{"type":"x"}}', "no reason given"),
     ],
 )
-def test_every_form_of_an_error_is_told(body: bytes, why: str) -> None:
-    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
+def test_every_form_of_error_is_reported(body: bytes, why: str) -> None:
+    answer = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
         list(api.pieces({}))
 
 
-def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
+def test_a_failed_answer_ends_its_line_and_is_not_kept() -> None:
     with sending(sse(HI, b'{"detail":"out of memory"}')) as api:
         face = Recorder()
         chat = RemoteChat(api.url, face, SamplingParams(), model="m")
@@ -263,7 +265,7 @@ def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
     assert face.pieces == ["hi", "\n"] and chat.turns == [] and "out of memory" in face.errors[0]
 
 
-def test_a_space_makes_a_message_of_a_slash() -> None:
+def test_a_leading_space_escapes_a_slash() -> None:
     with sending(sse(HI, b"[DONE]")) as api:
         face = Recorder()
         chat = RemoteChat(api.url, face, SamplingParams(), model="m")
@@ -271,7 +273,7 @@ def test_a_space_makes_a_message_of_a_slash() -> None:
     assert face.errors == [] and chat.turns[0] == {"role": "user", "content": "/usr is a folder"}
 
 
-# What a chat with a server asks for: fields that servers know, or one line that names the flag
+# Options become fields that servers know, or are refused in one line that names the flag
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 200}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -289,24 +291,26 @@ AS_OPENAI_HAS_IT = {"type": "json_schema", "json_schema": {"name": "answer", "sc
         (Constraint(grammar='start: "a"'), {"structured_outputs": {"grammar": 'start: "a"'}}),
     ],
 )
-def test_a_constraint_becomes_a_field_that_servers_know(constraint: Constraint, fields: dict[str, object]) -> None:
+def test_a_constraint_becomes_a_request_field(constraint: Constraint, fields: dict[str, object]) -> None:
     asked = request_fields(SamplingParams(constraint=constraint))
     assert asked == DEFAULTS | fields and json.dumps(asked)
 
 
-def test_a_prediction_is_written_as_openai_has_it() -> None:
+def test_a_prediction_has_openais_form() -> None:
     asked = request_fields(SamplingParams(prediction="def f():"))
     assert asked == DEFAULTS | {"prediction": {"type": "content", "content": "def f():"}}
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "message"),
     [
         (SamplingParams(constraint=Constraint(json_object=True, whitespace="spaced")), "--whitespace 'spaced' with"),
         (SamplingParams(constraint=Constraint(grammar="start: @a", schemas={"a": SCHEMA})), "--grammar that names"),
         (SamplingParams(prediction=[1, 2]), "--prediction of token ids with --url; allowed: a text"),
     ],
 )
-def test_what_no_request_can_say_is_refused_before_anything_is_sent(params: SamplingParams, told: str) -> None:
-    with pytest.raises(UsageError, match=f"^{told}"):
+def test_options_without_a_request_field_are_refused_before_anything_is_sent(
+    params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
         RemoteChat("http://127.0.0.1:9", Recorder(), params)

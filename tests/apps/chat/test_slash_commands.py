@@ -20,7 +20,7 @@ def test_help_lists_every_command_and_explains_one() -> None:
     assert type_in(chat, "/help gamma").startswith("/draft-length N|auto")
 
 
-def test_speculative_off_is_plain_decoding_of_the_same_text() -> None:
+def test_speculative_off_switches_to_plain_decoding_with_the_same_text() -> None:
     chat = toy()
     type_in(chat, "The heron", "/speculative off", "/retry")
     plain = chat.last
@@ -29,7 +29,7 @@ def test_speculative_off_is_plain_decoding_of_the_same_text() -> None:
     assert chat.last.stats.num_draft_tokens > 0 and chat.last.token_ids == plain.token_ids
 
 
-def test_drafter_draft_length_and_its_aliases() -> None:
+def test_drafter_and_draft_length_take_effect_under_every_alias() -> None:
     chat = toy()
     assert "ngram:3" in type_in(chat, "/drafter ngram:3")
     for line, width in (
@@ -43,14 +43,14 @@ def test_drafter_draft_length_and_its_aliases() -> None:
     assert type_in(chat, "/draft-length auto") == "draft length: auto"
 
 
-def test_draft_and_target_are_exchanged_and_the_conversation_stays() -> None:
+def test_models_can_be_exchanged_within_a_conversation() -> None:
     chat = toy()
     assert type_in(chat, "The heron", "/draft toy:2") == "draft model: toy:2, drafter: hybrid"
     type_in(chat, "The sparrow")
     assert chat.last.drafter == "hybrid" and "loading toy:2 ..." in face(chat).notes
     assert type_in(chat, "/target toy:3") == "target: toy:3"
     assert chat.decoder.draft is not None and len(chat.turns) == 2
-    assert "/retry" in refused(chat, "/compare")  # another model's answer proves nothing
+    assert "/retry" in refused(chat, "/compare")  # an answer of another model cannot be compared
     face(chat).errors.clear()
     assert type_in(chat, "/draft none") == "draft model: none, drafter: suffix"
 
@@ -73,7 +73,7 @@ def test_running_out_of_memory_while_loading_is_one_line(monkeypatch) -> None:
     assert refused(chat, "/draft toy:2") == "toy:2 could not be loaded: not enough memory"
 
 
-def test_a_seed_repeats_a_sampled_answer_and_none_draws_another() -> None:
+def test_a_seed_repeats_a_sampled_answer_and_none_draws_a_new_seed() -> None:
     chat = toy(max_tokens=40)
     type_in(chat, "/sampling multinomial", "/seed 5", "The heron")
     first = chat.last.token_ids
@@ -87,7 +87,7 @@ def test_a_seed_repeats_a_sampled_answer_and_none_draws_another() -> None:
     assert chat.last.token_ids == drawn
 
 
-def test_cache_shows_clears_and_switches_the_memory() -> None:
+def test_cache_shows_clears_and_turns_off_the_kv_cache() -> None:
     chat = toy(draft="toy:2")
     assert type_in(chat, "/cache") == "cache: on; 0 tokens cached, the draft model's 0"
     type_in(chat, "The heron")
@@ -120,7 +120,7 @@ def test_compare_finds_the_same_text_even_when_interrupted(options: dict[str, An
         assert line.endswith("text identical") and line.count("tok/s") == 2
 
 
-def test_compare_goes_by_the_rule_that_the_answer_was_made_by() -> None:
+def test_compare_uses_the_rule_that_produced_the_answer() -> None:
     chat = toy(draft="toy:2")
     type_in(
         chat, "/drafter model", "/set temperature 1", "/seed 3", "/acceptance block", "The heron", "/acceptance auto"
@@ -142,13 +142,13 @@ def test_acceptance_says_when_it_is_lossy() -> None:
     assert type_in(chat, "/acceptance block") == "acceptance: block"
 
 
-def test_stats_reset_and_save(tmp_path: Path) -> None:
+def test_stats_save_and_reset_cover_all_turns(tmp_path: Path) -> None:
     chat, file = toy(), tmp_path / "talk.json"
     face(chat).stop_after = 3
     type_in(chat, "/system Once", "The heron", "The sparrow")
-    said = type_in(chat, "/stats")
+    summary = type_in(chat, "/stats")
     tokens = sum(len(turn.token_ids) for turn in chat.turns)
-    assert said.startswith("2 turns, 1 interrupted") and f"{tokens} tokens, " in said
+    assert summary.startswith("2 turns, 1 interrupted") and f"{tokens} tokens, " in summary
     type_in(chat, f"/save {file}")
     saved = json.loads(file.read_text())
     assert saved["messages"] == chat.messages and saved["target"] == "toy"
@@ -180,7 +180,7 @@ def test_quit_closes() -> None:
         ("/sampling topknucleus 0.7 30 0.8", (0.7, 30, 0.8, 0.0)),
     ],
 )
-def test_sampling_methods(line: str, expected: tuple[float, ...]) -> None:
+def test_sampling_methods_replace_all_sampling_options(line: str, expected: tuple[float, ...]) -> None:
     chat = toy(temperature=0.3, top_k=9, top_p=0.2, min_p=0.3)
     type_in(chat, line)
     p = chat.params
@@ -259,13 +259,13 @@ def test_wrong_input_is_one_line_and_changes_nothing(line: str, part: str | None
     chat = toy()
     before = (chat.decoder, chat.params, chat.speculative, chat.cache, chat.debug)
     if part is None:
-        type_in(chat, line)  # without an argument it only shows
+        type_in(chat, line)  # without an argument it only shows the value
     else:
         assert part in refused(chat, line)
     assert (chat.decoder, chat.params, chat.speculative, chat.cache, chat.debug) == before and chat.turns == []
 
 
-def test_a_space_makes_a_message_of_a_slash_and_an_empty_line_is_nothing() -> None:
+def test_a_leading_space_escapes_a_slash_and_an_empty_line_does_nothing() -> None:
     chat = toy()
     type_in(chat, " /usr is a folder", "", "   ")
     assert [turn.user for turn in chat.turns] == ["/usr is a folder"]

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed"),
 ]
-START, ANSWER = 300.0, 300.0  # seconds: limits, not waits
+START, ANSWER = 300.0, 300.0  # seconds: upper limits, not delays
 
 
 class Terminal:
@@ -33,16 +33,16 @@ class Terminal:
         self._tmux("-f", os.devnull, *start, *where, f"{shlex.join(chat)}; echo ended with $?; exec sleep 600")
 
     def _tmux(self, *arguments: str) -> str:
-        done = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=True)
-        return done.stdout
+        process = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=True)
+        return process.stdout
 
     @property
     def screen(self) -> str:
-        """What is to be seen, with what has scrolled away and without empty lines at the end."""
+        """The text on the screen and above it, without empty lines at the end."""
         return self._tmux("capture-pane", "-p", "-J", "-S", "-1000").rstrip("\n")
 
     def wait_for(self, *parts: str, limit: float = ANSWER) -> str:
-        """The screen, as soon as it shows all the parts."""
+        """The screen as soon as it shows all the parts."""
         end = time.monotonic() + limit
         while not all(part in (screen := self.screen) for part in parts):
             assert time.monotonic() < end, f"no {parts} after {limit} s:\n{screen}"
@@ -106,7 +106,7 @@ COMMAND_LINES = [
 ]
 
 
-def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path) -> None:
+def test_every_slash_command_works_in_one_conversation_from_start_to_quit(terminal: Terminal, tmp_path: Path) -> None:
     assert {line.split()[0] for line, _ in COMMAND_LINES} | {"/quit"} >= set(COMMANDS)
     terminal.type("The heron")
     terminal.wait_for("24 tokens, ", "ended by length", "no chat template")
@@ -135,7 +135,7 @@ def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path
     assert "+/draft-lenght 3" in terminal.history.read_text()
 
 
-def test_editing_completion_and_the_ways_out(terminal: Terminal) -> None:
+def test_editing_completion_history_and_ctrl_d_work(terminal: Terminal) -> None:
     terminal.press("/", "s", "p", "e")
     terminal.wait_for("/speculative")  # on offer below the line
     terminal.press("Tab")

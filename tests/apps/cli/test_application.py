@@ -1,4 +1,4 @@
-"""The command line as a stranger meets it: output, exit codes, one clear line for every mistake."""
+"""The command line: output, exit codes, one clear line for every mistake."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.support.wrong_acceptance_rules import load_wrong_rule
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
-LENGTH = ("--num-draft-tokens", "3")  # "auto" may find, on a busy machine, that a toy's draft does not pay
+LENGTH = ("--num-draft-tokens", "3")  # on a busy machine "auto" may decide that the toy's drafts do not pay
 
 
 def test_generate_writes_the_text_and_the_full_result(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -48,14 +48,16 @@ def test_generate_writes_n_texts_with_the_seeds_that_repeat_them(capsys, monkeyp
     more = ("-p", "A sparrow", "--n", "3", "--seed", "5")
     code, out, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *flags)
     results = json.loads(file.read_text())["results"]
-    texts = [text for one in results for text in (one, *one["alternatives"])]
+    texts = [text for result in results for text in (result, *result["alternatives"])]
     assert code == 0 and len(texts) == 6 and len({tuple(text["token_ids"]) for text in texts[:3]}) == 3
     assert "6 texts" in err
     for number, text in zip(("1.1", "1.2", "1.3", "2.1", "2.2", "2.3"), texts, strict=True):
         assert f"--- {number}, seed {text['seed']}: " in out and text["text"].strip() in out
     params = SamplingParams(max_tokens=12, temperature=1.5, n=3, seed=5)
     expected = SpeculativeDecoder("toy").generate("The heron", params)
-    assert [text["token_ids"] for text in texts[:3]] == [one.token_ids for one in (expected, *expected.alternatives)]
+    assert [text["token_ids"] for text in texts[:3]] == [
+        result.token_ids for result in (expected, *expected.alternatives)
+    ]
     assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "--seed", str(texts[2]["seed"]), *flags)[0] == 0
     assert json.loads(file.read_text())["results"][0]["token_ids"] == texts[2]["token_ids"]
 
@@ -102,7 +104,7 @@ def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Pa
     ("flags", "message"),
     [(("--frequency-penalty", "1"), "frequency_penalty=1.0; allowed"), (TOY, "needs a Hugging Face model")],
 )
-def test_compare_refuses_what_hugging_face_would_not_do_before_loading(
+def test_compare_refuses_what_hugging_face_cannot_do_before_loading_models(
     capsys, monkeypatch, flags: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(compare, "load_decoder", lambda *_: pytest.fail("models were loaded"))
@@ -209,10 +211,10 @@ def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -
     whole, file = SpeculativeDecoder.run, tmp_path / "out.json"
 
     def interrupted(self, *args, **kwargs):
-        for number, done in enumerate(whole(self, *args, **kwargs)):
+        for number, round in enumerate(whole(self, *args, **kwargs)):
             if number == 6:
                 raise KeyboardInterrupt
-            yield done
+            yield round
 
     monkeypatch.setattr(SpeculativeDecoder, "run", interrupted)
     flags = ("--drafter", "none", "--json", str(file))
@@ -235,33 +237,41 @@ def test_ctrl_c_ends_a_command_with_one_line(capsys, monkeypatch) -> None:
 
 def test_the_installed_command_starts_and_names_its_version() -> None:
     command = [str(Path(sys.executable).with_name("slipstream")), "--version"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == __version__
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0 and process.stdout.strip() == __version__
 
 
 NAMES = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
 
 
 @subcases("command", [*NAMES, "models", "models check"])
-def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
+def test_every_command_has_help(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
     assert ("--json FILE" in out) == (command not in ("chat", "help", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])
-def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch, command: str) -> None:
-    usual, every = (
+def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monkeypatch, command: str) -> None:
+    usual_options, every_option = (
         set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", run(capsys, monkeypatch, command, flag)[1], re.MULTILINE))
         for flag in ("--help", "--help-all")
     )
-    assert {"--target", "--draft", "--drafter", "--num-draft-tokens", "--device", "--max-tokens", "--help-all"} <= usual
-    assert usual < every and len(usual) <= 32
+    assert {
+        "--target",
+        "--draft",
+        "--drafter",
+        "--num-draft-tokens",
+        "--device",
+        "--max-tokens",
+        "--help-all",
+    } <= usual_options
+    assert usual_options < every_option and len(usual_options) <= 32
     fields_as_flags = {f"--{f.name.replace('_', '-')}" for f in fields(DecoderConfig)}
-    assert fields_as_flags <= every
+    assert fields_as_flags <= every_option
 
 
-def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "-v", "--json", str(file))
     assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
@@ -294,13 +304,13 @@ def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp
     assert "-rejected-" not in run(capsys, monkeypatch, *arguments)[2]
 
 
-def test_compare_takes_debug(capsys, monkeypatch) -> None:
+def test_compare_shows_rejected_drafts_with_debug(capsys, monkeypatch) -> None:
     _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
     assert "-rejected-" in err
 
 
-def test_the_demo_shows_every_prompt_side_by_side_and_where_to_go_on(capsys, monkeypatch, tmp_path: Path) -> None:
-    """With the toy in the place of the model that it downloads."""
+def test_the_demo_shows_every_prompt_side_by_side_and_a_next_step(capsys, monkeypatch, tmp_path: Path) -> None:
+    """The toy stands in for the model that the demo downloads."""
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     file = tmp_path / "demo.json"
     arguments = ("demo", "--max-tokens", "24", "--repeats", "1", "--json", str(file))
@@ -310,29 +320,29 @@ def test_the_demo_shows_every_prompt_side_by_side_and_where_to_go_on(capsys, mon
     captions = re.findall(r"\d\.\d\dx \((?:as fast|within noise|faster|slower)\): ", out)
     assert len(captions) == 4 and "4 of 4 texts identical to plain decoding" in " ".join(out.split())
     assert 'slipstream generate "Why is the sky blue?"' in out
-    told = json.loads(file.read_text())
-    assert told["target"] == "toy" and len(told["prompts"]) == 4
+    report = json.loads(file.read_text())
+    assert report["target"] == "toy" and len(report["prompts"]) == 4
 
 
 @pytest.mark.slow
-def test_the_demo_fails_where_a_text_differs(capsys, monkeypatch) -> None:
+def test_the_demo_fails_if_a_text_differs(capsys, monkeypatch) -> None:
     right, wrong = demo.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     monkeypatch.setattr(
-        demo, "load_decoder", lambda *given: right(*given).using("ngram", num_draft_tokens=3, acceptance=wrong)
+        demo, "load_decoder", lambda *arguments: right(*arguments).using("ngram", num_draft_tokens=3, acceptance=wrong)
     )
     code, out, err = run(capsys, monkeypatch, "demo", "--max-tokens", "60", "--repeats", "1", "--debug")
     assert code == 1 and "differ from plain decoding" in err and "-rejected-" in out + err
 
 
-def test_a_text_that_fails_among_others_is_told_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:
-    """A constraint and a biased-away token leave nothing to choose from."""
+def test_a_failed_text_among_others_is_reported_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:
+    """The logit bias forbids the only token that the constraint allows."""
     file = tmp_path / "out.json"
     flags = ("--regex", "ab", "--logit-bias", "97=-inf", "--max-tokens", "4", "--json", str(file))
     code, _, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "-p", "A sparrow", *flags)
     results = json.loads(file.read_text())["results"]
     assert code == 1 and len(results) == 2 and "Traceback" not in err
-    assert all(one["finish_reason"] == "error" and "no token" in one["error"] for one in results)
+    assert all(result["finish_reason"] == "error" and "no token" in result["error"] for result in results)
 
 
 def test_statistics_of_a_batch_say_that_a_rule_is_lossy(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -23,39 +23,43 @@ Capture = pytest.CaptureFixture[str]
 TOY = ("--target", "toy")
 
 
-def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_command_equals_decoder_batch(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [*requests(8), chat("c", "The heron")]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    code, printed, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and printed == "" and told.startswith("9 of 9 answered in ") and len(told.splitlines()) == 1
-    assert "tokens/s, acceptance " in told
+    code, printed, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert (
+        code == 0 and printed == "" and messages.startswith("9 of 9 answered in ") and len(messages.splitlines()) == 1
+    )
+    assert "tokens/s, acceptance " in messages
     toy().batch(source, tmp_path / "python.jsonl")
     assert by_id(out) == by_id(tmp_path / "python.jsonl")
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
-    assert code == 0 and told.startswith("0 of 9 answered now, 9 earlier in ")
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert code == 0 and messages.startswith("0 of 9 answered now, 9 earlier in ")
 
 
-def test_the_settings_of_a_file_take_the_place_of_flags(
+def test_a_settings_file_replaces_the_decoders_flags(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl"
     (tmp_path / "settings.json").write_text('{"acceptance": "match", "drafter": "none"}')
     config = ("--config", str(tmp_path / "settings.json"))
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config)[0] == 0
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
-    assert code == 2 and "--config replaces the decoder's flags" in told
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
+    assert code == 2 and "--config replaces the decoder's flags" in messages
 
 
-def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
+def test_settings_missing_from_a_file_keep_the_commands_defaults(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out, file = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl", tmp_path / "settings.json"
     file.write_text("{}")
     job = ("batch", str(source), str(out), *TOY)
     assert run(capsys, monkeypatch, *job)[0] == 0
-    code, _, told = run(capsys, monkeypatch, *job, "--config", str(file))
-    assert code == 0 and told.startswith("0 of 2 answered now, 2 earlier in "), told
-    file.write_text('{"acceptance": "block"}')  # the control: what it says counts
+    code, _, messages = run(capsys, monkeypatch, *job, "--config", str(file))
+    assert code == 0 and messages.startswith("0 of 2 answered now, 2 earlier in "), messages
+    file.write_text('{"acceptance": "block"}')  # the control: a setting of the file has an effect
     assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
 
     seen: list[DecoderConfig] = []
@@ -67,13 +71,13 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
     assert seen == [SERVED, replace(SERVED, drafter="ngram")]
 
 
-def test_a_terminal_is_told_once_what_is_loaded(
+def test_a_terminal_shows_once_which_model_is_loaded(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(err, "_force_terminal", True)
     source = write(tmp_path / "in.jsonl", requests(1))
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "out.jsonl"), *TOY)
-    assert code == 0 and told.count("loading toy") == 1
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "out.jsonl"), *TOY)
+    assert code == 0 and messages.count("loading toy") == 1
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_a_terminal_is_told_once_what_is_loaded(
 def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     fault: str, why: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*given: Any, **options: Any) -> None:
+    def load(*arguments: Any, **options: Any) -> None:
         pytest.fail("a model was loaded")
 
     monkeypatch.setattr(batch, "load_decoder", load)
@@ -103,11 +107,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
         else:
             errors.touch()
             monkeypatch.setattr("os.access", lambda path, mode: mode == os.R_OK or path != errors)
-        code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
-    assert code in (1, 2) and told.startswith(f"error: {why.format(tmp_path)}") and len(told.splitlines()) == 1
+        code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    assert code in (1, 2) and messages.startswith(f"error: {why.format(tmp_path)}") and len(messages.splitlines()) == 1
 
 
-def test_options_are_those_of_lines_that_bring_none(
+def test_flags_apply_to_lines_without_options_of_their_own(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [{"id": 1, "prompt": "The heron"}, {"id": 2, "prompt": "The heron", "max_tokens": 3, "model": "mine"}]
@@ -119,15 +123,15 @@ def test_options_are_those_of_lines_that_bring_none(
     assert report["target"] == "toy" and report["answered"] == 2 and report["errors"] == []
 
 
-def test_failed_lines_are_told_and_the_exit_code_is_1(
+def test_failed_lines_are_reported_with_exit_code_1(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [{"id": f"b{at}", "prompt": "x", "top_p": 9} for at in range(23)]
     source, out = write(tmp_path / "in.jsonl", [*requests(2), *bad]), tmp_path / "out.jsonl"
     errors = tmp_path / "wrong.jsonl"
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
     assert code == 1 and len(by_id(out)) == 2 and len(read(errors)) == 23
-    lines = told.splitlines()
+    lines = messages.splitlines()
     assert lines[0] == f"{source}, line 3: top_p=9; allowed: a number above 0, up to 1" and len(lines) == 22
     assert lines[20] == f"all 23 failed lines are in {errors}" and lines[21].startswith(
         "2 of 25 answered, 23 failed in "
@@ -154,11 +158,11 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     write(Path("openai.jsonl"), [chat("a", "x")])
     Path("empty.jsonl").write_text("\n\n")
     Path("letter").write_text("Dear reader,\n")
-    code, _, told = run(capsys, monkeypatch, "batch", *arguments, *TOY)
-    assert code == 2 and told.startswith(why) and len(told.splitlines()) == 1
+    code, _, messages = run(capsys, monkeypatch, "batch", *arguments, *TOY)
+    assert code == 2 and messages.startswith(why) and len(messages.splitlines()) == 1
 
 
-def test_an_interrupted_job_says_how_far_it_is(
+def test_an_interrupted_job_says_how_many_lines_are_answered(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slipstream.jobs.request_pool import RequestPool
@@ -172,10 +176,12 @@ def test_an_interrupted_job_says_how_far_it_is(
 
     source, out = write(tmp_path / "in.jsonl", requests(20)), tmp_path / "out.jsonl"
     monkeypatch.setattr(RequestPool, "step", interrupted)
-    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
-    done = len(by_id(out))
-    assert code == 130 and told.startswith(f"interrupted: {done} of 20 answered, {20 - done} left in ")
-    assert "the same command continues" in told
+    code, _, messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
+    num_answered = len(by_id(out))
+    assert code == 130 and messages.startswith(
+        f"interrupted: {num_answered} of 20 answered, {20 - num_answered} left in "
+    )
+    assert "the same command continues" in messages
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[0] == 0 and len(by_id(out)) == 20
 
 
@@ -196,10 +202,12 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     assert "20/40" in seen[0] and "8 s, 100 tokens/s, acceptance 62 %, 0:10 left" in seen[0]
 
 
-def test_a_log_gets_a_line_now_and_then(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_progress_line_at_intervals(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write(tmp_path / "in.jsonl", requests(3)), tmp_path / "out.jsonl"
-    told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
-    assert len(told.splitlines()) == 1, told  # the control: a short job has its last line alone
+    messages = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[2]
+    assert len(messages.splitlines()) == 1, messages  # the control: a short job prints only its last line
     monkeypatch.setattr(batch, "LINE_SECONDS", 0.0)
-    told = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
-    assert len(told.splitlines()) > 1 and all(" of 3 answered" in line for line in told.splitlines()), told
+    messages = run(capsys, monkeypatch, "batch", str(source), str(tmp_path / "other.jsonl"), *TOY)[2]
+    assert len(messages.splitlines()) > 1 and all(" of 3 answered" in line for line in messages.splitlines()), messages

@@ -1,4 +1,4 @@
-"""`slipstream bench` as a stranger meets it: tables, records, exit codes, one clear line for every mistake."""
+"""`slipstream bench`: tables, records, exit codes, one clear line for every mistake."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def toy(tmp_path: Path) -> tuple[str, ...]:
     return ("bench", *models, "--max-tokens", "16", "--repeats", "2", "--out", str(tmp_path / "runs"))
 
 
-def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_bench_prints_tables_and_writes_records(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     report = tmp_path / "out.json"
     options = ("--arms", "none,ngram@3,model@4", "--batch-sizes", "1,2", "--json", str(report))
     code, out, err = run(capsys, monkeypatch, *toy, *options)
@@ -39,16 +39,16 @@ def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path
     assert "1/3 birds/1, batch 1: none" in err and "3/3 birds/1, fish/1, batch 2" in err
     header, runs = read_records(tmp_path / "runs")
     assert len(runs) == 3 * 2 * 3 and header.settings["arms"] == ["none", "ngram@3", "model@4"]
-    told = json.loads(report.read_text())
-    assert told["settings"] == header.settings and len(told["summary"]) == 6
-    ngram = next(one for one in told["summary"] if (one["arm"], one["batch"]) == ("ngram@3", 1))
+    saved = json.loads(report.read_text())
+    assert saved["settings"] == header.settings and len(saved["summary"]) == 6
+    ngram = next(summary for summary in saved["summary"] if (summary["arm"], summary["batch"]) == ("ngram@3", 1))
     assert ngram["verdicts"]["identical"] == 2 and set(ngram["families"]) == {"birds", "fish"}
     assert ngram["speed"]["tokens"] == 32 and ngram["speed"]["speed_up"]["low"] > 0
     assert sum(ngram["time_split"].values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("arguments", [("bench", "--arms", "none"), ("sweep", "--lengths", "0-1")])
-def test_without_a_folder_named_the_runs_are_in_a_new_one_in_runs(
+def test_without_out_the_runs_go_into_a_new_folder_in_runs(
     capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def test_without_a_folder_named_the_runs_are_in_a_new_one_in_runs(
     assert [path.name for path in tmp_path.glob(f"runs/{arguments[0]}-*/{FILE}")] == [FILE]
 
 
-def test_it_goes_on_where_it_was_and_refuses_other_settings(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_bench_resumes_a_run_and_refuses_other_settings(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     assert run(capsys, monkeypatch, *toy)[0] == 0
     file = tmp_path / "runs" / FILE
     whole = file.read_bytes()
@@ -73,22 +73,29 @@ def test_it_goes_on_where_it_was_and_refuses_other_settings(capsys, monkeypatch,
     assert file.read_bytes() == again
 
 
-def test_defaults_are_plain_decoding_and_the_decoders_own_drafter(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_the_default_arms_are_plain_decoding_and_the_decoders_drafter(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     assert run(capsys, monkeypatch, *toy, "--drafter", "ngram_table", "--num-draft-tokens", "3")[0] == 0
     header, runs = read_records(tmp_path / "runs")
     assert header.settings["arms"] == ["none", "ngram_table"]
-    lengths = {len(done["draft"]) for one in runs if one.arm == "ngram_table" and one.rounds for done in one.rounds}
+    lengths = {
+        len(round["draft"])
+        for record in runs
+        if record.arm == "ngram_table" and record.rounds
+        for round in record.rounds
+    }
     assert 0 < max(lengths) <= 3
 
 
 def test_the_builtin_prompts_are_the_default(capsys, monkeypatch, tmp_path: Path) -> None:
     options = ("--limit", "1", "--max-tokens", "4", "--repeats", "1", "--out", str(tmp_path))
     assert run(capsys, monkeypatch, "bench", "--target", "toy", *options)[0] == 0
-    families = {one.family for one in read_records(tmp_path)[1]}
-    assert {"code", "summary"} <= families and all("/" in one.prompts[0] for one in read_records(tmp_path)[1])
+    families = {record.family for record in read_records(tmp_path)[1]}
+    assert {"code", "summary"} <= families and all("/" in record.prompts[0] for record in read_records(tmp_path)[1])
 
 
-def test_a_wrong_lossless_arm_is_exit_code_1_a_lossy_one_is_not(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_wrong_texts_are_exit_code_1_for_a_lossless_arm_but_not_for_a_lossy_one(
+    capsys, monkeypatch, tmp_path: Path, toy
+) -> None:
     right = bench.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(bench, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
@@ -102,7 +109,7 @@ def test_a_wrong_lossless_arm_is_exit_code_1_a_lossy_one_is_not(capsys, monkeypa
     assert "model@4/topk:10 (lossy)" in out and "topk:10 is lossy" in err
 
 
-def test_a_failed_arm_has_a_line_and_no_number(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_a_failed_arm_has_a_line_but_no_number(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     class Broken(bench.Lineup):
         def generate(self, arm: Any, prompts: Any, params: Any) -> Any:
             if arm.name == "ngram":
@@ -116,7 +123,7 @@ def test_a_failed_arm_has_a_line_and_no_number(capsys, monkeypatch, tmp_path: Pa
     assert re.search(r"none +[\d.]+ ", out)
 
 
-def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monkeypatch, toy) -> None:
+def test_a_finished_folder_is_printed_again_without_loading_a_model(capsys, monkeypatch, toy) -> None:
     options = ("--arms", "none,model@2", "--report")
     code, first, _ = run(capsys, monkeypatch, *toy, *options)
     assert code == 0
@@ -125,7 +132,7 @@ def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monke
     assert code == 0 and again == first and "all 8 measurements are there already" in err and "report.html" in err
 
 
-def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+def test_ctrl_c_says_how_to_continue(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     class Impatient(bench.Lineup):
         def generate(self, arm: Any, prompts: Any, params: Any) -> Any:
             if (tmp_path / "runs" / FILE).read_text().count('"kind":"run"') == 3:
@@ -141,7 +148,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> N
     assert code == 0 and "3 of 8 measurements are in the folder already" in err
 
 
-def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_flags_override_the_options_of_a_plan(capsys, monkeypatch, tmp_path: Path) -> None:
     plan, prompts = tmp_path / "plan.json", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     options = {"target": "toy", "draft": "toy:2", "arms": ["none", "model@2"], "prompt_file": str(prompts)}
@@ -149,10 +156,12 @@ def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path)
     plan.write_text(json.dumps(options | {"out": str(tmp_path / "runs"), "load_options": {}, "stop": ["zz"]}))
     assert run(capsys, monkeypatch, "bench", "--plan", str(plan), "--repeats", "2", "--draft", "toy:3")[0] == 0
     header, runs = read_records(tmp_path / "runs")
-    told = header.settings
-    assert (told["target"], told["draft"], told["repeats"], told["chat"]) == ("toy", "toy:3", 2, False)
+    recorded = header.settings
+    assert (recorded["target"], recorded["draft"], recorded["repeats"], recorded["chat"]) == ("toy", "toy:3", 2, False)
     assert (
-        told["arms"] == ["none", "model@2"] and told["params"]["stop"] == ["zz"] and list(told["prompts"]) == ["fish/1"]
+        recorded["arms"] == ["none", "model@2"]
+        and recorded["params"]["stop"] == ["zz"]
+        and list(recorded["prompts"]) == ["fish/1"]
     )
     assert len(runs) == 4
 
@@ -175,7 +184,7 @@ def test_a_wrong_plan_is_one_line(capsys, monkeypatch, tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.json")), ids=lambda plan: plan.name)
-def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp_path: Path, plan: Path) -> None:
+def test_the_projects_own_plans_run(capsys, monkeypatch, tmp_path: Path, plan: Path) -> None:
     toy = ("--target", "toy", "--draft", "toy:2", "--arms", "none,model@2", "--reference", "none")
     small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--out", str(tmp_path))
     monkeypatch.setattr(bench, "write_report", lambda folder, tokenizer: folder / "report.html")

@@ -1,4 +1,4 @@
-"""Text is broken at words while it is written, however it comes in pieces."""
+"""Streamed text is wrapped at words, whatever the pieces."""
 
 from __future__ import annotations
 
@@ -21,38 +21,34 @@ def wrapped(pieces: list[str], width: int) -> str:
 
 @pytest.mark.parametrize("width", [16, 40, 60])
 def test_lines_end_at_words_and_nothing_is_lost(width: int) -> None:
-    rng, pieces, rest = random.Random(width), [], TEXT
-    while rest:
+    rng, pieces, unsplit = random.Random(width), [], TEXT
+    while unsplit:
         size = rng.randint(1, 7)
-        pieces, rest = [*pieces, rest[:size]], rest[size:]
+        pieces, unsplit = [*pieces, unsplit[:size]], unsplit[size:]
     text = wrapped(pieces, width)
     assert text == wrapped([TEXT], width) and text.split() == TEXT.split()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-def test_a_word_is_written_once_it_is_whole() -> None:
+def test_a_word_is_written_once_it_is_complete() -> None:
     wrap = WordWrap(20)
     assert [wrap.push(piece) for piece in ("The he", "ron wai", "ted ")] == ["The", " heron", " waited"]
 
 
-def test_scripts_without_blanks_are_not_held_back() -> None:
+def test_scripts_without_spaces_are_not_held_back() -> None:
     wrap = WordWrap(10)
     text = "".join(wrap.push(letter) for letter in "苍鹭在河边等待着") + wrap.flush()
     assert text.replace("\n", "") == "苍鹭在河边等待着" and all(cell_len(line) <= 10 for line in text.splitlines())
 
 
-def test_a_word_longer_than_a_line_comes_as_it_is() -> None:
-    assert wrapped(["see ", "https://example.org/", "a/long/path", " now"], 12).replace("\n", " ").split() == [
-        "see",
-        *["https://example.org/", "a/long/path"],
-        "now",
-    ] or "https://example.org/" in wrapped(["see https://example.org/ now"], 12)
+def test_a_word_longer_than_a_line_is_not_broken() -> None:
+    assert wrapped(["see https://example.org/ now"], 12) == "see\nhttps://example.org/\nnow"
 
 
 @pytest.mark.parametrize(
     ("colours", "no_color", "shown"), [("standard", False, True), ("standard", True, False), (None, False, False)]
 )
-def test_colours_are_explained_where_there_are_any(colours: str | None, no_color: bool, shown: bool) -> None:
+def test_colours_are_explained_only_where_they_are_shown(colours: str | None, no_color: bool, shown: bool) -> None:
     written = io.StringIO()
     print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), [])
     assert ("Colours: " in written.getvalue()) == shown

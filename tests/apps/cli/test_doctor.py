@@ -1,4 +1,4 @@
-"""`slipstream doctor` names what is missing with the command that mends it, and never fails for it."""
+"""`slipstream doctor` names what is missing with the command that fixes it, and does not fail because of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def diagnosis(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> t
     return code, " ".join(out.split()), json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_it_tells_versions_kernels_devices_and_caches(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_doctor_reports_versions_kernels_devices_and_caches(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.0", "no-such-package; extra == 'all'"])
     code, out, report = diagnosis(capsys, monkeypatch, tmp_path)
     assert code == 0 and "passed: the toy model writes the same 8 tokens" in out
@@ -38,7 +40,7 @@ def test_it_tells_versions_kernels_devices_and_caches(capsys: Any, monkeypatch: 
     assert out.endswith("No problem found.") == (report["problems"] == 0)
 
 
-def test_packages_that_are_missing_or_too_old_come_with_the_command(
+def test_missing_and_outdated_packages_come_with_the_command_that_installs_them(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=99", "no-such-package>=2", "numpy>=1"])
@@ -46,8 +48,8 @@ def test_packages_that_are_missing_or_too_old_come_with_the_command(
     assert code == 0 and "pip install 'torch>=99'" in out and "pip install 'no-such-package>=2'" in out
     assert f"torch>=99 is needed, {TORCH} is installed" in out
     assert not any(fact["problem"] for fact in report["facts"] if fact["subject"] == "numpy")
-    found = doctor.find_spec
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pip" else found(name))
+    find_spec = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pip" else find_spec(name))
     assert "uv pip install 'torch>=99'" in diagnosis(capsys, monkeypatch, tmp_path)[1]
 
 
@@ -72,7 +74,7 @@ def test_a_gpu_that_this_pytorch_does_not_use_is_a_problem(monkeypatch: pytest.M
     assert "is built without CUDA" in fact.problem and "pytorch.org/get-started" in fact.remedy
 
 
-def test_what_breaks_a_check_is_a_problem_and_no_traceback(
+def test_a_check_that_raises_is_a_problem_without_a_traceback(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken() -> None:
@@ -94,8 +96,8 @@ def test_a_cache_folder_that_cannot_be_written_says_what_to_set(
     assert "not there yet" in fact.value and "cannot be written" in fact.problem and "SLIPSTREAM_MODELS" in fact.remedy
 
 
-def test_it_runs_as_a_module() -> None:
-    done = subprocess.run(
+def test_slipstream_runs_as_a_module() -> None:
+    process = subprocess.run(
         [sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and done.stdout[0].isdigit(), done.stderr
+    assert process.returncode == 0 and process.stdout[0].isdigit(), process.stderr

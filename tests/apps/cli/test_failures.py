@@ -1,4 +1,4 @@
-"""Mistakes on the command line and files that cannot be written: one line, before the work where that is possible."""
+"""Mistakes on the command line and unwritable files are one line, before the work begins where possible."""
 
 import io
 import subprocess
@@ -51,7 +51,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
     ],
 )
-def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
+def test_a_refusal_repeats_the_value(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(capsys, monkeypatch, "generate", *TOY, *PROMPT, *arguments)
 
 
@@ -66,7 +66,7 @@ def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, 
         (("generate", "-p", "A", "--num-draft-tokens=--5"), "num_draft_tokens='--5'"),
     ],
 )
-def test_what_would_do_nothing_is_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
+def test_options_without_effect_are_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:])
 
 
@@ -88,7 +88,9 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("arguments", WRITERS, ids=lambda words: f"{words[0]} {words[-1]}")
-def test_outputs_are_checked_before_the_work(capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_output_files_are_checked_before_a_model_is_loaded(
+    capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     def load(self, *args, **options):
         pytest.fail("a model was loaded")
 
@@ -102,7 +104,7 @@ def test_outputs_are_checked_before_the_work(capsys, monkeypatch, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_default_folder_is_checked_before_the_work(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_the_default_output_folder_is_checked_before_a_model_is_loaded(capsys, monkeypatch, tmp_path: Path) -> None:
     def load(self, *args, **options):
         pytest.fail("a model was loaded")
 
@@ -136,11 +138,13 @@ GENERATE = ("generate", *TOY, "--max-tokens", "4")
     [("<&-", GENERATE, 2), (">&-", ON_PAPER, 0), ("2>&-", (*GENERATE, *PROMPT), 0)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_closed_standard_streams_are_empty_ones(closed: str, arguments: tuple[str, ...], code: int) -> None:
+def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[str, ...], code: int) -> None:
     words = [*COMMAND, *arguments]
-    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr
-    assert ("standard input is empty" in done.stderr) == (closed == "<&-") and bool(done.stdout) == (closed == "2>&-")
+    process = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
+    assert process.returncode == code and "Traceback" not in process.stderr
+    assert ("standard input is empty" in process.stderr) == (closed == "<&-") and bool(process.stdout) == (
+        closed == "2>&-"
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,17 +153,17 @@ def test_closed_standard_streams_are_empty_ones(closed: str, arguments: tuple[st
         ("generate", *TOY, *PROMPT),
         ("--help",),
         *(
-            pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in (("simulate",), ("models",), ("generate", "--help"))
+            pytest.param(command, marks=pytest.mark.exhaustive)
+            for command in (("simulate",), ("models",), ("generate", "--help"))
         ),
     ],
 )
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 1 and lines == ["error: standard output: No space left on device"]
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+        process = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error:")]
+    assert process.returncode == 1 and lines == ["error: standard output: No space left on device"]
+    assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
 
 
 @pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ON_PAPER])
@@ -174,13 +178,13 @@ def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in errors and "Exception ignored" not in errors
 
 
-def test_a_full_disk_behind_standard_error_is_no_traceback() -> None:
+def test_a_full_disk_behind_standard_error_ends_with_exit_code_1() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
-    assert done.returncode == 1
+        process = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
+    assert process.returncode == 1
 
 
-def test_a_draft_model_that_is_not_used_is_said(capsys, monkeypatch, caplog) -> None:
+def test_an_unused_draft_model_is_warned_about(capsys, monkeypatch, caplog) -> None:
     flags = ("--max-tokens", "4", "--draft", "toy:2")
     assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags, "--drafter", "ngram")[0] == 0
     assert _warnings(caplog) == ["the draft model is loaded but not used: drafter='ngram' needs none"]
@@ -190,14 +194,14 @@ def test_a_draft_model_that_is_not_used_is_said(capsys, monkeypatch, caplog) -> 
 
 
 @pytest.mark.parametrize("draft", [(), ("--draft", "toy:2")])
-def test_a_sweep_without_drafters_takes_the_decoders_own(draft: tuple[str, ...]) -> None:
+def test_a_sweep_without_drafters_uses_the_decoders_default(draft: tuple[str, ...]) -> None:
     decoder = SpeculativeDecoder("toy", *draft[1:], num_draft_tokens=3)
     assert _drafters("", DecoderConfig(), draft[1] if draft else None) == (decoder.drafter_name,)
     assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
-def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: str) -> None:
+@pytest.mark.parametrize(("seconds", "beginning"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])
+def test_a_caption_of_the_demo_follows_from_its_measurements(seconds: float, beginning: str) -> None:
     result = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3).generate(
         "The heron, the heron, the heron", SamplingParams(max_tokens=20)
     )
@@ -206,7 +210,7 @@ def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: st
         SPECULATIVE: Run([1] * 20, seconds, None, result, (seconds,) * 2),
     }
     line = caption(Comparison(NamedPrompt("A", "story"), runs), "new text")
-    assert line.startswith(f"{said}: ") and line.endswith("; new text")
+    assert line.startswith(f"{beginning}: ") and line.endswith("; new text")
     assert f"of {result.stats.num_draft_tokens} drafted tokens accepted" in line
 
 
@@ -214,12 +218,12 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_what_the_hub_tries_again_is_not_told_beside_the_error() -> None:
-    """Its client sets its own level where it is imported, in a process of its own here."""
+def test_retries_of_the_hub_client_are_not_logged() -> None:
+    """In a process of its own, as importing the client sets its log level."""
     code = (
         "from slipstream.models.weights.model_files import quiet; quiet(); "
         "import logging, huggingface_hub.file_download; "
         "print(logging.getLogger('huggingface_hub').isEnabledFor(logging.ERROR))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False"]

@@ -1,4 +1,4 @@
-"""Help: short by default, whole with --help-all, with examples that work, at every width of the terminal."""
+"""Help is short by default and complete with --help-all, has working examples, and fits every terminal width."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_help_explains_a_command(capsys: Any, monkeypatch: Any, words: tuple[str
     assert code == 0 and not err and out == run(capsys, monkeypatch, *words, "--help")[1]
 
 
-def test_help_of_generate_is_short_and_names_what_is_asked_first(capsys: Any, monkeypatch: Any) -> None:
+def test_help_of_generate_is_short_and_begins_with_the_models(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, monkeypatch, "generate", "--help")
     sections = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)
@@ -45,14 +45,14 @@ def test_help_of_generate_is_short_and_names_what_is_asked_first(capsys: Any, mo
 
 
 @pytest.mark.parametrize("name", ["", *NAMES, "models check", "models pull", "models rm"])
-def test_every_command_shows_its_whole_help_in_plain_words(name: str, capsys: Any, monkeypatch: Any) -> None:
+def test_help_of_every_command_has_no_type_notation(name: str, capsys: Any, monkeypatch: Any) -> None:
     for word in ("--help", "--help-all"):
         code, out, err = run(capsys, monkeypatch, *name.split(), word)
         assert code == 0 and not err and out.startswith(f"Usage: {' '.join(('slipstream', *name.split()))} [OPTIONS]")
         assert not re.search(r"\bx[<>]|<path>|\w\.\.\.\n", out)
 
 
-def test_whole_help_of_the_draft_length_is_the_decoders(capsys: Any, monkeypatch: Any) -> None:
+def test_help_all_explains_the_draft_length_as_the_decoder_does(capsys: Any, monkeypatch: Any) -> None:
     words = " ".join(run(capsys, monkeypatch, "generate", "--help-all")[1].split())
     assert "DEPTHxWIDTH (a tree)" in words and "this request's draft length" not in words
 
@@ -66,7 +66,9 @@ def test_every_command_has_three_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "line"), EXAMPLES)
-def test_examples_are_understood(name: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_example_is_a_valid_command_line(
+    name: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line.rpartition("| ")[2], comments=True)
     assert words[0] == "slipstream"
@@ -87,7 +89,7 @@ def test_no_word_of_the_help_is_broken_at_any_width(capsys: Any, monkeypatch: An
     assert shown[60] <= wide and shown[80] <= wide
 
 
-def test_a_long_word_is_broken_where_its_parts_meet() -> None:
+def test_a_long_word_is_broken_between_its_parts() -> None:
     assert wrapped("a suffix[:MIN][+p=PERCENT][+outputs=TOKENS] b", 24) == [
         "a suffix[:MIN]",
         "[+p=PERCENT]",
@@ -100,11 +102,11 @@ def test_a_long_word_is_broken_where_its_parts_meet() -> None:
 
 
 def completed(line: str, cword: int) -> list[str]:
-    """What bash is offered for the word of this number."""
+    """What bash completion offers for word number `cword`."""
     code = "from slipstream.apps.cli import main; main()"
     asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(cword)}
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
-    return done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    return process.stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -120,5 +122,5 @@ def completed(line: str, cword: int) -> list[str]:
         ("slipstream generate --drafter ng", 3, "ngram"),
     ),
 )
-def test_the_shell_completes(line: str, cword: int, offered: str) -> None:
+def test_the_shell_completes_commands_options_and_values(line: str, cword: int, offered: str) -> None:
     assert offered in completed(line, cword)

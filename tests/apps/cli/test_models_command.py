@@ -1,4 +1,4 @@
-"""`slipstream models` lists, downloads and removes; `check` of two vocabularies, and `--draft` with one of another."""
+"""`slipstream models` lists, downloads, removes and checks models; `--draft` with another vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return made
 
 
-def test_it_says_what_the_bridge_does_and_loses(
+def test_models_check_says_how_vocabularies_are_bridged_and_what_it_costs(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path
 ) -> None:
     file, text = tmp_path / "report.json", tmp_path / "story.txt"
@@ -49,7 +49,7 @@ def test_it_says_what_the_bridge_does_and_loses(
     assert json.loads(file.read_text())["bridge"] != report["bridge"]  # another text, another estimate
 
 
-def test_what_cannot_work_is_one_line_that_names_both(
+def test_an_unusable_pair_is_one_line_that_names_both_models(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path
 ) -> None:
     pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
@@ -64,7 +64,7 @@ def test_what_cannot_work_is_one_line_that_names_both(
     assert code == 2 and "WordPiece" in err and folders["bytes"] in err and str(tmp_path) in err
 
 
-def test_a_draft_model_of_another_vocabulary_is_taken_on_the_command_line(
+def test_a_draft_model_with_another_vocabulary_leaves_the_text_unchanged(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path
 ) -> None:
     texts = []
@@ -78,7 +78,7 @@ def test_a_draft_model_of_another_vocabulary_is_taken_on_the_command_line(
 
 
 @pytest.mark.parametrize("name", ["a b", "-x", "a..b", "x/", "a" * 120])
-def test_a_name_that_no_model_can_have_is_wrong_use(
+def test_an_invalid_model_name_has_exit_code_2(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str, folders: dict[str, str]
 ) -> None:
     code, _, err = run(capsys, monkeypatch, "models", "check", "--", folders["bytes"], name)
@@ -87,7 +87,7 @@ def test_a_name_that_no_model_can_have_is_wrong_use(
 
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two caches: one model in Slipstream's, beside the file it was made of, one in Hugging Face's."""
+    """Slipstream's cache with a model and the file it was converted from, and Hugging Face's with another model."""
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "own"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     made = tmp_path / "own" / "qwen"
@@ -121,7 +121,7 @@ def test_the_list_has_both_caches_and_the_toy_under_a_header(
     assert [model["architecture"] for model in report["models"]] == ["", "Qwen2ForCausalLM"]
 
 
-def test_removing_a_model_leaves_nothing_of_it_and_the_others(
+def test_removing_a_model_removes_all_of_it_and_nothing_else(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
 ) -> None:
     code, _, err = run(capsys, monkeypatch, "models", "rm", "qwem")
@@ -136,7 +136,7 @@ def test_removing_a_model_leaves_nothing_of_it_and_the_others(
     assert (caches / "own").is_dir()
 
 
-def test_pulling_names_what_cannot_be_pulled_and_leaves_out_second_copies(
+def test_pull_names_what_cannot_be_pulled_and_skips_duplicate_formats(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
 ) -> None:
     for name, why in (("toy", "is built in"), ("qwen", "is on this machine already"), (str(caches), "already")):

@@ -1,4 +1,4 @@
-"""`slipstream simulate` as a user meets it: costs measured, saved and on paper, an arm of a benchmark, refusals."""
+"""`slipstream simulate`: costs measured, saved and on paper, an arm of a benchmark, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> str:
     return captured.get()
 
 
-def test_the_command_goes_from_measuring_to_a_file_and_back(tmp_path: Path) -> None:
+def test_measured_costs_saved_to_a_file_give_the_same_output(tmp_path: Path) -> None:
     costs, result = tmp_path / "costs.json", tmp_path / "result.json"
     asked = "--alpha 0.8 --length 2 --length 4"
     probe = "--target toy --reproducible false --batch 1 --seconds 0.01"
@@ -37,7 +37,7 @@ def test_the_command_goes_from_measuring_to_a_file_and_back(tmp_path: Path) -> N
     assert again == measured
 
 
-def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
+def test_simulate_takes_statistics_and_costs_on_paper(tmp_path: Path) -> None:
     stats = Stats(num_rounds=10, accepted_per_position=[6, 3], drafted_per_position=[10, 10]).to_dict()
     paper = ["--target-params", "8e9", "--draft-params", "6e8", "--bandwidth", "4.8e12", "--flops", "6e14"]
     texts = []
@@ -47,15 +47,15 @@ def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and "on paper: 4800 GB/s" in texts[0] and "1.90" in texts[0]
 
 
-def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(tmp_path: Path) -> None:
+def test_simulate_takes_an_arm_of_a_benchmark_and_shows_its_measured_gain(tmp_path: Path) -> None:
     costs, result = tmp_path / "costs.json", tmp_path / "result.json"
     linear_costs().save(costs)
     folder = make(tmp_path / "runs", "none,model@3,model@2x2", batches=[1, 2], repeats=1)
     shown = run(f"--costs {costs} --stats {folder} --arm model@3 --json {result}".split())
-    told = json.loads(result.read_text())
-    assert told["simulation"]["lengths"] == [1, 2, 3] and list(told["observed"]) == ["1", "2"]
+    report = json.loads(result.read_text())
+    assert report["simulation"]["lengths"] == [1, 2, 3] and list(report["observed"]) == ["1", "2"]
     for batch in (1, 2):
-        expected = told["observed"][str(batch)]
+        expected = report["observed"][str(batch)]
         assert (
             f"batch {batch}: this run was {expected['observed']:.2f}x plain decoding, {expected['predicted']:.2f}x"
             in shown
@@ -67,7 +67,7 @@ def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(t
     with pytest.raises(UsageError, match="which were trees; allowed: statistics of drafts without branches"):
         run(f"--costs {costs} --stats {folder} --arm model@2x2".split())
     probe = "--target toy --draft toy:2 --reproducible false --seconds 0.01"
-    assert "drafter model;" in run(f"{probe} --stats {folder} --arm model@3".split())  # the arm's own
+    assert "drafter model;" in run(f"{probe} --stats {folder} --arm model@3".split())  # the drafter of the arm
 
 
 @subcases(
@@ -84,13 +84,13 @@ def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(t
         (["--stats", "/nowhere.json", "--target", "toy"], "cannot be read"),
     ],
 )
-def test_the_command_refuses(arguments: list[str], message: str) -> None:
+def test_simulate_refuses_options_that_conflict(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as error:
         app(["simulate", *arguments], standalone_mode=False)
     assert message in str(error.value)
 
 
-def test_without_options_the_command_shows_an_example_and_says_what_it_assumes(capsys, monkeypatch) -> None:
+def test_simulate_without_options_shows_an_example_and_its_assumptions(capsys, monkeypatch) -> None:
     code, shown, notes = command_line.run(capsys, monkeypatch, "simulate")
     assert code == 0 and "best draft length" in shown
     assert "assumed: 70% of tested tokens are accepted" in notes and "--model MODEL" in notes

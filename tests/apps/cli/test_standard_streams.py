@@ -41,7 +41,7 @@ def test_each_of_several_texts_is_headed_by_its_prompt(capsys: Any, monkeypatch:
     assert "--- 1: The heron\n" in out and "--- 2: A sparrow sings sings" in out and " ...\n" in out
 
 
-def test_lines_of_prompts_come_from_standard_input(capsys: Any, monkeypatch: Any) -> None:
+def test_a_prompt_file_is_read_from_standard_input(capsys: Any, monkeypatch: Any) -> None:
     typed(monkeypatch, '{"prompt": "The heron", "category": "a"}\n{"prompt": "A sparrow", "category": "b"}\n')
     flags = ("--prompt-file", "-", "--category", "b", "--json", "-")
     code, out, _ = run(capsys, monkeypatch, "generate", *TOY, *flags)
@@ -70,14 +70,14 @@ def test_short_names_of_dtypes_are_accepted(short: str, name: str) -> None:
     assert DecoderConfig(draft_dtype=short).draft_dtype == name
 
 
-def test_sizes_are_written_as_people_write_them(capsys: Any, monkeypatch: Any) -> None:
+def test_sizes_may_end_in_a_unit() -> None:
     from slipstream.apps.cli.simulate import read_size
 
     assert [read_size(text) for text in ("8b", "0.5B", "100g", "1e12", "10t", "3")] == [8e9, 5e8, 1e11, 1e12, 1e13, 3]
 
 
 @pytest.mark.slow
-def test_the_command_reads_sizes_as_people_write_them(capsys: Any, monkeypatch: Any) -> None:
+def test_simulate_reads_sizes_with_a_unit(capsys: Any, monkeypatch: Any) -> None:
     paper = ("--alpha", "0.7", "--length", "2", "--batch", "1")
     paper += ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
     texts = [run(capsys, monkeypatch, "simulate", "--target-params", size, *paper)[1] for size in ("8b", "8e9")]

@@ -1,4 +1,4 @@
-"""Help and wrong use come at once: neither PyTorch nor transformers is imported for them."""
+"""Help and usage errors are fast: they import neither PyTorch nor transformers."""
 
 import json
 import signal
@@ -10,8 +10,7 @@ import pytest
 
 from slipstream.apps.cli.command_classes import COMMANDS
 
-# Runs the command line twice, so that all it imports is there, and has a fork of itself run it with each list of
-# arguments.
+# Runs the command line twice, so that its imports are loaded, then runs each list of arguments in a fork.
 PROGRAM = """
 import contextlib, io, json, os, sys
 from slipstream.apps.cli import main
@@ -46,9 +45,9 @@ for line in sys.stdin:
             code = ended.code or 0
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # at once: to take the interpreter down takes longer than most commands
+        os._exit(code)  # at once: shutting the interpreter down takes longer than most commands
     texts = []
-    for begin, end in pipes:  # what a command prints is less than a pipe holds
+    for begin, end in pipes:  # a pipe holds all that a command prints
         os.close(end)
         texts.append(open(begin).read())
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts]), flush=True)
@@ -90,10 +89,10 @@ Outcomes = dict[tuple[str, ...], tuple[int, str, str]]  # exit status, standard 
 
 
 def started(commands: Sequence[tuple[str, ...]]) -> list[tuple[int, str, str]]:
-    """Of each command: exit status, standard output, standard error."""
+    """Exit status, standard output and standard error of each command."""
     lines = "".join(json.dumps(arguments) + "\n" for arguments in commands)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=lines, capture_output=True, text=True, check=True)
-    outcomes = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    process = subprocess.run([sys.executable, "-c", PROGRAM], input=lines, capture_output=True, text=True, check=True)
+    outcomes = [tuple(json.loads(line)) for line in process.stdout.splitlines()]
     assert len(outcomes) == len(commands)
     return outcomes
 
@@ -123,7 +122,7 @@ def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outco
 
 
 @pytest.mark.slow
-def test_the_check_notices_an_import() -> None:
+def test_the_check_for_imports_notices_pytorch() -> None:
     [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
     assert code == 0 and "torch" in err.splitlines()[-1]
 
@@ -142,12 +141,12 @@ sys.meta_path.insert(0, Interrupts())
 from slipstream.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow
-def test_every_command_is_listed_with_a_whole_sentence(outcomes: Outcomes) -> None:
+def test_every_command_is_listed_with_an_uncut_sentence(outcomes: Outcomes) -> None:
     lines = outcomes["--help",][1].splitlines()
     for name in (name for names in COMMANDS.values() for name in names):
         assert any(line.split()[:1] == [name] for line in lines)

@@ -1,4 +1,4 @@
-"""`slipstream sweep` as a user meets it: runs, a table, advice, refusals."""
+"""`slipstream sweep`: runs, a table, advice, refusals."""
 
 import json
 from pathlib import Path
@@ -47,8 +47,8 @@ def test_a_sweep_leaves_runs_a_table_and_advice(capsys, monkeypatch, tmp_path: P
     report = json.loads(file.read_text())["sweep"]
     assert code == 0, err
     assert len(runs) == 2 * 2 * 2 * (1 + 2 * 2) and header.settings["reference"] == "none~0"
-    assert [one["series"] for one in report] == ["ngram~0", "model~0", "ngram~0.8", "model~0.8"]
-    assert all([cell["length"] for cell in one["lengths"]] == [0, 1, 2] for one in report)
+    assert [series["series"] for series in report] == ["ngram~0", "model~0", "ngram~0.8", "model~0.8"]
+    assert all([cell["length"] for cell in series["lengths"]] == [0, 1, 2] for series in report)
     model = report[1]["lengths"][2]
     assert model["verdicts"]["identical"] == 2 and len(model["acceptance_by_position"]) == 2
     assert model["stats"]["acceptance_rate"] > 0
@@ -56,7 +56,7 @@ def test_a_sweep_leaves_runs_a_table_and_advice(capsys, monkeypatch, tmp_path: P
     assert (folder / "report.html").exists() and "report.html" in err
 
 
-def test_a_sweep_goes_on_where_it_was_killed(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
+def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
     folder = tmp_path / "runs"
     arguments = (*SMALL, "--prompt-file", prompts, "--lengths", "0-2", "--out", str(folder))
     assert run(capsys, monkeypatch, *arguments)[0] == 0

@@ -1,4 +1,4 @@
-"""`slipstream train` as its users see it."""
+"""`slipstream train`: interruption, continuation, refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(capsys, monkeypatch, target: str, out: Path, *arguments: str) -> tuple
 
 
 @pytest.mark.slow
-def test_a_head_that_was_interrupted_is_finished_and_drafts(
+def test_an_interrupted_training_is_finished_and_its_head_drafts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:
     loss, calls = TrainableHead.loss, list[None]()
@@ -60,7 +60,7 @@ def test_a_head_that_was_interrupted_is_finished_and_drafts(
 
 
 @pytest.mark.slow
-def test_ctrl_c_among_the_texts_keeps_those_that_ended(
+def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:
     append, calls = texts.append, list[None]()
@@ -68,7 +68,7 @@ def test_ctrl_c_among_the_texts_keeps_those_that_ended(
     def interrupted(file, data):
         append(file, data)
         calls.append(None)
-        if len(calls) == 3:  # within the first texts that are made together
+        if len(calls) == 3:  # during the first batch of texts
             raise KeyboardInterrupt
 
     monkeypatch.setattr(texts, "append", interrupted)
@@ -131,7 +131,7 @@ def test_without_template_and_prompts_no_model_is_loaded(
     assert "has no chat template, so it cannot invent prompts; allowed: --prompts FILE" in err.splitlines()[-1]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_a_model_is_loaded(
+def test_a_folder_that_cannot_be_created_is_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:
     def load(self, *args, **options):

@@ -26,31 +26,35 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 
 @pytest.fixture(autouse=True)
 def slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's budget is counted in looks at the clock, so that no load of the machine changes what happens."""
+    """The budget counts readings of the clock, so that the load of the machine changes nothing."""
     monkeypatch.setattr(search, "Budget", ticking)
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[str, ...]:
-    """Two families of two prompts, into a folder."""
+    """Arguments for two families of two prompts each, and an output folder."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, LINES)))
     return ("--prompt-file", str(file), "--max-tokens", "12", "--budget", "1", "--out", str(tmp_path / "runs" / "t"))
 
 
-def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
     report = tmp_path / "out.json"
     code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:3", "--batch-sizes", "1,2", "--json", str(report))
     folder = tmp_path / "runs" / "t"
     assert code == 0, err
-    told = json.loads(report.read_text())
-    assert told == json.loads((folder / "tune.json").read_text())
-    assert [one["batch"] for one in told["advice"]] == [1, 2]
-    for one in told["advice"]:
-        names = {standing["name"] for standing in [*one["others"], *([one["best"]] if one["best"] else [])]}
-        assert {"auto", "model"} <= names and one["sentence"] in out and one["speculate"] == (one["best"] is not None)
-        assert all(standing["lost"] for standing in one["others"])
-        measured = [standing for standing in one["others"] if standing["measured"] is not None]
+    saved = json.loads(report.read_text())
+    assert saved == json.loads((folder / "tune.json").read_text())
+    assert [advice["batch"] for advice in saved["advice"]] == [1, 2]
+    for advice in saved["advice"]:
+        names = {standing["name"] for standing in [*advice["others"], *([advice["best"]] if advice["best"] else [])]}
+        assert (
+            {"auto", "model"} <= names
+            and advice["sentence"] in out
+            and advice["speculate"] == (advice["best"] is not None)
+        )
+        assert all(standing["lost"] for standing in advice["others"])
+        measured = [standing for standing in advice["others"] if standing["measured"] is not None]
         assert all(standing["texts"]["different"] == 0 and standing["units"] > 0 for standing in measured)
     assert "batch size 1: speed-up over plain decoding" in out and "use it: slipstream generate --target toy" in out
     assert DecoderConfig.from_json(folder / "slipstream.json").drafter in (
@@ -63,22 +67,22 @@ def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path,
     assert {"vllm.json", "vllm.txt", "sglang.txt", "llamacpp.txt"} <= {path.name for path in folder.iterdir()}
     header, runs = read_records(folder)
     assert header.settings["drafts"] == ["toy:3"] and header.settings["budget"] == 1
-    screening = {one.arm for one in runs if one.repeat == SCREENING}
+    screening = {advice.arm for advice in runs if advice.repeat == SCREENING}
     assert screening == {"none", "ngram@8", "suffix@8", "model@8"}
-    assert {one.batch for one in runs if one.repeat != SCREENING} == {1, 2}
+    assert {advice.batch for advice in runs if advice.repeat != SCREENING} == {1, 2}
     assert "screening" in err and "costs of a round" in err and "batch size 2" in err
 
 
-def test_it_needs_no_draft_model_and_samples_if_asked(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_tune_works_without_a_draft_model_and_with_sampling(capsys, monkeypatch, tmp_path: Path, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--temperature", "0.8", "--longest", "2")
     assert code == 0 and "batch 1: " in out, err
-    told = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())
-    assert told["settings"]["params"]["temperature"] == 0.8
-    assert [one["drafter"] for one in told["screened"]] == ["ngram", "suffix"]
-    assert all(len(one["acceptance"]["accepted"]) <= 2 for one in told["screened"])
+    saved = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())
+    assert saved["settings"]["params"]["temperature"] == 0.8
+    assert [screened["drafter"] for screened in saved["screened"]] == ["ngram", "suffix"]
+    assert all(len(screened["acceptance"]["accepted"]) <= 2 for screened in saved["screened"])
 
 
-def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_a_batch_size_left_out_for_lack_of_time_is_named(capsys, monkeypatch, tmp_path: Path, small) -> None:
     whole = Meter.unit
 
     def slow(self: Meter, arms: Any, group: Any, batch: int, repeat: int, until: float) -> Any:
@@ -91,19 +95,21 @@ def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path,
     assert json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["unmeasured"] == [2]
 
 
-def test_the_command_says_so_with_exit_code_2(capsys, monkeypatch, small) -> None:
+def test_too_small_a_budget_has_exit_code_2(capsys, monkeypatch, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--budget", "0.000001")
     assert code == 2 and out == "" and "error: --budget 1e-06 was used up after" in err
 
 
-def test_a_wrong_text_is_not_advised_and_fails_the_command(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_a_drafter_with_wrong_texts_is_not_advised_and_fails_the_command(
+    capsys, monkeypatch, tmp_path: Path, small
+) -> None:
     right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
     code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:2")
     assert code == 1 and "texts differ from plain decoding and are no ties" in err and "DIFFERENT" in out
     (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
-    failed = [one for one in advice["others"] if one["failed"]]
-    assert failed and all("no ties" in one["lost"] for one in failed)
+    failed = [standing for standing in advice["others"] if standing["failed"]]
+    assert failed and all("no ties" in standing["lost"] for standing in failed)
     assert advice["best"] is None or not advice["best"]["failed"]
 
 
@@ -115,7 +121,7 @@ def test_a_drafter_that_breaks_is_left_out_and_fails_the_command(capsys, monkeyp
     code, _, err = run(capsys, monkeypatch, *small)
     assert code == 1 and "ngram@7, batch 1: failed: RuntimeError: no memory" in err
     (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
-    assert next(one["units"] for one in advice["others"] if one["name"] == "ngram@7") == 0
+    assert next(standing["units"] for standing in advice["others"] if standing["name"] == "ngram@7") == 0
 
 
 def test_an_interruption_says_what_is_saved(capsys, monkeypatch, tmp_path: Path, small) -> None:

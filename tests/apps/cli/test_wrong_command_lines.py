@@ -1,6 +1,6 @@
-"""Wrong command lines: each is told in one line that names what was written and what is allowed, without a traceback.
+"""Every wrong command line is refused in one line that names the value and what is allowed, without a traceback.
 
-One part of the table is generated from the commands' own options, so that a new option is tried as well.
+Part of the table is generated from the commands' own options, so that new options are covered.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ WRITTEN: list[Case] = [
 
 
 def options() -> Iterator[tuple[str, str, Any]]:
-    """Every option of all commands once: a command that has it, its longest name, the option."""
+    """Every option of all commands once: a command that has it, its longest flag, the option."""
     seen: set[str] = set()
     for name in NAMES:
         for option in ROOT.commands[name].params:
@@ -191,7 +191,7 @@ def options() -> Iterator[tuple[str, str, Any]]:
 
 
 def numbers() -> Iterator[Case]:
-    """Every option that takes a number, with a word."""
+    """Every option that takes a number, given a word."""
     for name, flag, option in options():
         kind = option.type_descriptor
         if kind.annotation in NUMBERS and kind.parameter_info.parser is None:
@@ -216,7 +216,7 @@ def missing_values() -> Iterator[Case]:
 GENERATED = [*numbers(), *misspelt(), *missing_values()]
 
 
-def test_the_table_is_large_enough() -> None:
+def test_the_table_of_wrong_command_lines_is_large_enough() -> None:
     assert len({arguments for arguments, _ in WRITTEN}) >= 100
     assert len(list(numbers())) >= 30 and len(list(misspelt())) >= 60 and len(list(missing_values())) >= 70
 
@@ -234,7 +234,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @subcases("arguments,message", [*WRITTEN, *GENERATED], ids=lambda value: " ".join(value)[-50:])
-def test_a_wrong_command_line_is_told_in_one_line(
+def test_a_wrong_command_line_is_refused_in_one_line(
     folder: None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""A browser for the tests of a module, and pages in it."""
+"""A browser per test module, and pages in it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from tests.support.page_browser import CHROMIUM, OPTIONS, Opened
 
 
-@pytest.fixture(scope="module")  # while it runs, no other test of the process can run an event loop
+@pytest.fixture(scope="module")  # while it runs, no other test of this process can run an event loop
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        one = started.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS.split())
-        yield one
-        one.close()
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS.split())
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Opened]:
-    one = Opened(browser)
-    yield one
-    one.close()
-    assert one.problems == []
+    pages = Opened(browser)
+    yield pages
+    pages.close()
+    assert pages.problems == []

@@ -1,4 +1,4 @@
-"""Predictions, demanded forms and forced calls through OpenAI's client: the text is plain decoding's own."""
+"""Predictions, constraints and forced calls through OpenAI's client keep the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARGUMENTS = {
     "required": ["x", "unit"],
     "additionalProperties": False,
 }
-VISIBLE = {"0": -100, "1": -100, "2": -100}  # no tokens that the text does not show
+VISIBLE = {"0": -100, "1": -100, "2": -100}  # a logit bias against tokens that the text does not show
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}},
     {"type": "function", "function": {"name": "stop_now"}},
@@ -50,8 +50,8 @@ def server() -> Iterator[RunningServer]:
     settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
     with running_server(
         lambda: SpeculativeDecoder(model, tokenizer=inner, **settings), served_model_name="tiny"
-    ) as one:
-        yield one
+    ) as running:
+        yield running
 
 
 @pytest.fixture
@@ -67,28 +67,28 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", mostly_slow(FORMS, FORMS[0], FORMS[5]))
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_a_demanded_form_has_the_text_of_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
+def test_a_constrained_answer_equals_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
     options = {"temperature": temperature, "seed": 4}
     fast = ask(**options, **form).choices[0]
     plain = ask(**options, **with_more(form, num_draft_tokens=0)).choices[0]
-    calls = [[call.function for call in one.message.tool_calls or []] for one in (fast, plain)]
+    calls = [[call.function for call in choice.message.tool_calls or []] for choice in (fast, plain)]
     assert fast.message.content == plain.message.content and calls[0] == calls[1]
     assert fast.finish_reason == plain.finish_reason == ("tool_calls" if "tools" in form else "stop")
-    free = ask(**options).choices[0].message.content
-    assert fast.message.content != free  # the form has been demanded
+    unconstrained = ask(**options).choices[0].message.content
+    assert fast.message.content != unconstrained  # the constraint had an effect
 
 
-def test_an_answer_is_json_by_its_schema(ask: Any) -> None:
-    told = json.loads(ask(temperature=1.0, seed=1, **FORMS[0]).choices[0].message.content)
-    assert set(told) == {"x", "unit"} and isinstance(told["x"], bool) and told["unit"] in ("m", "km")
+def test_an_answer_follows_its_json_schema(ask: Any) -> None:
+    answer = json.loads(ask(temperature=1.0, seed=1, **FORMS[0]).choices[0].message.content)
+    assert set(answer) == {"x", "unit"} and isinstance(answer["x"], bool) and answer["unit"] in ("m", "km")
 
 
 def test_a_required_call_is_one_of_the_tools_whole_and_streamed(ask: Any) -> None:
     for seed in range(4):
         options = {"temperature": 1.0, "seed": seed} | FORMS[5]
         (call,) = ask(**options).choices[0].message.tool_calls
-        told = json.loads(call.function.arguments)
-        assert call.function.name in ("add", "stop_now") and set(told) == (
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name in ("add", "stop_now") and set(arguments) == (
             {"x", "unit"} if call.function.name == "add" else set()
         )
         chunks = [chunk.choices[0] for chunk in ask(stream=True, **options) if chunk.choices]
@@ -102,38 +102,38 @@ def test_a_named_tool_is_the_one_that_is_called(ask: Any) -> None:
     assert call.function.name == "stop_now" and json.loads(call.function.arguments) == {}
 
 
-def test_forced_tokens_are_told_and_are_no_drafters(server: RunningServer) -> None:
+def test_forced_tokens_are_reported_and_credited_to_no_drafter(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 200, "temperature": 0, "slipstream": {"rounds": True}} | FORMS[6]
-    told = [chunk["slipstream"] for chunk in server.chunks("/v1/chat/completions", body) if "slipstream" in chunk]
-    tokens = [token for one in told for token in one["tokens"]]
+    receipts = [chunk["slipstream"] for chunk in server.chunks("/v1/chat/completions", body) if "slipstream" in chunk]
+    tokens = [token for part in receipts for token in part["tokens"]]
     forced = [token for token in tokens if token["origin"] == "forced"]
-    assert len(forced) == sum(one["round"]["forced"] for one in told) > 20
+    assert len(forced) == sum(part["round"]["forced"] for part in receipts) > 20
     assert {token["source"] for token in forced} == {None}
-    receipt = told[-1]["receipt"]
+    receipt = receipts[-1]["receipt"]
     assert receipt["stats"]["num_forced_tokens"] == len(forced) and "grammar" in receipt["params"]["constraint"]
     again = {"request": body, "token_ids": receipt["token_ids"], "seed": receipt["seed"]}
     assert server.http.post("/v1/slipstream/replay", json=again).json()["identical"]
 
 
-def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: RunningServer) -> None:
+def test_a_prediction_is_counted_and_does_not_change_the_text(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0.8, "seed": 6, "max_tokens": 60, "logit_bias": VISIBLE}
-    free = ask(**options)
-    text = free.choices[0].message.content
-    assert free.usage.completion_tokens_details is None
+    unpredicted = ask(**options)
+    text = unpredicted.choices[0].message.content
+    assert unpredicted.usage.completion_tokens_details is None
     right = ask(**options, prediction={"type": "content", "content": text})
     halves = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
     parts = ask(**options, prediction={"type": "content", "content": halves})
     wrong = ask(**options, prediction={"type": "content", "content": text[:9] + "Q" * 40})
-    assert {one.choices[0].message.content for one in (right, parts, wrong)} == {text}
-    told = [one.usage.completion_tokens_details for one in (right, parts, wrong)]
-    assert told[0].accepted_prediction_tokens > 40 and told[0].rejected_prediction_tokens == 0
-    assert told[1].accepted_prediction_tokens == told[0].accepted_prediction_tokens
-    assert told[2].accepted_prediction_tokens < 20 and told[2].rejected_prediction_tokens > 0
+    assert {answer.choices[0].message.content for answer in (right, parts, wrong)} == {text}
+    details = [answer.usage.completion_tokens_details for answer in (right, parts, wrong)]
+    assert details[0].accepted_prediction_tokens > 40 and details[0].rejected_prediction_tokens == 0
+    assert details[1].accepted_prediction_tokens == details[0].accepted_prediction_tokens
+    assert details[2].accepted_prediction_tokens < 20 and details[2].rejected_prediction_tokens > 0
     page = server.http.get("/metrics").text
     assert 'slipstream:accepted_by_source_total{engine="0",model_name="tiny",source="prediction"}' in page
 
 
-def test_a_prediction_goes_with_completions_choices_and_forms(ask: Any, server: RunningServer) -> None:
+def test_a_prediction_works_with_completions_several_choices_and_constraints(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0, "max_tokens": 40, "logit_bias": VISIBLE}
     text = server.text("the cat", **options)
     answer = server.complete("the cat", **options, prediction={"type": "content", "content": text})
@@ -148,8 +148,8 @@ def test_a_prediction_goes_with_completions_choices_and_forms(ask: Any, server: 
     assert texts[0] == texts[1]
 
 
-def schema(given: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": given}}}
+def schema(value: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
 
 
 def tool(parameters: Any, choice: Any = "required") -> dict[str, Any]:
@@ -193,13 +193,15 @@ RULES = "start: r0\n" + "".join(f'r{at}: "b" r{at + 1}\n' for at in range(3000))
         ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(ask: Any, fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_constraint_tool_or_prediction_is_refused_by_name(
+    ask: Any, fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(**fields)
     assert str(caught.value.param).startswith(named) and named in caught.value.body["message"]  # type: ignore[index]
 
 
-def test_halves_of_characters_are_refused(server: RunningServer) -> None:
+def test_lone_surrogates_in_constraints_and_tools_are_refused(server: RunningServer) -> None:
     for fields in (
         {"structured_outputs": {"regex": "\ud800"}},
         {"structured_outputs": {"choice": ["\ud800"]}},
@@ -211,13 +213,13 @@ def test_halves_of_characters_are_refused(server: RunningServer) -> None:
         assert answer.status_code == 400, fields
 
 
-def test_a_tool_may_be_called_where_a_form_is_demanded_of_answers(ask: Any) -> None:
+def test_a_tool_may_be_called_instead_of_an_answer_in_the_response_format(ask: Any) -> None:
     answers = [ask(temperature=1.5, seed=seed, tools=TOOLS, **FORMS[0]).choices[0] for seed in range(6)]
-    for one in answers:
-        assert one.message.tool_calls or set(json.loads(one.message.content)) == {"x", "unit"}
+    for choice in answers:
+        assert choice.message.tool_calls or set(json.loads(choice.message.content)) == {"x", "unit"}
 
 
-def test_calls_need_a_chat_template() -> None:
+def test_tool_calls_need_a_chat_template() -> None:
     with running_server() as server:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post("/v1/chat/completions", json=body)

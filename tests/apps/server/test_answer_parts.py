@@ -1,4 +1,4 @@
-"""The parts of answers: what each costs while an answer grows."""
+"""The parts of answers: usage, statistics, names and tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUND = Round(0, 0, 1, 3, (7, 8, 9), (7, 8, 5), 2, True, num_prediction_tokens=3
 
 
 class Unread(list[Round]):
-    """Rounds that may be added and not be read."""
+    """Rounds that may be appended but not read."""
 
     def __iter__(self) -> Iterator[Round]:
         raise AssertionError("rounds were read")
@@ -34,20 +34,20 @@ def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
     choice.rounds = Unread()
     for step in range(2):
         choice.take(Committed(0, replace(ROUND, step=step, start=3 + 3 * step), 0.0))
-    told = usage([choice], 1)
-    assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (3, 6, 9)
-    assert told["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
+    counts = usage([choice], 1)
+    assert (counts["prompt_tokens"], counts["completion_tokens"], counts["total_tokens"]) == (3, 6, 9)
+    assert counts["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
 
 
-def test_running_statistics_are_those_of_all_rounds() -> None:
+def test_running_statistics_equal_those_of_all_rounds() -> None:
     choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), None, False)
     rounds = [replace(ROUND, step=step, num_accepted_tokens=step) for step in range(3)]
-    for done in rounds:
-        choice.take(Committed(0, done, 0.0))
+    for round in rounds:
+        choice.take(Committed(0, round, 0.0))
     assert choice.stats == Stats.of(rounds, lossless=False)
 
 
-def test_statistics_say_whether_the_rule_keeps_the_distribution() -> None:
+def test_statistics_say_whether_the_rule_is_lossless() -> None:
     job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
     for lossless in (True, False):
         assert ChoiceState(job, None, lossless).stats.to_dict()["lossless"] is lossless
@@ -74,16 +74,16 @@ def facts_of(tokenizer: Any) -> ModelFacts:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_tokens_are_told_as_the_bytes_that_they_add(kind: str) -> None:
+def test_each_token_is_reported_with_the_bytes_it_adds(kind: str) -> None:
     tokenizer = vocabulary(kind).tokenizer
     facts, text = facts_of(tokenizer), "h\u00e9 heron \U0001f426"
     ids = tokenizer.bare(text)
     assert b"".join(facts.added_bytes(token) for token in ids).decode().strip() == text
     assert any(b" " in facts.added_bytes(token) for token in ids)  # spaces are not lost
-    assert any("\ufffd" in facts.token_text(token) for token in ids)  # a character of several tokens is there as well
+    assert any("\ufffd" in facts.token_text(token) for token in ids)  # a character of several tokens is covered
 
 
-def test_tokens_without_text_are_told_by_number() -> None:
+def test_tokens_without_text_are_named_by_id() -> None:
     assert facts_of(ToyTokenizer()).token_bytes(256) is None
     assert facts_of(ToyTokenizer()).token_text(256) == "token_id:256"
     assert facts_of(None).token_text(7) == "token_id:7" and facts_of(None).added_bytes(7) == b""

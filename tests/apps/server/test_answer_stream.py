@@ -1,4 +1,4 @@
-"""Streams are written in the call that tells a step; one whose client is slow waits alone and loses nothing."""
+"""Streams are written in the call that publishes a step; a slow client delays only its own stream and loses nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.running_server import PATIENCE, running_server
 
 
 class Times:
-    """Writes of an event when it was."""
+    """Writes the time of each event."""
 
     def take(self, event: Event) -> list[dict[str, Any]]:
         return [{"at": event.time}]  # type: ignore[union-attr]
@@ -61,7 +61,7 @@ class Client:
 
     @property
     def text(self) -> str:
-        return b"".join(one.get("body", b"") for one in self.messages).decode()
+        return b"".join(sent.get("body", b"") for sent in self.messages).decode()
 
 
 def _current() -> object:
@@ -73,7 +73,7 @@ def _current() -> object:
 
 @asynccontextmanager
 async def answered(client: Client) -> AsyncIterator[asyncio.Future[None]]:
-    """The stream while it is being sent; it has begun."""
+    """The started stream while it is being sent."""
     send: Callable[[Any], Awaitable[None]] = client.send
     running = asyncio.ensure_future(client.stream({"type": "http"}, client.receive, send))
     while not client.messages:
@@ -86,7 +86,7 @@ async def answered(client: Client) -> AsyncIterator[asyncio.Future[None]]:
 
 
 def step(clients: list[Client], at: float) -> None:
-    """A step as the engine tells it, in one call of the event loop."""
+    """Publish a step as the engine does, in one call of the event loop."""
 
     def publish() -> None:
         for client in clients:
@@ -97,18 +97,18 @@ def step(clients: list[Client], at: float) -> None:
 
 
 async def a_turn() -> None:
-    """One turn of the event loop, in which no task that a step woke has had its turn yet."""
+    """One turn of the event loop; tasks that a step has woken have not run yet."""
     await asyncio.sleep(0)
 
 
-def test_a_step_is_written_in_the_call_that_tells_it() -> None:
+def test_a_step_is_written_in_the_call_that_publishes_it() -> None:
     async def run() -> None:
-        one, other = Client(), Client()
-        async with answered(one), answered(other):
-            step([one, other], 1)
+        first, second = Client(), Client()
+        async with answered(first), answered(second):
+            step([first, second], 1)
             await a_turn()
-            assert (one.text, other.text) == ("1 ", "1 ")
-            assert one.tasks[1:] == other.tasks[1:] == [None]
+            assert (first.text, second.text) == ("1 ", "1 ")
+            assert first.tasks[1:] == second.tasks[1:] == [None]
 
     asyncio.run(run())
 
@@ -122,14 +122,14 @@ def test_a_slow_reader_delays_nobody_and_gets_everything_once_it_reads() -> None
                 step([slow, other], at)
                 await a_turn()
             assert (slow.text, other.text) == ("", "0 1 2 ")
-            assert len(slow.live._events) == 2  # events wait, not the bytes made of them
+            assert len(slow.live._events) == 2  # unread events are kept, not the bytes made of them
             slow.reads.set()
             for _ in range(10):
                 await a_turn()
             assert slow.text == "0 1 2 "
             step([slow], 3)
             await a_turn()
-            assert slow.text == "0 1 2 3 " and slow.tasks[-1] is None  # without a task again
+            assert slow.text == "0 1 2 3 " and slow.tasks[-1] is None  # written without a task again
 
     asyncio.run(run())
 
@@ -145,12 +145,12 @@ def test_a_step_of_many_rows_is_written_whole() -> None:
             await asyncio.wait_for(running, PATIENCE)
         expected = "".join(f"{at} {at} " for at in range(MAX_JOINED_EVENTS)) + DONE.decode()
         assert client.text == expected
-        assert [one["more_body"] for one in client.messages[1:]] == [True, False]
+        assert [message["more_body"] for message in client.messages[1:]] == [True, False]
 
     asyncio.run(run())
 
 
-def test_what_came_before_the_stream_began_is_written() -> None:
+def test_events_from_before_the_stream_began_are_written() -> None:
     async def run() -> None:
         client = Client()
         client.live.add_event(Started(0, 0, 1))
@@ -163,7 +163,7 @@ def test_what_came_before_the_stream_began_is_written() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_an_error_comes_after_what_was_written_and_ends_the_stream(reads: bool) -> None:
+def test_an_error_follows_the_text_and_ends_the_stream(reads: bool) -> None:
     async def run() -> None:
         client = Client()
         async with answered(client) as running:
@@ -174,8 +174,8 @@ def test_an_error_comes_after_what_was_written_and_ends_the_stream(reads: bool) 
             client.live.fail(ApiError(408, "late"))
             client.reads.set()
             await asyncio.wait_for(running, PATIENCE)
-        text, error, done, _ = client.text.replace("data: ", "\n\n", 1).split("\n\n")
-        assert text == "1 " and json.loads(error)["error"]["message"] == "late" and f"{done}\n\n" == DONE.decode()
+        text, error, end_mark, _ = client.text.replace("data: ", "\n\n", 1).split("\n\n")
+        assert text == "1 " and json.loads(error)["error"]["message"] == "late" and f"{end_mark}\n\n" == DONE.decode()
 
     asyncio.run(run())
 
@@ -202,7 +202,7 @@ def test_a_write_that_fails_ends_the_stream_with_its_error(reads: bool) -> None:
     asyncio.run(run())
 
 
-def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
+def test_a_slow_reader_that_disconnects_is_no_longer_waited_for() -> None:
     async def run() -> None:
         client = Client()
         async with answered(client) as running:
@@ -219,7 +219,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
     asyncio.run(run())
 
 
-def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_sends_keep_alive_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.01)
 
     async def run() -> None:
@@ -231,35 +231,35 @@ def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
-def test_the_rest_of_a_run_until_blocked_goes_on_where_it_waited() -> None:
+def test_a_coroutine_run_until_blocked_resumes_where_it_waited() -> None:
     async def run() -> None:
-        opened, said = asyncio.Event(), list[str]()
+        opened, steps = asyncio.Event(), list[str]()
 
         async def work() -> None:
-            said.append("begun")
+            steps.append("begun")
             try:
                 await opened.wait()
                 await asyncio.sleep(0)
             finally:
-                said.append("ended")
+                steps.append("ended")
 
         opened.set()
         opened.clear()
-        rest = run_until_blocked(work())
-        assert rest is not None and said == ["begun"]
-        task = asyncio.ensure_future(rest)
+        remainder = run_until_blocked(work())
+        assert remainder is not None and steps == ["begun"]
+        task = asyncio.ensure_future(remainder)
         await a_turn()
         opened.set()
         await task
-        assert said == ["begun", "ended"]
+        assert steps == ["begun", "ended"]
         opened.clear()
-        rest = run_until_blocked(work())
-        assert rest is not None
-        task = asyncio.ensure_future(rest)
+        remainder = run_until_blocked(work())
+        assert remainder is not None
+        task = asyncio.ensure_future(remainder)
         await a_turn()
         task.cancel()
         await asyncio.wait({task})
-        assert task.cancelled() and said == ["begun", "ended"] * 2
+        assert task.cancelled() and steps == ["begun", "ended"] * 2
 
     asyncio.run(run())
 
@@ -268,7 +268,7 @@ def test_a_client_that_stops_reading_gets_the_whole_text_later() -> None:
     body = {"prompt": "A heron", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "logprobs": 20}
     asked = json.dumps(body | {"stream": True, "num_draft_tokens": 0}).encode()
     with running_server() as server:
-        for listener in server.server.servers[0].sockets:  # what is accepted has its small buffer, too
+        for listener in server.server.servers[0].sockets:  # accepted connections inherit the small buffer
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         host, _, port = server.url.rpartition("/")[2].rpartition(":")
         with socket.socket() as slow:
@@ -279,10 +279,10 @@ def test_a_client_that_stops_reading_gets_the_whole_text_later() -> None:
             slow.sendall(f"{head}content-length: {len(asked)}\r\nconnection: close\r\n\r\n".encode() + asked)
             server.wait_until(lambda: any(live._events for live in server.service.live))
             assert server.text("A crane", max_tokens=5, temperature=0)  # others are answered meanwhile
-            came = b""
+            received = b""
             while piece := slow.recv(1 << 16):
-                came += piece
-        lines = [line for line in came.split(b"\n") if line.startswith(b"data: ")]
+                received += piece
+        lines = [line for line in received.split(b"\n") if line.startswith(b"data: ")]
         assert lines[-1].strip() == b"data: [DONE]"
-        told = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
-        assert "".join(told) == server.text(**body)
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+        assert "".join(texts) == server.text(**body)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every endpoint says what it takes, what it answers and how it refuses."""
+"""The OpenAPI document says of every endpoint what it takes, what it answers and how it refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
-        yield one
+    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def document(server: RunningServer) -> Any:
     return server.http.get("/openapi.json").json()
 
 
-def told(document: Any, path: str, method: str, status: str = "200") -> Any:
-    """The schema of an answer, with what it refers to."""
+def response_schema(document: Any, path: str, method: str, status: str = "200") -> Any:
+    """The schema of an answer, with the components it refers to."""
     content = document["paths"][path][method]["responses"][status]["content"]["application/json"]
     return content["schema"] | {"components": document["components"]}
 
 
-def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own(document: Any) -> None:
+def test_every_endpoint_documents_its_answer_and_our_refusals_only(document: Any) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             assert operation["responses"].keys() == REFUSALS | {"200"}, (method, path)
@@ -53,28 +53,28 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
         ("post", "/v1/slipstream/replay", {"request": {"prompt": "x", "temperature": 0}, "token_ids": [1]}),
     ],
 )
-def test_answers_and_refusals_are_as_announced(
+def test_answers_and_refusals_match_their_documented_schemas(
     server: RunningServer, document: Any, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     answer = server.http.request(method, path, json=body)
-    jsonschema.validate(answer.json(), told(document, path, method))
+    jsonschema.validate(answer.json(), response_schema(document, path, method))
     if body is not None:
         refused = server.http.request(method, path, json=[])
         assert refused.status_code == 400
-        jsonschema.validate(refused.json(), told(document, path, method, "400"))
+        jsonschema.validate(refused.json(), response_schema(document, path, method, "400"))
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(refused.json(), told(document, path, method))
+            jsonschema.validate(refused.json(), response_schema(document, path, method))
 
 
-def test_streams_are_announced_beside_whole_answers(document: Any) -> None:
+def test_streams_are_documented_beside_whole_answers(document: Any) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 
-def test_a_method_that_an_address_does_not_take_is_refused_with_all_that_it_takes(
-    server: RunningServer, document: Any
-) -> None:
-    for path, told_methods in document["paths"].items():
+def test_a_wrong_method_is_refused_with_the_allowed_methods(server: RunningServer, document: Any) -> None:
+    for path, operations in document["paths"].items():
         answer = server.http.request("TRACE", path.replace("{", "").replace("}", ""))
         assert answer.status_code == 405
-        assert {one.strip() for one in answer.headers["allow"].split(",")} == {one.upper() for one in told_methods}
+        assert {method.strip() for method in answer.headers["allow"].split(",")} == {
+            method.upper() for method in operations
+        }

@@ -1,4 +1,4 @@
-"""A server that is killed with a batch under way: the next one goes on, and every line is there once."""
+"""When a server is killed during a batch, the next one resumes it, and every line is answered once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.processes import PATIENCE, started
 
 pytestmark = pytest.mark.slow
 LINES = [chat(f"c{at}", "The heron and the", temperature=0.4, max_tokens=30 + at) for at in range(40)]
-# Imports what a server needs once, then forks one server after another.
+# Imports what a server needs once, then forks one server after the other.
 SERVE = """
 import os, sys
 from slipstream.apps.server.launch import serve
@@ -48,7 +48,7 @@ while True:
 
 
 def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
-    """A line that is alone under way is given up, by design: the servers are killed while several are."""
+    """Servers are killed while several lines run: a line that runs alone during a kill is given up by design."""
     batch, data = "", "".join(json.dumps(line) + "\n" for line in LINES).encode()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with started("-c", SERVE, str(tmp_path / "b"), **pipes) as servers:
@@ -61,14 +61,14 @@ def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
                     wanted = {"input_file_id": file, "endpoint": "/v1/chat/completions"}
                     batch = client.post("/v1/batches", json=wanted).json()["id"]
                 if killed:
-                    told = followed(servers, client, batch, lambda new: new > 0)
-                    assert told["status"] == "in_progress"
+                    status = followed(servers, client, batch, lambda new: new > 0)
+                    assert status["status"] == "in_progress"
                 else:
-                    told = followed(servers, client, batch)
-                    found = client.get(f"/v1/files/{told['output_file_id']}/content").text
+                    status = followed(servers, client, batch)
+                    output_lines = client.get(f"/v1/files/{status['output_file_id']}/content").text
             if killed:
                 os.kill(int(server), signal.SIGKILL)
-    output = write(tmp_path / "output.jsonl", found.splitlines())
+    output = write(tmp_path / "output.jsonl", output_lines.splitlines())
     toy(max_batch_size=8).batch(LINES, tmp_path / "job.jsonl")
     assert by_id(output) == by_id(tmp_path / "job.jsonl") and len(by_id(output)) == len(LINES)
 
@@ -76,19 +76,19 @@ def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
 def followed(
     servers: subprocess.Popen[str], client: httpx.Client, batch: str, enough: Callable[[int], bool] = lambda new: False
 ) -> dict[str, Any]:
-    """What is told of a batch once it has ended, or the running server itself has answered enough lines.
+    """The status of a batch once it has ended, or once this server has answered enough lines.
 
-    Each look allows it five forwards.
+    Each poll allows the server five more forwards.
     """
     assert servers.stdin is not None
     end, before = time.monotonic() + PATIENCE, None
     while time.monotonic() < end:
-        told: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
-        counts = told["request_counts"]
-        assert counts["failed"] == 0, told
+        status: dict[str, Any] = client.get(f"/v1/batches/{batch}").json()
+        counts = status["request_counts"]
+        assert counts["failed"] == 0, status
         before = counts["completed"] if before is None else before
-        if told["status"] == "completed" or enough(counts["completed"] - before):
-            return told
+        if status["status"] == "completed" or enough(counts["completed"] - before):
+            return status
         print(5, file=servers.stdin, flush=True)
         time.sleep(0.005)
-    raise AssertionError(f"the batch did not go on: {told}")
+    raise AssertionError(f"the batch did not go on: {status}")

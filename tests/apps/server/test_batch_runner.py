@@ -1,4 +1,4 @@
-"""Batches cancelled before the server that took them over has read what an earlier one answered."""
+"""Batches cancelled before the new server has read what an earlier one answered; partial writes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(
     record = store.add_batch("", source.id, "/v1/chat/completions", None)
     store.change(record, "in_progress")
     answers, errors = '{"id": "a"}\n{"id": "b"}\n{"id": "c"}\n', '{"line": 1}\n'
-    store.content(record.output).write_text(answers + '{"id":"batch_req_')  # killed while it wrote
+    store.content(record.output).write_text(answers + '{"id":"batch_req_')  # the server was killed during this write
     store.content(record.errors).write_text(errors)
     store.close()
 
     store = BatchStore(tmp_path, 1 << 30)
     service: Any = SimpleNamespace(decoder=toy())
     asyncio.run(_cancelled(BatchRunner(service, store), record.id))
-    told = store.batches[record.id].to_dict()
-    assert told["status"] == "cancelled" and told["request_counts"] == {"total": 0, "completed": 3, "failed": 1}
-    assert [store.content(told[name]).read_text() for name in ("output_file_id", "error_file_id")] == [answers, errors]
-    assert store.files[told["output_file_id"]].bytes == len(answers)
+    status = store.batches[record.id].to_dict()
+    assert status["status"] == "cancelled" and status["request_counts"] == {"total": 0, "completed": 3, "failed": 1}
+    assert [store.content(status[name]).read_text() for name in ("output_file_id", "error_file_id")] == [
+        answers,
+        errors,
+    ]
+    assert store.files[status["output_file_id"]].bytes == len(answers)
     store.close()
 
 
@@ -45,7 +48,7 @@ async def _cancelled(runner: BatchRunner, id: str) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_note_that_a_full_disk_takes_in_part_leaves_whole_lines(
+def test_a_note_that_was_written_only_in_part_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes, write = LinesUnderWay(tmp_path / "notes", ["b"]), os.write

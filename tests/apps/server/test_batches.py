@@ -35,8 +35,8 @@ KEYS = "ann:key-of-ann\nbob:key-of-bob\n"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
-        yield one
+    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as running:
+        yield running
 
 
 def jsonl(lines: list[Any]) -> bytes:
@@ -53,16 +53,16 @@ def ended(server: RunningServer, client: openai.OpenAI, batch: Any) -> Any:
     return client.batches.retrieve(batch.id)
 
 
-def test_a_batch_gives_the_lines_of_the_command(server: RunningServer, tmp_path: Path) -> None:
+def test_a_batch_gives_the_same_lines_as_the_batch_command(server: RunningServer, tmp_path: Path) -> None:
     with server.openai() as client:
         batch = ended(server, client, begun(client, LINES, metadata={"run": "1"}))
         assert batch.status == "completed" and batch.metadata == {"run": "1"} and batch.error_file_id is None
         assert batch.request_counts.model_dump() == {"total": 6, "completed": 6, "failed": 0}
         assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
         (tmp_path / "served.jsonl").write_bytes(client.files.content(batch.output_file_id).content)
-        told = client.files.retrieve(batch.output_file_id)
-        assert told.purpose == "batch_output" and told.bytes == (tmp_path / "served.jsonl").stat().st_size
-        assert batch.id in [one.id for one in client.batches.list(limit=1)]
+        file = client.files.retrieve(batch.output_file_id)
+        assert file.purpose == "batch_output" and file.bytes == (tmp_path / "served.jsonl").stat().st_size
+        assert batch.id in [listed.id for listed in client.batches.list(limit=1)]
     job_toy(max_batch_size=8, drafter="none").batch(LINES, tmp_path / "job.jsonl")
     assert by_id(tmp_path / "served.jsonl") == by_id(tmp_path / "job.jsonl")
 
@@ -78,12 +78,15 @@ def test_lines_that_cannot_be_answered_are_in_the_error_file(server: RunningServ
         batch = ended(server, client, begun(client, lines))
         assert batch.status == "completed" and (batch.request_counts.completed, batch.request_counts.failed) == (1, 3)
         errors = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
-    found = {one["custom_id"]: (one["line"], one["response"]["status_code"], one["error"]["code"]) for one in errors}
-    assert found["m"] == (2, 404, "model_not_found") and found["t"] == (3, 400, "invalid_request_error")
-    assert found["l"] == (4, 400, "context_length_exceeded")
+    failures = {
+        error["custom_id"]: (error["line"], error["response"]["status_code"], error["error"]["code"])
+        for error in errors
+    }
+    assert failures["m"] == (2, 404, "model_not_found") and failures["t"] == (3, 400, "invalid_request_error")
+    assert failures["l"] == (4, 400, "context_length_exceeded")
 
 
-def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: RunningServer) -> None:
+def test_metrics_count_the_prompts_of_a_batch_but_not_its_latencies(server: RunningServer) -> None:
     def counted() -> list[float]:
         page = server.http.get("/metrics").text
         names = "prompt_tokens_total", "prefix_cache_queries_total", "time_to_first_token_seconds_count"
@@ -96,9 +99,7 @@ def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: RunningSer
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [8, 8, 0]
 
 
-def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_with_a_cache_salt_has_its_own_cache(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, shown = set[str](), server.service.engine_status.event
 
     def note(live: LiveRequest, event: Event) -> None:
@@ -118,13 +119,13 @@ def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(
         ([LINES[0], LINES[0]], "custom_id 'c0' is that of line 1; allowed: one for each line"),
         ([LINES[0], LINES[1] | {"url": "/v1/completions"}], "url='/v1/completions'; allowed: '/v1/chat/completions'"),
         (
-            [LINES[0], {n: one for n, one in LINES[1].items() if n != "custom_id"}],
+            [LINES[0], {name: value for name, value in LINES[1].items() if name != "custom_id"}],
             "custom_id is missing; allowed: one for",
         ),
         ([LINES[0], {"id": "a", "prompt": "x"}], "url=None; allowed: '/v1/chat/completions', and a custom_id"),
     ],
 )
-def test_a_file_that_is_no_batch_fails_before_anything_is_run(
+def test_a_file_that_is_not_a_batch_fails_before_any_line_is_run(
     server: RunningServer, lines: list[Any], why: str
 ) -> None:
     with server.openai() as client:
@@ -133,13 +134,13 @@ def test_a_file_that_is_no_batch_fails_before_anything_is_run(
     assert batch.errors.data[0].line == 2 and batch.errors.data[0].message.startswith(why)
 
 
-def test_files_are_listed_in_the_order_that_is_asked_for(server: RunningServer) -> None:
+def test_files_are_listed_in_the_requested_order(server: RunningServer) -> None:
     with server.openai() as client:
         for at in range(3):
             client.files.create(file=(f"{at}.jsonl", jsonl(LINES)), purpose="batch")
-        newest, oldest = ([one.id for one in client.files.list(order=order)] for order in ("desc", "asc"))
-        assert len(newest) > 2 and oldest == newest[::-1] == [one.id for one in client.files.list()][::-1]
-        assert [one.id for one in client.files.list(order="asc", limit=1)] == oldest  # page by page
+        newest, oldest = ([file.id for file in client.files.list(order=order)] for order in ("desc", "asc"))
+        assert len(newest) > 2 and oldest == newest[::-1] == [file.id for file in client.files.list()][::-1]
+        assert [file.id for file in client.files.list(order="asc", limit=1)] == oldest  # over several pages
 
 
 def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
@@ -189,7 +190,7 @@ def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
         ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
     ],
 )
-def test_wrong_calls_are_refused(
+def test_invalid_calls_are_refused(
     server: RunningServer, method: str, path: str, body: Any, status: int, why: str
 ) -> None:
     answer = server.http.request(method, path, json=body)
@@ -211,14 +212,14 @@ def test_wrong_calls_are_refused(
         ({"content": b"x" * 9000, "headers": {"content-type": "multipart/form-data; boundary=a"}}, "ends before"),
     ],
 )  # fmt: skip
-def test_wrong_forms_are_refused_and_leave_nothing(server: RunningServer, form: dict[str, Any], why: str) -> None:
+def test_invalid_forms_are_refused_and_leave_no_file(server: RunningServer, form: dict[str, Any], why: str) -> None:
     answer = server.http.post("/v1/files", **form)
     assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
     assert not list((server.service.background.store.folder / "uploads").iterdir())
 
 
 @subcases("size", [1, 2, 3, 7, 64, 100_000])
-def test_a_form_may_arrive_in_any_pieces(size: int, tmp_path: Path) -> None:
+def test_a_form_may_arrive_in_pieces_of_any_size(size: int, tmp_path: Path) -> None:
     import asyncio
 
     from slipstream.apps.server.batch_routes import UploadForm
@@ -265,7 +266,7 @@ def test_a_key_sees_its_own_files_and_batches_only(tmp_path: Path) -> None:
         assert server.http.get("/v1/files").status_code == 401
 
 
-def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
+def test_interactive_requests_go_before_batches(tmp_path: Path) -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=1), batch_folder=str(tmp_path)) as server:
         order, shown = list[bool](), server.service.engine_status.event
@@ -277,25 +278,25 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
         server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            assert gate.reached.wait(PATIENCE)  # one row of the batch is under way, the place is taken
+            assert gate.reached.wait(PATIENCE)  # a row of the batch occupies the only place
             from tests.support.running_server import in_thread
 
             with in_thread(lambda: server.text("A heron", max_tokens=4)):
                 server.wait_until(lambda: len(server.service.live) == 1 and not server.service._preparing)
                 gate.opened.set()
         server.wait_until(lambda: order.count(True) == len(LINES))
-        assert order.index(False) <= 1  # at most the row that was under way ended before
+        assert order.index(False) <= 1  # only the row that already ran may end before it
 
 
 def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
     texts = ["The heron", "A sparrow " * 9, "It", "The river does " * 4]
     with running_server(lambda: toy(max_batch_size=1), batch_folder=str(tmp_path)) as server, server.openai() as client:
         lines = [chat(f"c{at}", text, max_tokens=4) for at, text in enumerate(texts)]
-        found = client.files.content(ended(server, client, begun(client, lines)).output_file_id)
-    assert [json.loads(line)["custom_id"] for line in found.text.splitlines()] == ["c1", "c3", "c0", "c2"]
+        output = client.files.content(ended(server, client, begun(client, lines)).output_file_id)
+    assert [json.loads(line)["custom_id"] for line in output.text.splitlines()] == ["c1", "c3", "c0", "c2"]
 
 
-def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_leaves_one_place_to_interactive_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
@@ -309,13 +310,13 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path, monkeypatch: pytest
         server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
-            server.wait_until(lambda: len(server.service._submitted) == 4)  # more than may run
+            server.wait_until(lambda: len(server.service._submitted) == 4)  # more than may run at once
             gate.opened.set()
         server.wait_until(lambda: len(ended) == len(LINES))
         assert max(running) == 3
 
 
-def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
+def test_a_cancelled_batch_ends_and_cannot_be_cancelled_again(tmp_path: Path) -> None:
     gate = Gate()
     with running_server(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = begun(client, LINES)
@@ -350,7 +351,7 @@ def test_a_server_that_shuts_down_leaves_its_batches_to_the_next(tmp_path: Path)
         assert set(by_id(output)) == {line["custom_id"] for line in LINES}
 
 
-def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) -> None:
+def test_a_batch_begun_by_another_model_fails_when_it_is_resumed(tmp_path: Path) -> None:
     from slipstream import SpeculativeDecoder
     from slipstream.jobs.job_output import JobOutput
 
@@ -374,10 +375,10 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["run", "_prepared"])
-def test_a_batch_ends_with_an_error_that_nobody_expected(
+def test_an_unexpected_error_fails_the_batch_and_stays_in_the_log(
     where: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(*given: Any) -> None:
+    async def fails(*arguments: Any) -> None:
         raise RuntimeError("a secret")
 
     monkeypatch.setattr(f"slipstream.apps.server.batch_runner.BatchLines.{where}", fails)
@@ -388,17 +389,17 @@ def test_a_batch_ends_with_an_error_that_nobody_expected(
     assert server.text("A heron", max_tokens=4)
 
 
-def test_files_become_known_on_the_thread_that_lists_them(
+def test_files_are_registered_on_the_thread_that_lists_them(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
     register = BatchStore.register
 
-    def noted(*given: Any) -> Any:
+    def register_noting_thread(*arguments: Any) -> Any:
         threads.append(get_ident())
-        return register(*given)
+        return register(*arguments)
 
-    monkeypatch.setattr(BatchStore, "register", noted)
+    monkeypatch.setattr(BatchStore, "register", register_noting_thread)
     with server.openai() as client:
         file = client.files.create(file=("in.jsonl", jsonl(LINES)), purpose="batch")
         assert client.files.list().data[0].id == file.id
@@ -414,7 +415,7 @@ def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     assert toy().target.name == "toy"
 
 
-def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: Path) -> None:
+def test_an_unusable_batch_folder_is_refused_by_name(tmp_path: Path) -> None:
     from slipstream import SlipstreamError, UsageError
     from slipstream.apps.server.launch import serve
     from slipstream.apps.server.server_settings import ServerSettings
@@ -428,15 +429,15 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
 
 
 @pytest.mark.parametrize(("owner", "name"), [(job_output, "append"), (LinesUnderWay, "_note")])
-def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
+def test_a_full_disk_delays_the_batch_but_no_other_request(
     owner: Any, name: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = getattr(owner, name), count()
 
-    def full(*given: Any) -> Any:
+    def full(*arguments: Any) -> Any:
         if 2 <= next(calls) < 6:
             raise OSError(ENOSPC, "No space left on device")
-        return original(*given)
+        return original(*arguments)
 
     monkeypatch.setattr(owner, name, full)
     with monkeypatch.context() as short:
@@ -444,16 +445,16 @@ def test_a_batch_waits_while_the_disk_is_full_and_nobody_else_does(
         with server.openai() as client:
             batch = begun(client, LINES)
             assert server.text("A heron", max_tokens=4)
-            done = ended(server, client, batch)
-            answers = list(map(json.loads, client.files.content(done.output_file_id).text.splitlines()))
-    assert next(calls) > 6 and done.status == "completed"
+            completed = ended(server, client, batch)
+            answers = list(map(json.loads, client.files.content(completed.output_file_id).text.splitlines()))
+    assert next(calls) > 6 and completed.status == "completed"
     assert sorted(answer["custom_id"] for answer in answers) == [line["custom_id"] for line in LINES]
 
 
-def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
+def test_an_unwritable_batch_folder_is_reported_and_keeps_its_files(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: Any) -> None:
+    def full(*arguments: Any) -> None:
         raise OSError(ENOSPC, "No space left on device")
 
     with server.openai() as client:
@@ -462,9 +463,9 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
         kept = sorted(files.glob("*.jsonl"))
         monkeypatch.setattr("slipstream.apps.server.batch_store._write", full)
         for call in (lambda: client.files.create(file=("x", b"{}"), purpose="batch"), lambda: _batch(client, file)):
-            with pytest.raises(openai.InternalServerError, match="cannot be used: No space left on device") as told:
+            with pytest.raises(openai.InternalServerError, match="cannot be used: No space left on device") as refusal:
                 call()
-            assert told.value.status_code == 507
+            assert refusal.value.status_code == 507
         assert sorted(files.glob("*.jsonl")) == kept
         monkeypatch.undo()
         assert ended(server, client, _batch(client, file)).status == "completed"
@@ -475,15 +476,14 @@ def test_a_folder_that_cannot_be_written_is_named_and_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("fault", ["input", "output", "foreign", "locked"])
-def test_no_answer_names_a_path_of_the_server_and_its_log_does(
+def test_paths_of_the_server_are_in_its_log_but_in_no_answer(
     fault: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For each reason that a batch's files cannot be used."""
     store = server.service.background.store
     begin = BatchStore.add_batch
 
-    def damaged(*given: Any) -> Any:
-        record = begin(*given)
+    def damaged(*arguments: Any) -> Any:
+        record = begin(*arguments)
         output = store.content(record.output)
         if fault == "input":
             store.content(record.input_file_id).unlink()
@@ -510,7 +510,7 @@ def _batch(client: openai.OpenAI, file: Any) -> Any:
     return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
 
 
-def test_a_server_ends_although_its_folder_is_gone(tmp_path: Path) -> None:
+def test_a_server_shuts_down_even_if_its_batch_folder_is_gone(tmp_path: Path) -> None:
     with running_server(batch_folder=str(tmp_path / "b")) as server:
         rmtree(tmp_path / "b")
         server.call(server.server.begin_shutdown)
@@ -544,7 +544,7 @@ def uploaded(server: RunningServer, disposition: str) -> Any:
         ("filename*=''%e2%82%ac", "€"),
     ],
 )
-def test_a_name_of_a_file_never_breaks_the_list(server: RunningServer, disposition: str, name: str | None) -> None:
+def test_no_file_name_breaks_the_list_of_files(server: RunningServer, disposition: str, name: str | None) -> None:
     answer = uploaded(server, disposition)
     if name is None:
         assert answer.status_code == 400 and "allowed: utf-8" in answer.json()["error"]["message"]
@@ -553,14 +553,14 @@ def test_a_name_of_a_file_never_breaks_the_list(server: RunningServer, dispositi
     assert server.http.get("/v1/files").status_code == 200
 
 
-def test_a_name_that_was_stored_broken_is_listed_all_the_same(tmp_path: Path) -> None:
+def test_a_stored_file_name_with_a_lone_surrogate_is_still_listed(tmp_path: Path) -> None:
     folder = tmp_path / "b"
     with running_server(batch_folder=str(folder)) as server:
         id = uploaded(server, "filename=x").json()["id"]
     record = json.loads((folder / "files" / f"{id}.json").read_text())
     (folder / "files" / f"{id}.json").write_text(json.dumps(record | {"filename": "\ud800.jsonl"}))
     with running_server(batch_folder=str(folder)) as server:
-        assert [one["filename"] for one in server.http.get("/v1/files").json()["data"]] == ["\ufffd.jsonl"]
+        assert [file["filename"] for file in server.http.get("/v1/files").json()["data"]] == ["\ufffd.jsonl"]
         assert server.http.delete(f"/v1/files/{id}").status_code == 200
 
 
@@ -573,13 +573,13 @@ def test_files_stay_with_their_key_when_another_is_revoked(tmp_path: Path) -> No
                 assert uploaded(server, "filename=x").status_code == 200
             return list(server.http.get("/v1/files").json()["data"])
 
-    both = "first-key-A\nsecond-key-B\n"
-    assert len(files(both, "first-key-A", upload=True)) == 1
+    both_keys = "first-key-A\nsecond-key-B\n"
+    assert len(files(both_keys, "first-key-A", upload=True)) == 1
     assert files("second-key-B\n", "second-key-B") == []
     assert len(files("second-key-B\nfirst-key-A\n", "first-key-A")) == 1
 
 
-def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_cannot_use_up_the_storage_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text(KEYS)
     monkeypatch.setattr("slipstream.apps.server.batch_store.MAX_RECORDS", 2)
     with running_server(
@@ -589,7 +589,7 @@ def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: p
             server.http.headers["authorization"] = f"Bearer {key}"
             assert [uploaded(server, "filename=x").status_code for _ in statuses] == statuses
         store = server.service.background.store
-        server.call(lambda: setattr(store, "max_bytes", 3))  # what bob's file has
+        server.call(lambda: setattr(store, "max_bytes", 3))  # the size of bob's file
         assert "allowed: fewer than 2 files and 3 bytes" in uploaded(server, "filename=x").text
         with ExitStack() as arriving:
             for _ in range(MAX_UPLOADS):

@@ -28,8 +28,8 @@ def decoder() -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
-    with running_server(lambda: decoder.using(), served_model_name="tiny") as one:
-        yield one
+    with running_server(lambda: decoder.using(), served_model_name="tiny") as running:
+        yield running
 
 
 @pytest.fixture
@@ -42,14 +42,14 @@ def expected(decoder: SpeculativeDecoder, messages: Any = ASKED, **options: Any)
     return decoder.generate(messages, SamplingParams(**options)).text
 
 
-def test_an_answer_is_the_decoders_own(ask: Any, decoder: SpeculativeDecoder) -> None:
+def test_an_answer_equals_the_decoders(ask: Any, decoder: SpeculativeDecoder) -> None:
     answer = ask(max_tokens=30, temperature=0.8, seed=3)
     assert answer.choices[0].message.content == expected(decoder, max_tokens=30, temperature=0.8, seed=3)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 30
     assert answer.system_fingerprint.startswith("slip-")
 
 
-def test_max_completion_tokens_goes_before_max_tokens(ask: Any) -> None:
+def test_max_completion_tokens_overrides_max_tokens(ask: Any) -> None:
     assert ask(max_tokens=30, max_completion_tokens=4).usage.completion_tokens == 4
 
 
@@ -63,7 +63,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_usage(ask: Any, decoder
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_round_is_a_chunk(server: RunningServer) -> None:
+def test_each_round_is_one_chunk(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     chunks = server.chunks("/v1/chat/completions", body)[1:]
     steps = chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"]
@@ -71,7 +71,7 @@ def test_a_round_is_a_chunk(server: RunningServer) -> None:
     assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 40
 
 
-def test_usage_comes_with_every_chunk_on_demand(server: RunningServer) -> None:
+def test_usage_comes_with_every_chunk_on_request(server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": ASKED, "max_tokens": 9, "stream_options": options}
     counts = [chunk["usage"]["completion_tokens"] for chunk in server.chunks("/v1/chat/completions", body)]
@@ -79,14 +79,14 @@ def test_usage_comes_with_every_chunk_on_demand(server: RunningServer) -> None:
 
 
 def test_log_probabilities_have_the_form_of_openai(ask: Any) -> None:
-    told = ask(max_tokens=6, seed=1, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert len(told) == 6
-    for one in told:
-        assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2 and one.logprob <= 0
-        assert all(other.logprob != one.logprob or other.token == one.token for other in one.top_logprobs)
+    entries = ask(max_tokens=6, seed=1, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(entries) == 6
+    for entry in entries:
+        assert bytes(entry.bytes).decode() == entry.token and len(entry.top_logprobs) == 2 and entry.logprob <= 0
+        assert all(other.logprob != entry.logprob or other.token == entry.token for other in entry.top_logprobs)
 
 
-def test_several_answers_have_seeds_of_their_own(ask: Any) -> None:
+def test_each_of_several_answers_has_its_own_seed(ask: Any) -> None:
     answer = ask(n=3, seed=11, max_tokens=20, temperature=1.0)
     texts = [choice.message.content for choice in answer.choices]
     assert len(set(texts)) == 3 and texts[0] == ask(seed=11, max_tokens=20, temperature=1.0).choices[0].message.content
@@ -97,7 +97,7 @@ def test_several_answers_have_seeds_of_their_own(ask: Any) -> None:
     assert streamed == texts
 
 
-def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: SpeculativeDecoder) -> None:
+def test_messages_may_have_parts_and_the_developer_role(ask: Any, decoder: SpeculativeDecoder) -> None:
     parts = [{"type": "text", "text": "the cat"}]
     answer = ask(
         messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}],
@@ -108,23 +108,26 @@ def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: Speculative
     assert answer.choices[0].message.content == expected(decoder, plain, max_tokens=answer.usage.completion_tokens)
 
 
-def test_a_last_message_is_continued(server: RunningServer) -> None:
+def test_a_final_assistant_message_is_continued_on_request(server: RunningServer) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "well"}]
-    told = server.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    tokenized = server.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "return_token_ids": True}
     answer = server.http.post("/v1/chat/completions", json=body).json()
-    assert answer["choices"][0]["prompt_token_ids"] == told["tokens"][:-3]  # without what the template puts behind
+    assert answer["choices"][0]["prompt_token_ids"] == tokenized["tokens"][:-3]  # without what the template appends
 
 
 def test_a_template_writes_its_own_special_tokens(server: RunningServer) -> None:
     messages = {"messages": ASKED}
-    told = [server.http.post("/tokenize", json=messages | {"add_special_tokens": wanted}) for wanted in (None, False)]
-    assert told[0].json() == told[1].json()
+    answers = [
+        server.http.post("/tokenize", json=messages | {"add_special_tokens": add_special})
+        for add_special in (None, False)
+    ]
+    assert answers[0].json() == answers[1].json()
     refused = server.http.post("/tokenize", json=messages | {"add_special_tokens": True})
     assert refused.status_code == 400 and "the chat template writes its own" in refused.json()["error"]["message"]
 
 
-def test_a_cached_prompt_is_told(ask: Any) -> None:
+def test_cached_prompt_tokens_are_reported(ask: Any) -> None:
     ask(max_tokens=3, temperature=0)
     assert ask(max_tokens=3, temperature=0).usage.prompt_tokens_details.cached_tokens > 20
 
@@ -149,19 +152,19 @@ def test_a_cached_prompt_is_told(ask: Any) -> None:
         {"max_completion_tokens": 10**6},
     ],
 )
-def test_what_cannot_be_done_is_refused(ask: Any, fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(ask: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(**fields)
     assert caught.value.type == "invalid_request_error"
 
 
-def test_a_long_prompt_names_the_context(ask: Any) -> None:
+def test_the_refusal_of_a_long_prompt_names_the_context_length(ask: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
         ask(messages=[{"role": "user", "content": "x" * 1020}], max_tokens=9)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
+def test_a_request_for_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(model="gpt-5")
     assert caught.value.code == "model_not_found"
@@ -182,7 +185,7 @@ def test_fields_without_effect_are_counted(ask: Any, server: RunningServer) -> N
     assert count() == before + 4
 
 
-def test_rounds_and_receipt_are_told_on_demand(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_rounds_and_receipt_are_reported_on_request(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "seed": 5, "temperature": 0, "slipstream": {"rounds": True}}
     chunks = [c for c in server.chunks("/v1/chat/completions", body) if "slipstream" in c]
     tokens = [token for chunk in chunks for token in chunk["slipstream"]["tokens"]]
@@ -212,7 +215,7 @@ def test_a_replay_without_drafting_gives_the_same_text(server: RunningServer) ->
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
 
 
-def test_a_request_may_ask_for_plain_decoding_beside_others(server: RunningServer) -> None:
+def test_a_single_request_may_turn_drafting_off(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0}
     fast = server.http.post("/v1/chat/completions", json=body).json()
     plain = server.http.post("/v1/chat/completions", json=body | {"num_draft_tokens": 0}).json()
@@ -220,9 +223,12 @@ def test_a_request_may_ask_for_plain_decoding_beside_others(server: RunningServe
     assert plain["timings"]["draft_n"] == 0 < fast["timings"]["draft_n"]
     steps = plain["metrics"]["speculative_decoding"]
     assert steps["num_spec_steps"] == 40 and steps["acceptance_histogram"] == [40]
-    told = fast["metrics"]["speculative_decoding"]
-    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
-    assert sum(n * count for n, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+    drafted = fast["metrics"]["speculative_decoding"]
+    assert sum(drafted["acceptance_histogram"]) == drafted["num_spec_steps"]
+    assert (
+        sum(n * count for n, count in enumerate(drafted["acceptance_histogram"]))
+        == drafted["num_accepted_draft_tokens"]
+    )
 
 
 def test_an_answer_is_one_line_of_json(server: RunningServer) -> None:
@@ -235,16 +241,16 @@ def test_every_text_of_a_whole_answer_has_its_receipt(server: RunningServer) -> 
     asked = body | {"return_token_ids": True}
     answer = server.http.post("/v1/chat/completions", json=asked).json()
     receipts = answer["slipstream"]["receipts"]
-    assert [one["token_ids"] for one in receipts] == [choice["token_ids"] for choice in answer["choices"]]
-    for one in receipts:  # each seed repeats its text
-        again = server.http.post("/v1/chat/completions", json=body | {"n": 1, "seed": one["seed"]}).json()
-        assert again["slipstream"]["receipt"]["token_ids"] == one["token_ids"]
+    assert [receipt["token_ids"] for receipt in receipts] == [choice["token_ids"] for choice in answer["choices"]]
+    for receipt in receipts:  # each seed repeats its text
+        repeated = server.http.post("/v1/chat/completions", json=body | {"n": 1, "seed": receipt["seed"]}).json()
+        assert repeated["slipstream"]["receipt"]["token_ids"] == receipt["token_ids"]
 
 
 INJECTED = "hi<eos>"
 
 
-def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> None:
+def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
     inner = tiny_models.tokenizer(
         list("<>"), "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}a:"
     )
@@ -256,32 +262,34 @@ def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> No
     function = {"name": "f", "arguments": json.dumps({"x": "<eos>"}).replace("<", "\\u003c")}
     called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     tool = {"type": "function", "function": {"name": "f", "description": INJECTED}}
-    said = {"role": "user", "content": "hi"}
+    message = {"role": "user", "content": "hi"}
     with running_server(load, no_special_tokens_in_prompts=True) as server:
         for path, body, param in (
-            ("/v1/chat/completions", {"messages": [said, said | {"content": INJECTED}]}, "messages.1"),
+            ("/v1/chat/completions", {"messages": [message, message | {"content": INJECTED}]}, "messages.1"),
             (
                 "/v1/chat/completions",
-                {"messages": [said | {"content": [{"type": "text", "text": INJECTED}]}]},
+                {"messages": [message | {"content": [{"type": "text", "text": INJECTED}]}]},
                 "messages.0",
             ),
-            ("/v1/chat/completions", {"messages": [said, called]}, "messages.1"),
-            ("/v1/chat/completions", {"messages": [said], "tools": [tool]}, "tools"),
+            ("/v1/chat/completions", {"messages": [message, called]}, "messages.1"),
+            ("/v1/chat/completions", {"messages": [message], "tools": [tool]}, "tools"),
             ("/v1/completions", {"prompt": ["hi", INJECTED]}, "prompt"),
-            ("/tokenize", {"messages": [said | {"content": INJECTED}]}, "messages.0"),
+            ("/tokenize", {"messages": [message | {"content": INJECTED}]}, "messages.0"),
             ("/tokenize", {"prompt": INJECTED}, "prompt"),
         ):
             answer = server.http.post(path, json={"max_tokens": 1} | body)
-            told = answer.json()["error"]
-            assert answer.status_code == 400 and told["param"] == param, told
-            assert told["message"] == f"{param} has the special token '<eos>'; allowed: texts without special tokens"
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == param, error
+            assert error["message"] == f"{param} has the special token '<eos>'; allowed: texts without special tokens"
         for plain in (
             {"content": "hi <e o s>"},
             {"content": "hi \N{GREEK SMALL LETTER ALPHA}"},
-        ):  # the second is unknown
-            answer = server.http.post("/v1/chat/completions", json={"messages": [said | plain], "max_tokens": 1})
+        ):  # alpha is no token of this tokenizer
+            answer = server.http.post("/v1/chat/completions", json={"messages": [message | plain], "max_tokens": 1})
             assert answer.status_code == 200, answer.text
-    with running_server(load) as server:  # by default texts are tokenised as other servers do
-        body = {"messages": [said | {"content": INJECTED}], "max_tokens": 1, "return_token_ids": True}
+    with running_server(
+        load
+    ) as server:  # by default special tokens in texts are tokenised as such, as other servers do
+        body = {"messages": [message | {"content": INJECTED}], "max_tokens": 1, "return_token_ids": True}
         ids = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
         assert inner.eos_token_id in ids

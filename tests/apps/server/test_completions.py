@@ -15,16 +15,16 @@ from tests.support.running_server import RunningServer, running_server, toy
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def alone(prompt: Any, **options: Any) -> str:
-    """What plain decoding says."""
+    """The text of plain decoding."""
     return toy(drafter="none", num_draft_tokens="auto").generate(prompt, SamplingParams(**options), chat=False).text
 
 
-def test_a_text_is_the_decoders_own(server: RunningServer) -> None:
+def test_a_completion_equals_the_decoders_text(server: RunningServer) -> None:
     assert server.text(temperature=0, max_tokens=60) == alone("A heron", max_tokens=60)
     assert server.text(temperature=0.9, seed=7, max_tokens=60) == alone(
         "A heron", temperature=0.9, seed=7, max_tokens=60
@@ -46,7 +46,7 @@ def test_openais_defaults_are_sampling_and_sixteen_tokens(server: RunningServer)
         ([[*b"The wind"], [*b"A fish"]], ["The wind", "A fish"]),
     ],
 )
-def test_prompts_in_every_form(server: RunningServer, prompt: Any, texts: list[str]) -> None:
+def test_prompts_are_read_in_every_form(server: RunningServer, prompt: Any, texts: list[str]) -> None:
     answer = server.complete(prompt, temperature=0, max_tokens=12).json()
     assert [choice["text"] for choice in answer["choices"]] == [alone(text, max_tokens=12) for text in texts]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
@@ -62,15 +62,15 @@ def test_choices_are_numbered_prompt_by_prompt(server: RunningServer) -> None:
     assert answer["usage"]["prompt_tokens"] == len("The wind") + len("A fish")
 
 
-def test_cached_tokens_are_those_of_all_prompts(server: RunningServer) -> None:
+def test_cached_tokens_are_summed_over_all_prompts(server: RunningServer) -> None:
     prompts = ["first " * 9, "second " * 9]
-    one, other = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
+    first, second = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
     again = server.complete(prompts, max_tokens=2, n=2).json()["usage"]
-    assert again["prompt_tokens"] == one["prompt_tokens"] + other["prompt_tokens"]
-    assert again["prompt_tokens_details"]["cached_tokens"] > one["prompt_tokens"]
+    assert again["prompt_tokens"] == first["prompt_tokens"] + second["prompt_tokens"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > first["prompt_tokens"]
 
 
-def test_an_echo_is_of_the_prompt_that_was_read(server: RunningServer) -> None:
+def test_an_echo_repeats_the_prompt_after_truncation(server: RunningServer) -> None:
     for prompt in ("A heron", [*b"A heron"]):
         cut = {"truncate_prompt_tokens": 5, "echo": True, "logprobs": 1, "max_tokens": 0}
         choice = server.complete(prompt, **cut).json()["choices"][0]
@@ -89,11 +89,11 @@ def test_stop_strings_cut_the_text(server: RunningServer) -> None:
     assert answer["text"] == alone("A heron", max_tokens=80).partition("sparrow")[0]
 
 
-def test_many_stop_strings_are_taken(server: RunningServer) -> None:
+def test_many_stop_strings_are_allowed(server: RunningServer) -> None:
     assert server.complete(stop=[f"no {n}" for n in range(32)]).status_code == 200
 
 
-def test_options_of_vllm_stand_at_the_top_level(server: RunningServer) -> None:
+def test_vllms_options_are_read_at_the_top_level(server: RunningServer) -> None:
     options = {"top_k": 3, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 4, "bad_words": ["sparrow"]}
     fields = {"temperature": 1.0, "seed": 2, "max_tokens": 40}
     expected = alone("A heron", **fields, **options)
@@ -106,22 +106,22 @@ def test_only_allowed_tokens_are_chosen(server: RunningServer) -> None:
     assert len(text) == 30 and set(text) <= set("abc")
 
 
-def test_a_bias_is_by_token_ids_as_text(server: RunningServer) -> None:
+def test_logit_bias_has_token_ids_as_texts(server: RunningServer) -> None:
     assert server.text(logit_bias={str(ord("z")): 100}, max_tokens=5) == "zzzzz"
 
 
-def test_token_ids_are_returned_on_demand(server: RunningServer) -> None:
+def test_token_ids_are_returned_on_request(server: RunningServer) -> None:
     choice = server.complete(return_token_ids=True, temperature=0).json()["choices"][0]
     assert bytes(choice["token_ids"]).decode() == choice["text"] and choice["prompt_token_ids"] == [*b"A heron"]
 
 
 def harness(choice: dict[str, Any], context: int) -> tuple[float, bool]:
     """A continuation's log-probability, and whether it is the greedy one, as lm-eval computes them."""
-    told = choice["logprobs"]
-    logprobs = told["token_logprobs"][context:-1]
+    reported = choice["logprobs"]
+    logprobs = reported["token_logprobs"][context:-1]
     greedy = True
-    for own, top in zip(logprobs, told["top_logprobs"][context:-1], strict=True):
-        greedy &= own == max(top.values())
+    for logprob, top in zip(logprobs, reported["top_logprobs"][context:-1], strict=True):
+        greedy &= logprob == max(top.values())
     return sum(logprobs), greedy
 
 
@@ -131,19 +131,19 @@ def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: Run
     good, bad = [*prompt, *likeliest], [*prompt, *likeliest[:3], ord("#"), *likeliest[4:]]
     answer = server.complete([good, bad], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234).json()
     for ids, choice in zip((good, bad), answer["choices"], strict=True):
-        told = choice["logprobs"]
-        assert {len(part) for part in told.values()} == {len(ids) + 1}
-        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-        assert told["tokens"][:-1] == [chr(i) for i in ids] and told["text_offset"] == [*range(len(ids) + 1)]
+        reported = choice["logprobs"]
+        assert {len(part) for part in reported.values()} == {len(ids) + 1}
+        assert reported["token_logprobs"][0] is None and reported["top_logprobs"][0] is None
+        assert reported["tokens"][:-1] == [chr(i) for i in ids] and reported["text_offset"] == [*range(len(ids) + 1)]
         assert choice["text"].startswith(bytes(ids).decode())
     (likely, greedy), (unlikely, other) = (harness(c, len(prompt)) for c in answer["choices"])
     assert greedy and not other and likely > unlikely + 5
 
 
-def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server: RunningServer) -> None:
-    for _ in range(2):  # the second time everything is cached, and must not be left out
-        told = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
-        choice = told["choices"][0]
+def test_an_echo_has_the_log_probabilities_of_the_generated_text(server: RunningServer) -> None:
+    for _ in range(2):  # the second time everything is cached, and must still be scored
+        answer = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
+        choice = answer["choices"][0]
         ids = [*b"A heron", *choice["token_ids"]]
         echoed = server.complete(ids, echo=True, logprobs=3, max_tokens=0).json()
         assert echoed["usage"]["completion_tokens"] == 0
@@ -154,12 +154,14 @@ def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server:
 
 def test_a_chosen_token_is_always_among_those_reported(server: RunningServer) -> None:
     for count in (0, 1, 2):
-        told = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0]["logprobs"]
-        entries = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        reported = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0][
+            "logprobs"
+        ]
+        entries = zip(reported["tokens"], reported["token_logprobs"], reported["top_logprobs"], strict=True)
         assert all(top[token] == logprob for token, logprob, top in entries)
 
 
-def test_tokens_are_told_by_number_on_demand(server: RunningServer) -> None:
+def test_tokens_are_named_by_id_on_request(server: RunningServer) -> None:
     answer = server.complete(temperature=0, max_tokens=2, logprobs=1, return_tokens_as_token_ids=True).json()
     assert all(name.startswith("token_id:") for name in answer["choices"][0]["logprobs"]["tokens"])
 
@@ -171,7 +173,7 @@ def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
     assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["text"]
     parts = [c["choices"][0]["logprobs"] for c in chunks[:-1]]
     for name in whole["logprobs"]:
-        assert [one for part in parts for one in part[name]] == whole["logprobs"][name]
+        assert [entry for part in parts for entry in part[name]] == whole["logprobs"][name]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 70
     assert all(c["usage"] is None for c in chunks[:-1])
 
@@ -217,9 +219,7 @@ def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
         ({"allowed_token_ids": [300]}, "allowed_token_ids"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
-    server: RunningServer, fields: dict[str, Any], param: str | None
-) -> None:
+def test_invalid_fields_are_refused_by_name(server: RunningServer, fields: dict[str, Any], param: str | None) -> None:
     body = json.dumps({"prompt": "x"} | fields)
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -228,7 +228,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert "\n" not in error["message"] and len(error["message"]) < 400
 
 
-def test_a_row_without_a_token_to_choose_fails_alone(server: RunningServer) -> None:
+def test_a_request_that_allows_no_token_is_refused(server: RunningServer) -> None:
     bias = {str(n): -10000.0 for n in range(256)}
     assert server.complete(logit_bias=bias, temperature=0).status_code == 200  # -10000 is small, not impossible
     words = {"allowed_token_ids": [97], "bad_words": ["a"]}

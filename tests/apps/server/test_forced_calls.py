@@ -1,4 +1,4 @@
-"""Forced calls of models whose templates write calls in a form of their own."""
+"""Forced calls of models whose templates have their own form of calls."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: s
             answer = client.chat.completions.create(**options).choices[0]
             assert answer.finish_reason == "tool_calls" and not answer.message.content
             (call,) = answer.message.tool_calls
-            told = json.loads(call.function.arguments)
-            jsonschema.validate(told, ARGUMENTS if call.function.name == "add" else {"maxProperties": 0})
+            arguments = json.loads(call.function.arguments)
+            jsonschema.validate(arguments, ARGUMENTS if call.function.name == "add" else {"maxProperties": 0})
             chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
             assert not any(chunk.delta.content for chunk in chunks)
-            assert [c.function.arguments for one in chunks for c in one.delta.tool_calls or []] == [
+            assert [c.function.arguments for streamed in chunks for c in streamed.delta.tool_calls or []] == [
                 call.function.arguments
             ]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
+def test_a_closing_mark_inside_arguments_does_not_end_the_call(name: str) -> None:
     rendered, template = FORMS[name]
     ours = HFTokenizer(tokenizer(rendered, template))
     mark = template["fields"]["tool_calls"]["close"]
@@ -107,19 +107,19 @@ def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
         else "<<" + json.dumps({"name": "add", "arguments": written})
     )
     read = ours.parse_answer([], ours.bare(f"{call}{mark}{call}{mark}"), TOOLS)
-    assert read is not None and [json.loads(one.arguments) for one in read.calls] == [written, written]
+    assert read is not None and [json.loads(parsed_call.arguments) for parsed_call in read.calls] == [written, written]
     cut = ours.parse_answer([], ours.bare(f"{call}{mark}{call[:-2]}"), TOOLS)
-    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [written]
+    assert cut is not None and [json.loads(parsed_call.arguments) for parsed_call in cut.calls] == [written]
 
 
-def test_calls_that_are_not_json_are_told_where_they_are_whole() -> None:
+def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
     cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
-    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [{"x": "a"}]
+    assert cut is not None and [json.loads(call.arguments) for call in cut.calls] == [{"x": "a"}]
     assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
 
 
-def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
+def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
     rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
     inner = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
@@ -142,17 +142,17 @@ def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
             assert choice.finish_reason == ("length" if answer.usage.completion_tokens == limit else "tool_calls")
 
 
-def test_several_calls_stand_as_the_template_writes_them() -> None:
+def test_several_calls_are_separated_as_the_template_writes_them() -> None:
     form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
     assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_forms_are_not_forced(name: str) -> None:
+def test_unsupported_call_forms_are_not_forced(name: str) -> None:
     assert HFTokenizer(tokenizer(*OTHERS[name])).call_form() is None
 
 
-def test_what_cannot_be_forced_is_refused_by_name() -> None:
+def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
     inner = tokenizer(*OTHERS["arguments that are not JSON"])
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (

@@ -27,12 +27,14 @@ def source(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 @pytest.mark.parametrize(("path", "name"), [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)])
-def test_files_are_served_as_they_are_and_under_a_policy(server: RunningServer, path: str, name: str) -> None:
+def test_files_are_served_unchanged_under_a_content_security_policy(
+    server: RunningServer, path: str, name: str
+) -> None:
     answer = server.http.get(path)
     assert answer.status_code == 200 and answer.text == source(name)
     policy = answer.headers["content-security-policy"]
@@ -43,27 +45,27 @@ def test_files_are_served_as_they_are_and_under_a_policy(server: RunningServer, 
     assert again.status_code == 304 and again.content == b""
 
 
-def test_the_page_is_small_and_needs_nothing_from_elsewhere() -> None:
+def test_the_page_is_small_and_fetches_nothing_from_elsewhere() -> None:
     texts = [source(name) for name in FILES]
     assert sum(len(text.encode()) for text in texts) <= MOST_BYTES
-    known = {"http://www.w3.org/2000/svg"}  # a name, never fetched
-    assert {found for text in texts for found in re.findall(r"https?://[^\s\"')]+", text)} <= known
+    namespaces = {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert {url for text in texts for url in re.findall(r"https?://[^\s\"')]+", text)} <= namespaces
 
 
-def test_sources_have_no_way_from_text_to_markup_or_code() -> None:
+def test_page_sources_never_turn_text_into_markup_or_code() -> None:
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
     for name in ("app.js", "elements.js", "markdown.js"):
         assert not re.search(sinks, source(name)), name
     assert not re.search(r"\son\w+\s*=|\sstyle\s*=|<style|<script(?![^>]*\ssrc=)|javascript:", source("index.html"))
 
 
-def test_a_round_tells_what_its_prediction_gave_it() -> None:
+def test_a_round_credits_its_prediction_with_the_tokens_taken_from_it() -> None:
     def shown(predicted: int | None) -> list[Any]:
-        done = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
-        done = replace(done, num_prediction_tokens=predicted)
-        facts = ModelFacts("toy", "slip-0", True, lambda done: "suffix", True, None)
-        tokens = shown_round(Piece(0, "", done.tokens, round=done), 0, facts)["tokens"]
-        return [(one["origin"], one["source"]) for one in tokens]
+        round = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
+        round = replace(round, num_prediction_tokens=predicted)
+        facts = ModelFacts("toy", "slip-0", True, lambda round: "suffix", True, None)
+        tokens = shown_round(Piece(0, "", round.tokens, round=round), 0, facts)["tokens"]
+        return [(token["origin"], token["source"]) for token in tokens]
 
     assert shown(1) == [("accepted", "prediction"), ("accepted", "suffix"), ("recovered", None)]
     assert shown(None) == [("accepted", "suffix"), ("accepted", "suffix"), ("recovered", None)]
@@ -87,7 +89,7 @@ def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
 
 @browsers
 @pytest.mark.slow
-def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) -> None:
+def test_a_race_of_equal_texts_shows_that_they_are_equal(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", reduced_motion="no-preference")
     page.wait_for_selector("#served[data-up]")
     page.fill("#max_tokens", "24")
@@ -103,17 +105,17 @@ def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) 
 
 @pytest.mark.slow
 @browsers
-def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
+def test_a_race_of_different_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", canned(["a heron stands", "a heron waits"]))
     page.wait_for_selector("#served[data-up]")
     page.click("#race-go")
-    told = page.wait_for_selector("#verdict .seal.bad").text_content()
-    assert "character 9" in told and '"a heron stands"' in told and "Identical" not in told
+    verdict = page.wait_for_selector("#verdict .seal.bad").text_content()
+    assert "character 9" in verdict and '"a heron stands"' in verdict and "Identical" not in verdict
 
 
 @pytest.mark.slow
 @browsers
-def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
+def test_the_engine_room_shows_running_rows(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load, max_queued_requests=5) as server:
         page = opened(server.url)
@@ -131,7 +133,9 @@ def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
 @pytest.mark.slow
 @browsers
 @pytest.mark.parametrize(("width", "theme"), [(320, "dark"), (1280, "light")])
-def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Opened, width: int, theme: str) -> None:
+def test_every_view_fits_and_has_no_accessibility_violations(
+    server: RunningServer, opened: Opened, width: int, theme: str
+) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     page = opened(server.url, color_scheme=theme)
     ask(page, "W" * 200, max_tokens=60)
@@ -144,8 +148,10 @@ def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Open
         for across in (1600 - width, width):
             page.set_viewport_size({"width": across, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= across, view
-        found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-        assert found == [], [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+        violations = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        assert violations == [], [
+            (violation["id"], [node["html"] for node in violation["nodes"]]) for violation in violations
+        ]
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ import pytest
 from tests.support.page_browser import Opened, ask, browsers, canned
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
-pytestmark = [browsers, pytest.mark.slow]  # tests/apps/server/test_page.py asks in the chat too
+pytestmark = [browsers, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServer, opened: Opened) -> None:
@@ -25,8 +25,8 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     ask(page, max_tokens=40, seed=3)
     page.wait_for_selector(".receipt")
     body = {"messages": [{"role": "user", "content": "the cat sat on the mat, the cat"}]}
-    told = server.http.post("/v1/chat/completions", json=body | {"temperature": 0.7, "max_tokens": 40, "seed": 3})
-    assert page.text_content(".answer") == told.json()["choices"][0]["message"]["content"]
+    answer = server.http.post("/v1/chat/completions", json=body | {"temperature": 0.7, "max_tokens": 40, "seed": 3})
+    assert page.text_content(".answer") == answer.json()["choices"][0]["message"]["content"]
     kinds = set(page.eval_on_selector_all(".answer .t", "all => all.map((one) => one.classList[1])"))
     assert kinds <= {"accepted", "recovered", "bonus", "plain"} and len(kinds) > 1
     assert page.locator(".round").count() < page.locator(".answer .t").count() == 40
@@ -41,7 +41,7 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     assert "Identical" in page.wait_for_selector(".receipt .seal").text_content()
 
 
-def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningServer, opened: Opened) -> None:
+def test_tokens_that_form_one_character_are_shown_together(server: RunningServer, opened: Opened) -> None:
     tokens = ["\ufffd", "\ufffd", " b", "token_id:0", "{"]
     page = opened(server.url, canned(["\u00e9 b{"], lambda text: tokens, origin="forced"))
     ask(page)
@@ -49,7 +49,7 @@ def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningS
     assert page.locator(".answer .forced").all_text_contents() == ["\u00e9", " b", "{"]
 
 
-def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
+def test_an_answer_can_be_stopped_and_regenerated(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
         page = opened(server.url)
@@ -73,7 +73,7 @@ def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
         assert "a bittern" in page.text_content("#chats")
 
 
-def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
+def test_refusals_are_shown_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=5000)
     assert "4096" in page.wait_for_selector(".message .problem").text_content()
@@ -84,13 +84,15 @@ def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: O
     assert page.input_value("#ask") == "again" and page.get_attribute("#temperature", "aria-invalid") == "true"
 
 
-def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: RunningServer, opened: Opened) -> None:
+def test_schemas_and_predictions_are_sent_and_the_prediction_is_compared_with_the_answer(
+    server: RunningServer, opened: Opened
+) -> None:
     sent: list[Any] = []
     page = opened(server.url, canned(["one\ntwo\nfour"], origin="accepted", source="prediction"))
-    page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, schema='{"type": "object"}', prediction="one\ntwo\nthree\n")
-    found = page.wait_for_selector(".diff pre").text_content()
-    assert found == "  one  two\N{MINUS SIGN} three+ four"
+    diff = page.wait_for_selector(".diff pre").text_content()
+    assert diff == "  one  two\N{MINUS SIGN} three+ four"
     assert page.locator(".answer .prediction").count() == page.locator(".cell.prediction").count() == 12
     assert "12 from the prediction" in page.text_content(".message footer .facts")
     assert sent[0]["prediction"] == {"type": "content", "content": "one\ntwo\nthree\n"}
@@ -99,7 +101,7 @@ def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server:
     assert "--curl" not in page.text_content("#raw-body") and "extra_body={" in page.text_content("#raw-body")
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_and_kept_only_for_the_tab(opened: Opened, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("reader:correct-horse\n")
     with running_server(api_key_file=str(keys)) as server:
@@ -115,14 +117,14 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path:
         assert "horse" not in page.evaluate("JSON.stringify(localStorage)") + page.evaluate("document.cookie")
 
 
-def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
+def test_a_dead_server_is_reported_and_found_again(opened: Opened) -> None:
     with running_server() as server:
         port = int(server.url.rpartition(":")[2])
         page = opened(server.url)
         ask(page, max_tokens=9)
         page.wait_for_selector(".receipt")
     page.fill("#ask", "is anyone there?")
-    page.keyboard.press("Enter")  # before the page has looked again, or after
+    page.keyboard.press("Enter")  # before or after the page has noticed
     page.wait_for_selector("#lost:visible")
     page.wait_for_selector("#served.down:not([data-up])")
     assert page.text_content("#served") == "no server" and "slipstream serve" in page.text_content("#lost")
@@ -142,10 +144,9 @@ def test_a_dead_server_is_told_at_once_and_found_again(opened: Opened) -> None:
         page.wait_for_selector(".message:last-child .receipt")
 
 
-def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_be_asked_again(opened: Opened) -> None:
+def test_a_server_lost_during_an_answer_is_one_line_and_the_question_can_be_retried(opened: Opened) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
-        port = int(server.url.rpartition(":")[2])
         page = opened(server.url)
         ask(page, "a long story", max_tokens=9)
         assert gate.reached.wait(PATIENCE)
@@ -154,16 +155,16 @@ def test_a_server_that_goes_away_in_an_answer_is_one_line_and_the_question_can_b
         page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=cut))
         page.wait_for_selector(".receipt")
         page.click("text=Regenerate")
-        told = page.wait_for_selector(".message .problem").text_content()
-        assert told == "The server went away before the answer was complete."
+        problem = page.wait_for_selector(".message .problem").text_content()
+        assert problem == "The server went away before the answer was complete."
         assert page.text_content(".markdown") == "Once" and page.text_content(".said") == "a long story"
         page.unroute("**/v1/chat/completions")
         page.click("text=Try again")
         page.wait_for_selector(".receipt")
-        assert page.locator(".message .problem").count() == 0 and port
+        assert page.locator(".message .problem").count() == 0
 
 
-def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) -> None:
+def test_typed_text_survives_a_reload(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     page.fill("#ask", "half a thought")
     page.reload()
@@ -174,7 +175,7 @@ def test_what_is_typed_outlives_a_reload(server: RunningServer, opened: Opened) 
     assert page.input_value("#ask") == ""
 
 
-def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer, opened: Opened) -> None:
+def test_rejected_drafts_are_shown_but_are_not_part_of_the_text(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=60, seed=3, temperature="1.5")
     page.wait_for_selector(".receipt")
@@ -183,7 +184,7 @@ def test_rejected_drafts_are_seen_but_no_part_of_the_text(server: RunningServer,
         ".recovered[data-rejected]",
         "all => all.map(e => [e.dataset.rejected, getComputedStyle(e, '::before').content, e.textContent])",
     )
-    shown = [one for one in shown if "rejected" not in one[0]]  # the legend's
+    shown = [piece for piece in shown if "rejected" not in piece[0]]  # without the legend's
     assert shown and all(before.strip('"') and text != rejected for rejected, before, text in shown)
 
 
@@ -192,5 +193,5 @@ def test_the_shown_request_is_the_one_that_would_be_sent(server: RunningServer, 
     ask(page, "a first question", max_tokens=5)
     page.wait_for_selector(".receipt")
     page.click("#raw")
-    told = page.text_content("#raw-body")
-    assert "a first question" in told and "Name three birds" not in told and "authorization" not in told
+    request = page.text_content("#raw-body")
+    assert "a first question" in request and "Name three birds" not in request and "authorization" not in request

@@ -1,4 +1,4 @@
-"""How the page shows Markdown: as elements, with nothing that text could inject."""
+"""The page renders Markdown as elements, and text can inject nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.page_browser import Opened, browsers
 from tests.support.running_server import RunningServer, running_server
 
-pytestmark = [browsers, pytest.mark.slow]  # tests/apps/server/test_page.py asks in the chat too
+pytestmark = [browsers, pytest.mark.slow]
 RENDERED = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
   const box = document.createElement('div'); box.append(...markdown(text)); return box.innerHTML; })"""
 CODE_HEAD = '<div class="code-block"><div class="bar"><span class="hint">{}</span></div>'
@@ -72,8 +72,8 @@ FOUND = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture
@@ -86,15 +86,24 @@ def test_markdown_becomes_elements(page: Any) -> None:
         assert page.evaluate(RENDERED, [text]) == expected, text
 
 
-def test_nothing_in_a_text_becomes_markup_or_runs(page: Any) -> None:
+def test_hostile_text_becomes_no_markup_and_runs_no_script(page: Any) -> None:
     for text in HOSTILE:
-        found = page.evaluate(FOUND, [text])
-        assert set(found["tags"]) <= ALLOWED, (text, found)
-        assert set(found["attributes"]) <= {"class", "tabindex", "role", "aria-label", "href", "target", "rel", "start"}
-        assert set(found["links"]) <= {"https:", "http:", "mailto:"} and found["title"] == "Slipstream"
+        rendered = page.evaluate(FOUND, [text])
+        assert set(rendered["tags"]) <= ALLOWED, (text, rendered)
+        assert set(rendered["attributes"]) <= {
+            "class",
+            "tabindex",
+            "role",
+            "aria-label",
+            "href",
+            "target",
+            "rel",
+            "start",
+        }
+        assert set(rendered["links"]) <= {"https:", "http:", "mailto:"} and rendered["title"] == "Slipstream"
 
 
-def test_long_and_deep_texts_are_shown_in_time(page: Any) -> None:
+def test_long_and_deeply_nested_texts_render_within_ten_seconds(page: Any) -> None:
     for text in ("*a " * 30_000, "> " * 5_000 + "x", "- " * 5_000 + "x", "[" * 20_000, "`" * 20_001, "|-" * 10_000):
         took = page.evaluate(
             "([text]) => import('./page/markdown.js').then(({ markdown }) => { const begun = performance.now();"
@@ -104,7 +113,7 @@ def test_long_and_deep_texts_are_shown_in_time(page: Any) -> None:
         assert took < 10_000, text[:10]
 
 
-def test_every_beginning_of_a_text_can_be_shown(page: Any) -> None:
+def test_every_prefix_of_a_text_renders(page: Any) -> None:
     text = "\n\n".join(case for case, _ in CASES)
     count = page.evaluate(
         "([text]) => import('./page/markdown.js').then(({ markdown }) => { let count = 0;"

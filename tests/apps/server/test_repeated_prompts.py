@@ -1,4 +1,4 @@
-"""Prompts that come again are found in the cache; requests that come together begin together."""
+"""Repeated prompts are found in the cache; requests that arrive together begin together."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ ASKED = [f"{'The wren sings. ' * n}{name}" for n, name in enumerate(("One", "Two
 
 
 @pytest.mark.parametrize(("spare", "kept"), [(1, True), (-2, False)])
-def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
+def test_conversations_that_take_turns_are_read_once_if_slots_suffice(
     spare: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "SPARE_SLOTS", spare)
     with running_server(lambda: toy(max_batch_size=3)) as server:
         answers: list[Any] = [server.complete(prompt, max_tokens=3, seed=1).json() for prompt in ASKED * 3]
-    texts = [one["choices"][0]["text"] for one in answers]
+    texts = [answer["choices"][0]["text"] for answer in answers]
     params = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
     assert texts == [toy().generate(prompt, params, chat=False).text for prompt in ASKED] * 3
     lacking = [
-        one["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers[3:]
+        answer["usage"]["prompt_tokens"] - answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for answer in answers[3:]
     ]
     assert (max(lacking) == 1) == kept
 
 
-def test_the_first_request_waits_a_moment_for_those_that_come_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_request_waits_briefly_for_those_that_arrive_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     with running_server() as server:
         service, late = server.service, LiveRequest("/v1/completions")
         server.call(lambda: service._preparing.add(late))
-        with in_thread(lambda: server.text("A heron", max_tokens=4)) as found:
+        with in_thread(lambda: server.text("A heron", max_tokens=4)) as texts:
             server.wait_until(lambda: service.num_waiting == 1 and service._preparing == {late})
             assert server.call(lambda: service.engine_status.num_running) == 0
             server.call(lambda: service._preparing.discard(late))
-            server.text("Then", max_tokens=4)  # which ends the wait
-        assert isinstance(found[0], str)
+            server.text("Then", max_tokens=4)  # its arrival ends the wait
+        assert isinstance(texts[0], str)

@@ -1,4 +1,4 @@
-"""A field has its effect or is refused by name, with the reason; a wrong body costs what it costs to parse."""
+"""A field has its effect or is refused by name with the reason; an invalid body costs no more than parsing it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     body = {CHAT: {"messages": HI, "max_tokens": 3}, TEXT: {"prompt": "A heron", "max_tokens": 3}}.get(path, {})
-    sent = json.dumps({name: one for name, one in (body | fields).items() if one is not None})
+    sent = json.dumps({name: value for name, value in (body | fields).items() if value is not None})
     answer = server.http.post(path, content=sent, headers={"content-type": "application/json"})
     return answer.status_code, answer.json()
 
@@ -58,13 +58,13 @@ def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, 
         (ReplayFields, {"request": {}, "token_ids": WRONG}, "token_ids"),
     ],
 )
-def test_a_list_is_read_up_to_its_first_mistake(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
-    with pytest.raises(ValidationError) as found:
+def test_a_list_is_read_only_up_to_its_first_mistake(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
-    errors = found.value.errors()
+    errors = caught.value.errors()
     assert len(errors) < 20
-    told = validation_error(errors)
-    assert (told.param or "").startswith(param) and "\n" not in told.message
+    refusal = validation_error(errors)
+    assert (refusal.param or "").startswith(param) and "\n" not in refusal.message
 
 
 def said(**content: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ NO_TEXT = "a text, or parts of one"
         ),
         (TEXT, {"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids", "the sampling options leave no t"),
         (TEXT, {"structured_outputs": {"choice": ["ab"]}, "bad_words": ["a"]}, "bad_words", "the constraint and the o"),
-        # fields of the other address, of other programs, of older forms: they would change the answer
+        # fields of the other endpoint, of other programs and of older APIs, which would change the answer
         (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "on /v1/chat/completions, here it is max_tokens"),
         (TEXT, {"tools": [{}]}, "tools", "tools is no field of this address; allowed: on /v1/chat/completions"),
         (TEXT, {"reasoning_effort": "low"}, "reasoning_effort", "allowed: on /v1/chat/completions"),
@@ -176,7 +176,7 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {"stop": [LONE]}, "stop", "stop.0: has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
-        # what may be meant
+        # suggestions for misspelt names
         (CHAT, said(role="usr"), "messages.0.role", "'tool' or 'function'; did you mean 'user'?"),
         (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; is 'contents' meant for it?"),
         (CHAT, {"tool_choice": "requird"}, "tool_choice", "did you mean 'required'?"),
@@ -194,7 +194,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 
 @subcases("nothing", [None, False, "", []])
-def test_what_says_nothing_is_not_refused(server: RunningServer, nothing: Any) -> None:
+def test_unsupported_fields_are_allowed_if_empty(server: RunningServer, nothing: Any) -> None:
     body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
     sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}
     for path, fields in ((TEXT, body), (CHAT, sent | {"suffix": nothing, "guided_json": nothing})):
@@ -236,7 +236,7 @@ def test_unknown_fields_at_every_depth_are_counted_and_named_once(
     assert len(named) == 4
 
 
-def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
+def test_unknown_fields_of_a_refused_request_are_neither_counted_nor_logged(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "slipstream.server")
@@ -249,5 +249,5 @@ def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
     assert count(server) == before and not caplog.records
 
 
-def test_the_list_of_models_is_there_with_a_slash_behind_too(server: RunningServer) -> None:
+def test_the_list_of_models_may_have_a_trailing_slash(server: RunningServer) -> None:
     assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

@@ -1,4 +1,4 @@
-"""Keys, hosts and origins: everything is closed that is not listed, whatever a request looks like."""
+"""Keys, hosts and origins: whatever is not listed is refused, however a request is written."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(key_file: str) -> Iterator[RunningServer]:
-    with running_server(api_key_file=key_file) as one:
-        yield one
+    with running_server(api_key_file=key_file) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def unlocked() -> Iterator[RunningServer]:
-    with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as one:
-        yield one
+    with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as running:
+        yield running
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def raw(server: RunningServer, request: bytes) -> bytes:
-    """The status line of the answer to bytes as they are."""
+    """The status line of the answer to raw bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(request)
@@ -56,11 +56,11 @@ def raw(server: RunningServer, request: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nowhere", "/v1/completions"])
 def test_head_is_answered_with_the_headers_of_get(unlocked: RunningServer, path: str) -> None:
-    got, head = unlocked.http.get(path), unlocked.http.head(path)
-    assert (head.status_code, head.content) == (got.status_code, b"")
+    answer, head = unlocked.http.get(path), unlocked.http.head(path)
+    assert (head.status_code, head.content) == (answer.status_code, b"")
     for name in ("content-type", "content-length", "x-content-type-options", "allow"):
-        assert head.headers.get(name) == got.headers.get(name)
-    assert unlocked.http.head("/v1/slipstream/events").status_code == 405  # it would never end
+        assert head.headers.get(name) == answer.headers.get(name)
+    assert unlocked.http.head("/v1/slipstream/events").status_code == 405  # the stream of events would never end
 
 
 def test_head_needs_a_key_where_get_does(server: RunningServer) -> None:
@@ -69,7 +69,7 @@ def test_head_needs_a_key_where_get_does(server: RunningServer) -> None:
 
 
 def walk(routes: Any) -> Iterator[Any]:
-    """Those of included routers as well."""
+    """Every route, also those of included routers."""
     for route in routes:
         if isinstance(route, Route):
             yield route
@@ -77,27 +77,27 @@ def walk(routes: Any) -> Iterator[Any]:
             yield from walk(route.original_router.routes)
 
 
-def test_every_route_needs_a_key_but_for_the_listed(server: RunningServer) -> None:
+def test_every_route_but_the_listed_ones_needs_a_key(server: RunningServer) -> None:
     routes = list(walk(server.server.config.app.routes))  # type: ignore[union-attr]
     assert len(routes) > 14
     for route in routes:
         path = route.path.replace("{name:path}", "toy").replace("{name}", "app.js")
         for method in route.methods:
             answer = server.http.request(method, path)
-            free = path in OPEN or path.startswith(PAGE)
-            assert (answer.status_code == 401) is not free, (method, path, answer.status_code)
-            if not free and method != "HEAD":
+            is_open = path in OPEN or path.startswith(PAGE)
+            assert (answer.status_code == 401) is not is_open, (method, path, answer.status_code)
+            if not is_open and method != "HEAD":
                 assert answer.json()["error"]["type"] == "authentication_error"
 
 
-def test_what_is_open_tells_nothing_of_the_model(server: RunningServer) -> None:
+def test_routes_without_a_key_say_nothing_about_the_model(server: RunningServer) -> None:
     for path in OPEN:
         answer = server.http.get(path)
         assert answer.status_code == 200 and "toy" not in answer.text
 
 
 @subcases("path", ["/nowhere", "/v1", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/page"])
-def test_addresses_that_are_not_listed_are_closed(server: RunningServer, path: str) -> None:
+def test_unlisted_addresses_need_a_key(server: RunningServer, path: str) -> None:
     assert raw(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).split()[1] == b"401"
 
 
@@ -116,28 +116,28 @@ def test_addresses_that_are_not_listed_are_closed(server: RunningServer, path: s
         ("http://localhost/v1/models", "localhost"),
     ],
 )
-def test_no_spelling_of_an_address_or_a_host_gets_past_the_key(server: RunningServer, path: str, host: str) -> None:
+def test_no_spelling_of_a_path_or_host_bypasses_the_key(server: RunningServer, path: str, host: str) -> None:
     status = raw(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1]
     assert status in (b"400", b"401", b"403", b"404")
 
 
-def test_the_raw_requests_would_get_in_with_a_key(server: RunningServer) -> None:
+def test_raw_requests_pass_with_a_key(server: RunningServer) -> None:
     request = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
     assert raw(server, request.encode()).split()[1] == b"200"
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
-def test_every_key_of_the_file_opens(server: RunningServer, key: str) -> None:
+def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> None:
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
-@subcases("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
-def test_no_other_key_opens(server: RunningServer, given: str) -> None:
-    headers = {"authorization": f"Bearer {given}".encode("latin-1")}
+@subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
+def test_no_other_key_is_accepted(server: RunningServer, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}".encode("latin-1")}
     assert server.http.get("/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
 
 
-def test_a_key_is_sent_once_and_as_a_bearers(server: RunningServer) -> None:
+def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) -> None:
     twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
     assert server.http.get("/v1/models", headers=twice).status_code == 401
     assert server.http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}).status_code == 401
@@ -148,18 +148,18 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     compared: list[Any] = []
     monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
     keys = ApiKeys((("a", access._digest(KEY)), ("b", access._digest(OTHER))))
-    for given in (KEY, OTHER, "x"):
-        keys.owner(given)
-    assert len(compared) == 6  # each key is compared with every other, a match or not
+    for key in (KEY, OTHER, "x"):
+        keys.owner(key)
+    assert len(compared) == 6  # every key of the file is compared, even after a match
 
 
 @subcases("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
-def test_other_names_of_this_machine_are_refused(unlocked: RunningServer, host: str) -> None:
+def test_unlisted_host_names_are_refused(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] in (b"403", b"400")
 
 
 @subcases("host", ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8000", "192.168.0.7", "box.lan"])
-def test_addresses_and_listed_names_are_served(unlocked: RunningServer, host: str) -> None:
+def test_ip_addresses_and_listed_host_names_are_served(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
 
 
@@ -171,13 +171,13 @@ def test_pages_of_other_sites_cannot_call(unlocked: RunningServer, method: str, 
     assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
 
 
-def test_the_page_itself_and_listed_sites_can(unlocked: RunningServer) -> None:
+def test_the_page_itself_and_listed_sites_can_call(unlocked: RunningServer) -> None:
     assert unlocked.http.get("/v1/models", headers={"origin": unlocked.url}).status_code == 200
     listed = unlocked.http.get("/v1/models", headers={"origin": "https://pages.example"})
     assert listed.headers["access-control-allow-origin"] == "https://pages.example"
 
 
-def test_an_address_that_others_reach_needs_keys(key_file: str) -> None:
+def test_an_address_that_other_machines_can_reach_needs_keys(key_file: str) -> None:
     for host in ("0.0.0.0", "192.168.0.7", "::", "example.org"):
         with pytest.raises(UsageError, match="--api-key-file"):
             ServerSettings(host=host)
@@ -188,7 +188,7 @@ def test_an_address_that_others_reach_needs_keys(key_file: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "short\n", "name:short\n", "a key with spaces\n", "schlüssel-lang\n"])
-def test_a_file_of_keys_that_cannot_protect_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_key_file_without_usable_keys_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(UsageError, match="--api-key-file"):
         ApiKeys.read(str(tmp_path / "keys"))
@@ -198,13 +198,13 @@ def test_a_file_of_keys_that_cannot_protect_is_refused(tmp_path: Path, text: str
 
 def test_a_huge_header_and_a_huge_body_are_refused(unlocked: RunningServer) -> None:
     big = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20)
-    with suppress(ConnectionError):  # it does not wait for the end
+    with suppress(ConnectionError):  # the server closes before the header ends
         assert raw(unlocked, big).split()[1] in (b"400", b"431")
     answer = unlocked.http.post(
         "/v1/completions", content=b" " * (5 << 20), headers={"content-type": "application/json"}
     )
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
-    pieces = (b" " * (1 << 20) for _ in range(6))  # of a length that is not told
+    pieces = (b" " * (1 << 20) for _ in range(6))  # chunked, without a content length
     answer = unlocked.http.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
     assert unlocked.complete().status_code == 200
@@ -222,17 +222,17 @@ def test_the_first_page_is_protected_and_cached(unlocked: RunningServer) -> None
         assert unlocked.http.get(f"/page/{name}").status_code == 404
 
 
-def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) -> None:
+def test_preflight_requests_of_listed_sites_need_no_key(key_file: str) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    with running_server(api_key_file=key_file, allowed_origin=("https://pages.example",)) as one:
+    with running_server(api_key_file=key_file, allowed_origin=("https://pages.example",)) as server:
         for origin, status in (("https://pages.example", 200), ("https://evil.example", 403)):
-            answer = one.http.options("/v1/completions", headers=asking | {"origin": origin})
+            answer = server.http.options("/v1/completions", headers=asking | {"origin": origin})
             assert answer.status_code == status
-        refused = one.http.options("/v1/models", headers={"origin": "https://pages.example"})
+        refused = server.http.options("/v1/models", headers={"origin": "https://pages.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://pages.example"
-        assert "access-control-allow-origin" not in one.http.get("/v1/models").headers
-        listed = one.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
+        assert "access-control-allow-origin" not in server.http.get("/v1/models").headers
+        listed = server.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
         assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"
 
 
@@ -244,12 +244,12 @@ def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) 
         *(("allowed_origin", origin) for origin in ("http://a.example/", "*", "http://A.example", "a.example", "null")),
     ],
 )
-def test_names_and_sites_that_no_request_can_have_are_refused(name: str, value: str) -> None:
+def test_hosts_and_origins_that_no_request_can_have_are_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}; allowed: ")):
         ServerSettings(**{name: ("localhost", value) if name == "allowed_host" else (value,)})  # type: ignore[arg-type]
 
 
-def test_names_and_sites_are_taken_as_browsers_send_them() -> None:
+def test_hosts_and_origins_are_allowed_as_browsers_send_them() -> None:
     ServerSettings(allowed_host=("box", "Box.LAN", "10.0.0.7", "fe80::1"))
     sites = (
         "http://a.example",
@@ -273,13 +273,13 @@ def test_names_and_sites_are_taken_as_browsers_send_them() -> None:
         {"allowed_origin": (1,)},
     ],
 )
-def test_settings_of_another_type_are_refused_by_name(settings: dict[str, object]) -> None:
+def test_settings_of_the_wrong_type_are_refused_by_name(settings: dict[str, object]) -> None:
     ((name, value),) = settings.items()
     with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}; allowed: ")):
         ServerSettings(**settings)  # type: ignore[arg-type]
 
 
-def test_a_key_without_a_name_is_known_by_its_digest_wherever_it_stands(tmp_path: Path) -> None:
+def test_the_owner_of_an_unnamed_key_does_not_depend_on_its_line(tmp_path: Path) -> None:
     def owners(text: str) -> list[str | None]:
         (tmp_path / "keys").write_text(text, encoding="utf-8")
         keys = ApiKeys.read(str(tmp_path / "keys"))
@@ -287,7 +287,7 @@ def test_a_key_without_a_name_is_known_by_its_digest_wherever_it_stands(tmp_path
 
     first, second, ann = owners("first-key-A\nsecond-key-B\n ann : key-of-ann\n")
     assert ann == "ann" and first and second and first != second and "first" not in first
-    assert owners("\ufeffsecond-key-B\n:first-key-A\n") == [first, second, None]  # an empty name is none
+    assert owners("\ufeffsecond-key-B\n:first-key-A\n") == [first, second, None]  # an empty name counts as no name
     assert owners("\ufeffann:key-of-ann\r\n") == [None, None, "ann"]
 
 
@@ -301,7 +301,7 @@ def test_a_key_without_a_name_is_known_by_its_digest_wherever_it_stands(tmp_path
         ("a\x07nn:key-of-ann\n", "line 1: the name"),
     ],
 )
-def test_owners_that_could_not_be_told_apart_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_duplicate_or_misleading_names_and_keys_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(UsageError, match=message):
         ApiKeys.read(str(tmp_path / "keys"))
@@ -324,7 +324,9 @@ DIGITS = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_what_is_wrong_with_a_body_is_said(unlocked: RunningServer, path: str, body: bytes, message: str) -> None:
+def test_a_refused_body_is_told_what_is_wrong_with_it(
+    unlocked: RunningServer, path: str, body: bytes, message: str
+) -> None:
     answer = unlocked.http.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code < 500 and "bad request" not in answer.text
     if message:

@@ -1,4 +1,4 @@
-"""A server that is told to end does so in bounded time, whatever a thread of it does."""
+"""A server that is told to end does so in bounded time, whatever its threads do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.processes import started
 
-# Imports what servers need once, then forks one for each line: the part that hangs, and a file for its errors.
+# Imports what servers need once, then forks a server for each line of input: the part that hangs, and an error file.
 SERVE = """
 import os, signal, sys, threading, time
 from slipstream.apps.server import launch
@@ -40,7 +40,7 @@ def load():
     return decoder
 
 def ready(server):
-    if stuck_part == "lock":  # a thread that lets no other run, from the moment the server is to end
+    if stuck_part == "lock":  # from the shutdown on, a thread holds the interpreter lock
         def hog():
             import re
             while server.service.state != "draining":

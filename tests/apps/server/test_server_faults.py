@@ -1,4 +1,4 @@
-"""What goes wrong inside a request ends that request: others keep their texts, and the server serves on."""
+"""A fault inside a request ends that request only: others keep their texts, and the server continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOOD = ["A heron", "The sparrow was", "Then the wind"]
 
 
 class Broken(BaseException):
-    """Not an `Exception`: as what Rust raises."""
+    """Like errors from Rust, not a subclass of `Exception`."""
 
 
 def is_bad(row: Row) -> bool:
@@ -30,15 +30,15 @@ def is_bad(row: Row) -> bool:
 
 
 def faulty(**settings: Any) -> SpeculativeDecoder:
-    """The toy, whose drafter fails at marked prompts once they have some output."""
+    """The toy with a drafter that fails on marked prompts once they have some output."""
     decoder = toy(**settings)
     drafter: Any = decoder.drafter
     propose = drafter.propose
 
-    def failing(rows: Sequence[Row], *rest: Any) -> Any:
+    def failing(rows: Sequence[Row], *arguments: Any) -> Any:
         if any(is_bad(row) and row.num_output_tokens > 2 for row in rows):
             raise Broken("secret")
-        return propose(rows, *rest)
+        return propose(rows, *arguments)
 
     drafter.propose = failing
     return decoder
@@ -54,17 +54,17 @@ def ask(server: RunningServer, prompts: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("places", [1, 4])
-def test_a_request_that_fails_ends_alone(places: int) -> None:
+def test_a_request_that_fails_leaves_others_their_texts(places: int) -> None:
     with running_server(lambda: faulty(max_batch_size=places)) as server:
         for _ in range(3):  # the same request again does no more harm
             answers = ask(server, [*GOOD, f"bad {MARK}"])
-            assert [one.json()["choices"][0]["text"] for one in answers[:3]] == [alone(prompt) for prompt in GOOD]
+            assert [answer.json()["choices"][0]["text"] for answer in answers[:3]] == [alone(prompt) for prompt in GOOD]
             assert answers[3].status_code == 500 and "secret" not in answers[3].text
         assert server.http.get("/health").status_code == 200
         assert server.server.failure is None and not server.call(lambda: server.service.live)
 
 
-def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on() -> None:
+def test_a_stream_that_fails_ends_with_an_error_event_and_leaves_its_neighbour_alone() -> None:
     with running_server(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
         beside = thread.submit(server.text, GOOD[0], max_tokens=40, temperature=0)
         body = {"prompt": f"bad {MARK}", "max_tokens": 40, "temperature": 0}
@@ -73,15 +73,15 @@ def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on(
         assert beside.result() == alone(GOOD[0])
 
 
-def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
+def test_a_prompt_that_cannot_be_scored_fails_alone() -> None:
     def load() -> SpeculativeDecoder:
         decoder: Any = toy(max_batch_size=2)
         score = decoder.score_prompt
 
-        def failing(scores: Any, row: Row, *rest: Any) -> Any:
+        def failing(scores: Any, row: Row, *arguments: Any) -> Any:
             if is_bad(row):
                 raise MemoryError("no room")
-            return score(scores, row, *rest)
+            return score(scores, row, *arguments)
 
         decoder.score_prompt = failing
         return decoder
@@ -91,7 +91,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
         assert server.complete("A heron", echo=True, logprobs=1, max_tokens=0).status_code == 200
 
 
-def test_a_request_for_which_there_is_no_memory_ends_alone() -> None:
+def test_a_request_that_runs_out_of_memory_fails_alone() -> None:
     def load() -> SpeculativeDecoder:
         decoder: Any = toy(max_batch_size=2)
         session = decoder._target_session
@@ -125,15 +125,15 @@ def test_a_job_answers_all_lines_but_the_one_that_fails(tmp_path: Path) -> None:
         assert by_id(output) == by_id(tmp_path / f"{name}.good")
 
 
-def test_a_job_whose_engine_has_failed_says_so_and_keeps_what_is_answered(tmp_path: Path) -> None:
+def test_a_job_whose_engine_fails_raises_its_error_and_keeps_its_answers(tmp_path: Path) -> None:
     decoder = toy(max_batch_size=2)
     drafter: Any = decoder.drafter
     propose, calls = drafter.propose, iter(range(10**6))
 
-    def failing(*given: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         if next(calls) > 30:
             raise RuntimeError("the device is gone")
-        return propose(*given)
+        return propose(*arguments)
 
     drafter.propose = failing
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -143,23 +143,23 @@ def test_a_job_whose_engine_has_failed_says_so_and_keeps_what_is_answered(tmp_pa
 
 
 def fatal(**settings: Any) -> SpeculativeDecoder:
-    """The toy, whose drafter never works again once it has seen a marked prompt."""
+    """The toy with a drafter that fails forever once it has seen a marked prompt."""
     decoder = toy(**settings)
     drafter: Any = decoder.drafter
     propose, seen = drafter.propose, list[Row]()
 
-    def failing(rows: Sequence[Row], *rest: Any) -> Any:
+    def failing(rows: Sequence[Row], *arguments: Any) -> Any:
         seen.extend(filter(is_bad, rows))
         if seen:
             raise RuntimeError("the device is gone")
-        return propose(rows, *rest)
+        return propose(rows, *arguments)
 
     drafter.propose = failing
     return decoder
 
 
 def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
-    """A server over a folder, which begins a batch or goes on: whether it lived, and what it says of the batch."""
+    """Run a server over a folder that begins or resumes a batch: whether it survived, and the status and texts."""
     with running_server(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
         store = server.service.background.store
         if lines is not None:
@@ -168,25 +168,25 @@ def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
             server.http.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"})
         (record,) = store.batches.values()
         pause = threading.Event()
-        for _ in range(int(PATIENCE / 0.005)):  # not on the event loop, which ends with the engine
+        for _ in range(int(PATIENCE / 0.005)):  # not on the event loop, which stops with the engine
             if server.server.should_exit or not record.is_unfinished:
                 break
             pause.wait(0.005)
         if server.server.should_exit:
             return False, None
-        told = server.http.get(f"/v1/batches/{record.id}").json()
-        texts = [server.http.get(f"/v1/files/{told[f'{name}_file_id']}/content").text for name in ("output", "error")]
-        return True, (told, texts)
+        status = server.http.get(f"/v1/batches/{record.id}").json()
+        texts = [server.http.get(f"/v1/files/{status[f'{name}_file_id']}/content").text for name in ("output", "error")]
+        return True, (status, texts)
 
 
-def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_path: Path) -> None:
-    ends, found = 0, served_batch(tmp_path / "b", LINES)
-    while not found[0]:
-        ends, found = ends + 1, served_batch(tmp_path / "b", None)
+def test_a_line_that_crashes_servers_is_run_alone_and_then_given_up(tmp_path: Path) -> None:
+    ends, outcome = 0, served_batch(tmp_path / "b", LINES)
+    while not outcome[0]:
+        ends, outcome = ends + 1, served_batch(tmp_path / "b", None)
         assert ends < 5
-    told, (output, errors) = found[1]
-    assert ends <= 2 and told["status"] == "completed"
-    assert told["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+    status, (output, errors) = outcome[1]
+    assert ends <= 2 and status["status"] == "completed"
+    assert status["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
     (error,) = map(json.loads, errors.splitlines())
     assert error["custom_id"] == "c5" and "it is not tried again" in error["error"]["message"]
     toy(max_batch_size=3).batch([line for line in LINES if line["custom_id"] != "c5"], tmp_path / "good.jsonl")
@@ -194,14 +194,14 @@ def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_pat
     assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
 
 
-def test_a_single_line_that_ends_servers_is_tried_twice(tmp_path: Path) -> None:
+def test_a_single_line_that_crashes_servers_is_tried_twice(tmp_path: Path) -> None:
     assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
     assert served_batch(tmp_path / "b", None) == (False, None)
-    lived, found = served_batch(tmp_path / "b", None)
-    assert lived and found[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    lived, outcome = served_batch(tmp_path / "b", None)
+    assert lived and outcome[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
 
 
-def test_servers_that_end_by_themselves_count_against_the_lines_under_way(tmp_path: Path) -> None:
+def test_only_servers_that_crash_count_against_the_lines_in_progress(tmp_path: Path) -> None:
     path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
     for orderly, ends in ((True, [0, 0, 0]), (False, [1, 1, 0]), (True, [1, 1, 0]), (False, [2, 2, 0])):
         lines = LinesUnderWay(path, ["b"])
@@ -210,7 +210,7 @@ def test_servers_that_end_by_themselves_count_against_the_lines_under_way(tmp_pa
                 pass
             lines.close(orderly=orderly)
         with path.open("ab") as file:
-            file.write(b'["b", 2')  # a dying process writes no more
+            file.write(b'["b", 2')  # a write that the crash cut short
         lines = LinesUnderWay(path, ["b"])
         assert [lines.num_ends(key) for key in keys] == ends
         lines.close(orderly=False)

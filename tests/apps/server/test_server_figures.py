@@ -18,36 +18,38 @@ from tests.support.running_server import PATIENCE, Gate, RunningServer, running_
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server() as one:
-        yield one
+    with running_server() as running:
+        yield running
 
 
 def samples(server: RunningServer) -> dict[str, float]:
-    """Every sample, its labels added up."""
-    found: dict[str, float] = {}
+    """Every sample, summed over its labels."""
+    totals: dict[str, float] = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
-                found[sample.name] = found.get(sample.name, 0) + sample.value
-    return found
+                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+    return totals
 
 
-def test_metrics_have_the_names_of_vllm_and_add_up(server: RunningServer) -> None:
+def test_metrics_have_vllms_names_and_add_up(server: RunningServer) -> None:
     before = samples(server)
     answers = [server.complete(temperature=0, max_tokens=50, seed=i).json() for i in range(3)]
     now = samples(server)
     grown = {name: now[name] - before.get(name, 0) for name in now}
-    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    drafting = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert grown["vllm:generation_tokens_total"] == sum(a["usage"]["completion_tokens"] for a in answers) == 150
     assert grown["vllm:prompt_tokens_total"] == 21 == grown["vllm:prefix_cache_queries_total"]
     assert grown["vllm:request_success_total"] == 3
-    assert grown["vllm:spec_decode_num_draft_tokens_total"] == sum(one["num_draft_tokens"] for one in told) > 0
-    accepted = sum(one["num_accepted_draft_tokens"] for one in told)
+    assert (
+        grown["vllm:spec_decode_num_draft_tokens_total"] == sum(counts["num_draft_tokens"] for counts in drafting) > 0
+    )
+    accepted = sum(counts["num_accepted_draft_tokens"] for counts in drafting)
     assert grown["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
     assert grown["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted
     assert grown["slipstream:accepted_by_source_total"] == accepted
     assert grown["vllm:time_to_first_token_seconds_count"] == grown["vllm:e2e_request_latency_seconds_count"] == 3
-    assert grown["slipstream:rounds_total"] == sum(one["num_spec_steps"] for one in told)
+    assert grown["slipstream:rounds_total"] == sum(counts["num_spec_steps"] for counts in drafting)
     assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= set(now)
     for name in HISTOGRAMS:
         assert f"{name}_count" in now, name
@@ -57,14 +59,14 @@ def test_metrics_have_the_names_of_vllm_and_add_up(server: RunningServer) -> Non
     assert 'model_name="toy"' in server.http.get("/metrics").text
 
 
-def test_timings_are_those_of_llama_cpp(server: RunningServer) -> None:
+def test_timings_have_the_fields_of_llama_cpp(server: RunningServer) -> None:
     answer = server.complete("never seen before", max_tokens=9).json()
-    told = answer["timings"]
-    assert told["prompt_n"] + answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 17
-    assert told["predicted_n"] == 9 and told["predicted_ms"] >= 0 <= told["prompt_ms"]
+    timings = answer["timings"]
+    assert timings["prompt_n"] + answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 17
+    assert timings["predicted_n"] == 9 and timings["predicted_ms"] >= 0 <= timings["prompt_ms"]
 
 
-def test_the_state_shows_rows_under_way() -> None:
+def test_the_state_shows_running_rows() -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=1)) as server:
         body = {"prompt": "A heron", "max_tokens": 9, "stream": True}
@@ -82,19 +84,21 @@ def test_the_state_shows_rows_under_way() -> None:
         assert state["cache"]["prompt_tokens"] == 7
 
 
-def test_the_state_comes_as_events(server: RunningServer) -> None:
+def test_the_state_is_streamed_as_events(server: RunningServer) -> None:
     with server.http.stream("GET", "/v1/slipstream/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         line = next(line for line in answer.iter_lines() if line.startswith("data: "))
     assert json.loads(line[6:]).keys() == server.http.get("/v1/slipstream/state").json().keys()
 
 
-def test_tokens_of_a_text_and_back(server: RunningServer) -> None:
-    told = server.http.post("/tokenize", json={"prompt": "héron", "add_special_tokens": False}).json()
-    assert told == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
-    assert server.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "héron"}
-    lines = {"messages": [{"role": "user", "content": one} for one in ("a", "b")], "add_special_tokens": False}
-    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [*b"a\nb"]  # there is no chat template
+def test_tokenize_and_detokenize_mirror_each_other(server: RunningServer) -> None:
+    tokenized = server.http.post("/tokenize", json={"prompt": "héron", "add_special_tokens": False}).json()
+    assert tokenized == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
+    assert server.http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": "héron"}
+    lines = {"messages": [{"role": "user", "content": text} for text in ("a", "b")], "add_special_tokens": False}
+    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [
+        *b"a\nb"
+    ]  # without a chat template, messages are joined by newlines
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
@@ -128,12 +132,14 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
         ("POST", "/health", 405),
     ],
 )
-def test_what_is_not_there_is_an_error_object_too(server: RunningServer, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_are_answered_with_an_error_object(
+    server: RunningServer, method: str, path: str, status: int
+) -> None:
     answer = server.http.request(method, path)
     assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_log_has_numbers_and_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_numbers_but_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "slipstream.server"):
         server.complete("my secret prompt\n\x1b[31m", max_tokens=5)
         server.complete("x", **{"evil\nfield\x1b": 1})
@@ -142,15 +148,15 @@ def test_the_log_has_numbers_and_no_texts(server: RunningServer, caplog: pytest.
     assert not any("secret" in line or "\x1b" in line or "\n" in line for line in lines)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(server: RunningServer) -> None:
+def test_the_dashboard_queries_only_metrics_that_exist(server: RunningServer) -> None:
     text = (resources.files("slipstream") / "data" / "grafana_dashboard.json").read_text()
     board: dict[str, Any] = json.loads(text)
     page = server.http.get("/metrics").text
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     names = {
         word
-        for one in asked
-        for word in one.replace("(", " ").replace("{", " ").replace("[", " ").split()
+        for query in asked
+        for word in query.replace("(", " ").replace("{", " ").replace("[", " ").split()
         if ":" in word
     }
     assert len(names) > 12
@@ -158,7 +164,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(server: RunningServer) ->
         assert f"# TYPE {name.removesuffix('_bucket').removesuffix('_sum').removesuffix('_count')} " in page, name
 
 
-def test_the_log_has_the_traceback_of_what_fails_outside_of_answers(
+def test_the_log_has_the_traceback_of_errors_outside_of_answers(
     server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(totals: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Limits, deadlines, leaving clients, shutting down: a request never costs others more than its share."""
+"""Limits, deadlines, disconnecting clients, shutdown: a request never costs others more than its share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos":
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.opened.set()
+    gate = Gate()
+    yield gate
+    gate.opened.set()
 
 
 def one_at_a_time(gate: Gate, **settings: Any) -> Any:
@@ -42,11 +42,11 @@ def one_at_a_time(gate: Gate, **settings: Any) -> Any:
 
 
 def opened(client: httpx.Client, body: dict[str, Any]) -> Any:
-    """A stream that is begun and not read."""
+    """A stream that is started but not read."""
     return client.stream("POST", "/v1/completions", json=body | {"stream": True})
 
 
-def test_more_requests_than_may_wait_are_told_to_come_again(gate: Gate) -> None:
+def test_requests_beyond_the_queue_limit_are_told_to_retry_later(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_requests=2) as server:
         streams = [opened(server.http, LONG | {"max_tokens": 5}) for _ in range(3)]
         first = streams[0].__enter__()
@@ -68,7 +68,7 @@ def test_more_requests_than_may_wait_are_told_to_come_again(gate: Gate) -> None:
         )
 
 
-def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
+def test_prompt_tokens_beyond_the_queue_limit_are_refused(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_tokens=1000) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         with opened(server.http, LONG | {"prompt": "x" * 980}):
@@ -77,38 +77,42 @@ def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
             gate.opened.set()
 
 
-def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> None:
+def test_openais_client_retries_a_temporary_refusal_by_itself(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_requests=1) as server, opened(server.http, LONG | {"max_tokens": 3}):
-        assert gate.reached.wait(PATIENCE)  # the first has left the queue
+        assert gate.reached.wait(PATIENCE)  # the first request has left the queue
         with opened(server.http, LONG | {"max_tokens": 3}):
             server.wait_until(lambda: server.service.num_waiting == 1)
             with server.openai(max_retries=8) as client:
                 refused = threading.Event()
                 add = server.service.metrics.add
 
-                def count(name: str, *rest: Any, **more: Any) -> None:
-                    add(name, *rest, **more)
+                def count(name: str, *values: Any, **more: Any) -> None:
+                    add(name, *values, **more)
                     if name == "slipstream:rejected":
                         refused.set()
 
                 server.service.metrics.add = count
-                with in_thread(lambda: client.completions.create(model="toy", prompt="A heron", max_tokens=3)) as found:
+                with in_thread(
+                    lambda: client.completions.create(model="toy", prompt="A heron", max_tokens=3)
+                ) as answers:
                     assert refused.wait(PATIENCE)
                     gate.opened.set()
-        assert found[0].usage.completion_tokens == 3
+        assert answers[0].usage.completion_tokens == 3
 
 
-def test_a_request_that_waits_too_long_is_given_up(gate: Gate) -> None:
+def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
-        server.service.settings = replace(server.service.settings, queue_timeout=0.05)  # the first is in no queue
+        server.service.settings = replace(
+            server.service.settings, queue_timeout=0.05
+        )  # the first request no longer waits
         answer = server.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]
         assert server.call(lambda: server.service.num_waiting) == 0
 
 
-def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gate) -> None:
+def test_a_request_that_takes_too_long_fails_and_says_not_to_retry(gate: Gate) -> None:
     with one_at_a_time(gate, request_timeout=0.05) as server:
         answer = server.complete()
         assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
@@ -117,7 +121,7 @@ def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gat
 
 
 def queued(service: Any, **fields: Any) -> LiveRequest:
-    """A request whose events nobody reads, as when its client does not; called on the event loop."""
+    """A request whose events nobody reads; must be called on the event loop."""
     live: LiveRequest = service.enter("/v1/completions", "", None)
     writer_of(service.rows, service.facts, live, CompletionFields(**LONG | fields), service.decoder.tokenizer)
     service.submit(live, live.jobs)
@@ -138,7 +142,7 @@ def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> N
 
 
 class SlowTokenizer(ToyTokenizer):
-    """Counts the texts that it is asked to encode, and waits for a sign."""
+    """Counts the texts it encodes, and blocks until `opened` is set."""
 
     def __init__(self) -> None:
         self.texts, self.opened = 0, threading.Event()
@@ -174,63 +178,63 @@ def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
 
 
 def two_rows(ends: int) -> LiveRequest:
-    """A request of which both rows have started and so many have ended."""
-    live = job("a").request
-    live.jobs = [job("a"), job("a")]
+    """A request with two started rows, of which `ends` have ended."""
+    live = new_job("a").request
+    live.jobs = [new_job("a"), new_job("a")]
     for event in (Started(0, 0, 0.0), Started(1, 0, 0.0), *(Ended(choice, "length", 0.0) for choice in range(ends))):
         live.add_event(event)
     return live
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
-def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it(ends: int) -> None:
+def test_a_slow_reader_gets_the_timeout_before_its_unread_events(ends: int) -> None:
     live = two_rows(ends)
     assert live.read() == Started(0, 0, 0.0)
     live.fail(ApiError(408, "late"))
     if ends < 2:
         with pytest.raises(ApiError, match="late"):
             live.read()
-    else:  # a whole answer is not taken back
+    else:  # a complete answer is still delivered
         assert [live.read() for _ in range(4)] == [Started(1, 0, 0.0), *(Ended(n, "length", 0.0) for n in (0, 1)), None]
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
-def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends: int) -> None:
+def test_a_reader_of_a_whole_answer_gets_all_of_it_or_the_timeout(ends: int) -> None:
     async def read() -> tuple[list[Event], Exception | None]:
-        live, told = two_rows(ends), list[Event]()
-        reading = asyncio.ensure_future(live.read_all(told.append))
+        live, events = two_rows(ends), list[Event]()
+        reading = asyncio.ensure_future(live.read_all(events.append))
         await asyncio.sleep(0)
-        assert len(told) == (4 if ends == 2 else 0)
+        assert len(events) == (4 if ends == 2 else 0)
         live.fail(ApiError(408, "late"))
         try:
             await reading
         except ApiError as error:
-            return told, error
-        return told, None
+            return events, error
+        return events, None
 
-    told, error = asyncio.run(read())
-    assert (len(told), error is None) == ((4, True) if ends == 2 else (0, False))
+    events, error = asyncio.run(read())
+    assert (len(events), error is None) == ((4, True) if ends == 2 else (0, False))
 
 
-def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
+def test_a_long_answer_is_handed_over_in_parts_without_waking_the_reader() -> None:
     async def read() -> None:
-        live, told = two_rows(0), list[Event]()
-        reading = asyncio.ensure_future(live.read_all(told.append))
+        live, events = two_rows(0), list[Event]()
+        reading = asyncio.ensure_future(live.read_all(events.append))
         await asyncio.sleep(0)
         for count in range(3, 3 * MAX_UNREAD_EVENTS):
             live.add_event(Started(0, 0, 0.0))
             live.notify()
-            assert len(told) == count // MAX_UNREAD_EVENTS * MAX_UNREAD_EVENTS  # in the call itself
+            assert len(events) == count // MAX_UNREAD_EVENTS * MAX_UNREAD_EVENTS  # handed over within `notify`
         live.add_event(Ended(0, "length", 0.0))
         live.add_event(Ended(1, "length", 0.0))
         live.notify()
-        assert len(told) == 3 * MAX_UNREAD_EVENTS + 1
+        assert len(events) == 3 * MAX_UNREAD_EVENTS + 1
         await reading
 
     asyncio.run(read())
 
 
-def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
+def test_an_error_in_the_callback_ends_the_wait_for_an_answer() -> None:
     async def read() -> None:
         await two_rows(2).read_all(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
 
@@ -238,7 +242,7 @@ def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
         asyncio.run(read())
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
+def test_a_client_that_disconnects_while_queued_is_forgotten(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         for stream in (True, False):
@@ -248,7 +252,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
         server.wait_until(lambda: len(server.service.live) == 1 and server.service.num_waiting == 0)
 
 
-def test_a_client_that_leaves_while_it_is_served_makes_room(gate: Gate) -> None:
+def test_a_client_that_disconnects_while_served_frees_its_place(gate: Gate) -> None:
     with one_at_a_time(gate) as server:
         with opened(server.http, LONG):
             assert gate.reached.wait(PATIENCE)
@@ -260,9 +264,9 @@ def test_a_client_that_leaves_while_it_is_served_makes_room(gate: Gate) -> None:
         assert live.jobs[0].row.finish_reason == "cancelled"
 
 
-def test_what_runs_is_finished_and_nothing_new_begun_at_the_end(gate: Gate) -> None:
+def test_a_shutdown_finishes_running_requests_and_refuses_new_ones(gate: Gate) -> None:
     with one_at_a_time(gate) as server:
-        with in_thread(lambda: server.complete(max_tokens=4)) as found:
+        with in_thread(lambda: server.complete(max_tokens=4)) as answers:
             assert gate.reached.wait(PATIENCE)
             server.call(server.server.begin_shutdown)
             server.wait_until(lambda: server.service.state == "draining")
@@ -270,10 +274,10 @@ def test_what_runs_is_finished_and_nothing_new_begun_at_the_end(gate: Gate) -> N
             assert late.status_code == 503 and late.json()["error"]["type"] == "overloaded_error"
             assert server.http.get("/health").status_code == 503 and server.http.get("/live").status_code == 200
             gate.opened.set()
-        assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 4
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 4
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error(gate: Gate) -> None:
+def test_requests_still_running_at_the_drain_timeout_end_with_an_error(gate: Gate) -> None:
     with one_at_a_time(gate, drain_timeout=0.05) as server, opened(server.http, LONG) as stream:
         assert gate.reached.wait(PATIENCE)
         server.call(server.server.begin_shutdown)
@@ -309,14 +313,14 @@ def test_a_dead_engine_fails_every_request_and_ends_the_server(gate: Gate) -> No
             assert gate.reached.wait(PATIENCE)
             server.wait_until(lambda: len(server.service.live) == 2)
             gate.opened.set()
-        for found in (first, second):
-            assert found[0].status_code == 500 and found[0].json()["error"]["type"] == "server_error"
-            assert "secret" not in found[0].text and "Traceback" not in found[0].text
+        for answers in (first, second):
+            assert answers[0].status_code == 500 and answers[0].json()["error"]["type"] == "server_error"
+            assert "secret" not in answers[0].text and "Traceback" not in answers[0].text
         assert "secret" in str(server.server.failure) and server.server.should_exit
 
 
-def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
-    begun, go_on, found = threading.Event(), threading.Event(), list[int]()
+def test_requests_get_503_while_the_models_load() -> None:
+    begun, go_on, statuses = threading.Event(), threading.Event(), list[int]()
 
     def load() -> Any:
         begun.set()
@@ -329,7 +333,7 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
         while service is None or not box[0].started:
             service = box[0].service
         for path in ("/health", "/v1/models", "/metrics"):
-            found.append(httpx.get(box[0].url + path, trust_env=False, timeout=PATIENCE).status_code)
+            statuses.append(httpx.get(box[0].url + path, trust_env=False, timeout=PATIENCE).status_code)
         go_on.set()
 
     box: list[Any] = []
@@ -344,25 +348,25 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
     assert ready.wait(PATIENCE)
     box[0].should_exit = True
     thread.join(PATIENCE)
-    assert found == [503, 503, 503]
+    assert statuses == [503, 503, 503]
 
 
-def job(owner: str) -> Job:
+def new_job(owner: str) -> Job:
     return Job(LiveRequest("/", owner, caller=owner), 0, Row(0, [1], SamplingParams(), 0))
 
 
-def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
+def test_callers_take_turns_and_each_callers_requests_keep_their_order() -> None:
     async def orders() -> list[str]:
         line = FairQueue()
-        jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
-        names = {id(one): f"{one.request.owner}{at}" for at, one in enumerate(jobs)}
-        for one in jobs:
-            line.add(one)
+        jobs = [new_job("a") for _ in range(5)] + [new_job("b"), new_job("c"), new_job("c")]
+        names = {id(job): f"{job.request.owner}{at}" for at, job in enumerate(jobs)}
+        for job in jobs:
+            line.add(job)
         assert len(line) == 8
         line.remove(jobs[1])
         taken = []
-        while (one := line.take()) is not None:
-            taken.append(names[id(one)])
+        while (job := line.take()) is not None:
+            taken.append(names[id(job)])
         return taken
 
     assert asyncio.run(orders()) == ["a0", "b5", "c6", "a2", "c7", "a3", "a4"]
@@ -370,7 +374,7 @@ def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share_learning", "salted"), [(False, False), (False, True), (True, False)])
-def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
+def test_a_short_request_does_not_wait_for_many_requests_of_another_key(
     gate: Gate, tmp_path: Any, share_learning: bool, salted: bool
 ) -> None:
     (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
@@ -402,7 +406,7 @@ def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
         assert len(ended) == 9 and ended.index("one") <= 2
 
 
-def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
+def test_keys_share_cached_prompts_only_with_share_learning(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
 
     def cached(server: RunningServer, key: str, **more: Any) -> int:
@@ -417,19 +421,19 @@ def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
         assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-bob")] == [False, True]
 
 
-def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
+def test_requests_of_one_caller_take_turns_however_many_rows_they_have() -> None:
     line, many, few = FairQueue(), LiveRequest("/", caller="a"), LiveRequest("/", caller="a")
-    rows = [Job(many, at, Row(at, [1], SamplingParams(), 0)) for at in range(5)]
-    rows += [Job(few, at, Row(at, [1], SamplingParams(), 0)) for at in range(2)]
-    for one in rows:
-        line.add(one)
-    assert line.take(lambda one: one.request is few) is rows[5] and len(line) == 6
+    jobs = [Job(many, at, Row(at, [1], SamplingParams(), 0)) for at in range(5)]
+    jobs += [Job(few, at, Row(at, [1], SamplingParams(), 0)) for at in range(2)]
+    for job in jobs:
+        line.add(job)
+    assert line.take(lambda job: job.request is few) is jobs[5] and len(line) == 6
     taken = [line.take() for _ in range(7)]
-    assert taken == [rows[0], rows[6], *rows[1:5], None]
+    assert taken == [jobs[0], jobs[6], *jobs[1:5], None]
 
 
 @pytest.mark.slow
-def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
+def test_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
     many = LONG | {"prompt": ["A heron"] * 4, "n": 4, "stream": False}
     with running_server(lambda: gate.load(max_batch_size=3)) as server:
 
@@ -441,11 +445,13 @@ def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> Non
             gate.opened.set()
             server.wait_until(lambda: running() == 2)
             assert server.complete("The sparrow", max_tokens=5).status_code == 200
-            assert server.call(running) == 2 and len(server.service.live) == 1  # it came and went meanwhile
+            assert (
+                server.call(running) == 2 and len(server.service.live) == 1
+            )  # the short request started and ended in between
         assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 16
 
 
-def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
+def test_short_rows_of_one_request_may_take_all_places(gate: Gate) -> None:
     with (
         running_server(lambda: gate.load(max_batch_size=3)) as server,
         in_thread(lambda: server.complete(["A heron"] * 3, max_tokens=9)) as answers,
@@ -456,14 +462,14 @@ def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
     assert answers[0].status_code == 200
 
 
-def test_what_one_caller_has_waiting_is_no_reason_to_refuse_another(gate: Gate, tmp_path: Any) -> None:
+def test_each_caller_has_a_share_of_the_queue(gate: Gate, tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
     keys = {"api_key_file": str(tmp_path / "keys")}
     with one_at_a_time(gate, max_queued_requests=4, max_queued_tokens=1000, **keys) as server:
         short = LONG | {"max_tokens": 3}
 
         def entered(owner: str, prompt: str = "x") -> bool:
-            """Whether a request of an owner may wait."""
+            """Whether a new request of an owner is admitted to the queue."""
 
             def enter() -> bool:
                 try:
@@ -485,8 +491,8 @@ def test_what_one_caller_has_waiting_is_no_reason_to_refuse_another(gate: Gate, 
 
         assert entered("ann") and gate.reached.wait(PATIENCE)
         assert [entered("ann", "x" * 200) for _ in range(5)] == [True] * 4 + [False]
-        assert [entered("bob", "x" * 200) for _ in range(3)] == [True, True, False]  # a half
-        assert [entered("cat", "x" * 300) for _ in range(2)] == [True, False]  # a third
+        assert [entered("bob", "x" * 200) for _ in range(3)] == [True, True, False]  # half of the queue each
+        assert [entered("cat", "x" * 300) for _ in range(2)] == [True, False]  # a third of the queue each
         assert not entered("ann")
         gate.opened.set()
         server.wait_until(lambda: all(job.over for live in server.service.live for job in live.jobs))
@@ -496,11 +502,11 @@ async def opened_sockets(url: str, count: int, data: bytes) -> list[socket.socke
     place, loop = urlsplit(url), asyncio.get_running_loop()
     sockets = []
     for _ in range(count):
-        one = socket.socket()
-        one.setblocking(False)
-        await loop.sock_connect(one, (place.hostname or "", place.port or 0))
-        await loop.sock_sendall(one, data)
-        sockets.append(one)
+        connection = socket.socket()
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (place.hostname or "", place.port or 0))
+        await loop.sock_sendall(connection, data)
+        sockets.append(connection)
     return sockets
 
 
@@ -512,7 +518,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
     "data",
     [b"", b"GET /hea", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"transfer-encoding: chunked\r\n\r\n"],
 )
-def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
+def test_sockets_without_a_complete_request_do_not_block_others(data: bytes) -> None:
     with running_server(request_timeout=50.0) as server:
 
         async def crowd() -> list[socket.socket]:
@@ -528,16 +534,16 @@ def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
                 == 200
             )
         assert server.call(lambda: len(server.server.server_state.connections)) <= launch.MAX_CONNECTIONS + 1
-        for one in sockets:
-            one.close()
+        for connection in sockets:
+            connection.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
-def test_a_socket_whose_request_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def test_a_socket_whose_request_never_arrives_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(connections, "REQUEST_ARRIVAL_SECONDS", 0.3)
-    with running_server() as server, connected(server) as one:
-        one.sendall(data)
-        assert closed(one, dribbled=b"x: y\r\n" if data == HEAD else b"")
+    with running_server() as server, connected(server) as connection:
+        connection.sendall(data)
+        assert closed(connection, dribbled=b"x: y\r\n" if data == HEAD else b"")
 
 
 def connected(server: RunningServer) -> socket.socket:
@@ -545,42 +551,42 @@ def connected(server: RunningServer) -> socket.socket:
     return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
 
 
-def closed(one: socket.socket, dribbled: bytes) -> bool:
-    """Wait for the other side to end a connection; send something now and then."""
-    one.settimeout(0.05)
+def closed(connection: socket.socket, dribbled: bytes) -> bool:
+    """Whether the server closes the connection in time, although `dribbled` is sent now and then."""
+    connection.settimeout(0.05)
     for _ in range(int(PATIENCE / 0.05)):
         try:
-            if not one.recv(100):
+            if not connection.recv(100):
                 return True
         except TimeoutError:
             if dribbled:
-                one.sendall(dribbled)
+                connection.sendall(dribbled)
         except OSError:
             return True
     return False
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
-def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) -> None:
+def test_a_body_that_never_ends_times_out(framing: bytes) -> None:
     with running_server(request_timeout=0.3) as server:
-        with connected(server) as one:
-            one.sendall(HEAD + framing)
+        with connected(server) as connection:
+            connection.sendall(HEAD + framing)
             answer = b""
-            while b"did not arrive in time" not in answer:  # not to the end, for which the connection waits seconds
-                answer += (part := one.recv(4096))
+            while b"did not arrive in time" not in answer:  # not until the connection closes, which takes seconds
+                answer += (part := connection.recv(4096))
                 assert part, answer
             assert answer.startswith(b"HTTP/1.1 408")
         server.wait_until(lambda: not server.service.live)
 
 
 @pytest.mark.slow
-def test_a_client_that_never_reads_is_given_up() -> None:
+def test_a_client_that_never_reads_is_disconnected() -> None:
     with running_server(request_timeout=1.0) as server:
         place = urlsplit(server.url)
         body = json.dumps(LONG | {"stream": True, "logprobs": 5, "max_tokens": 4000}).encode()
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            one.connect((place.hostname or "", place.port or 0))
-            one.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect((place.hostname or "", place.port or 0))
+            connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             server.wait_until(lambda: len(server.service.live) == 1)
             server.wait_until(lambda: not server.service.live and not server.server.server_state.connections)

@@ -1,4 +1,4 @@
-"""A real model behind the server: the same texts as from the decoder, alone and together."""
+"""A real model behind the server gives the texts of the decoder, alone and concurrently."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def decoder() -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
-    with running_server(lambda: decoder.using()) as one:
-        yield one
+    with running_server(lambda: decoder.using()) as running:
+        yield running
 
 
-def test_answers_are_the_same_alone_together_and_plain(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_answers_to_concurrent_requests_equal_plain_decoding(
+    server: RunningServer, decoder: SpeculativeDecoder
+) -> None:
     bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": text}], "max_tokens": 16, "temperature": t, "seed": 3}
         for text in QUESTIONS
@@ -41,7 +43,9 @@ def test_answers_are_the_same_alone_together_and_plain(server: RunningServer, de
         assert answer["choices"][0]["message"]["content"] == plain.generate(body["messages"], params).text
 
 
-def test_an_echo_has_the_bits_of_the_generation(server: RunningServer, decoder: SpeculativeDecoder) -> None:
+def test_an_echo_has_the_log_probabilities_of_the_generation_to_the_bit(
+    server: RunningServer, decoder: SpeculativeDecoder
+) -> None:
     if not decoder.reproducible:
         pytest.skip("forward shapes do not agree on this machine")
     fields = {"temperature": 0, "max_tokens": 20, "logprobs": 2, "return_token_ids": True}

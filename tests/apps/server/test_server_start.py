@@ -1,4 +1,4 @@
-"""What a server says once it is ready: an address that can be called, however early the models are loaded."""
+"""A server that is ready shows an address that answers, however early the models are loaded."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.support.running_server import running_server, toy
         ("localhost", "localhost"),
     ],
 )
-def test_an_address_is_told_in_the_form_that_browsers_take(host: str, url: str) -> None:
+def test_an_address_is_shown_as_browsers_accept_it(host: str, url: str) -> None:
     server = Server(ServerSettings(host=host, port=8421, insecure=True), toy, lambda server: None)
     server.servers = []  # it listens nowhere yet
     assert server.url == f"http://{url}:8421"
 
 
-def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_is_announced_only_once_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = LifespanOn.startup
 
     async def after_the_models(self: Any) -> None:
@@ -53,7 +53,7 @@ def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypa
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
 
 
-def test_a_terminal_is_told_once_what_is_loaded_and_gets_a_call_that_can_be_copied(
+def test_a_terminal_shows_the_model_once_and_a_call_to_copy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ready(_settings: Any, load: Callable[[], Any], banner: Callable[[Server], None], _cores: Any) -> NoReturn:
@@ -80,22 +80,24 @@ def test_the_shown_call_sends_a_key_where_keys_are_needed(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_server_that_others_reach_says_so_and_gives_an_address_that_answers(
+def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answers(
     capsys: pytest.CaptureFixture[str], host: str, is_open: bool
 ) -> None:
     with running_server(host=host, insecure=True) as server:
         serve._banner(server.server)
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
-    said = capsys.readouterr().err
-    assert (", open to other machines" in said) is is_open and "http://127.0.0.1:" in said and "0.0.0.0" not in said
+    banner = capsys.readouterr().err
+    assert (
+        (", open to other machines" in banner) is is_open and "http://127.0.0.1:" in banner and "0.0.0.0" not in banner
+    )
 
 
 @pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
-def test_what_a_server_cannot_use_is_one_line_before_models_are_loaded(
+def test_an_unusable_folder_or_key_file_is_one_line_before_models_are_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:
     (tmp_path / "file").touch()
-    code, out, told = run(
+    code, out, errors = run(
         capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file")
     )
-    assert code == 2 and not out and len(told.strip().splitlines()) == 1 and told.startswith("error: "), told
+    assert code == 2 and not out and len(errors.strip().splitlines()) == 1 and errors.startswith("error: "), errors

@@ -1,4 +1,4 @@
-"""Threads that read texts: callers take turns, and a call that never comes back keeps nobody waiting for ever."""
+"""Threads that tokenise texts: callers take turns, and a call that never returns does not block others forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.running_server import PATIENCE, Gate, running_server
 
 def test_callers_take_turns() -> None:
     async def order() -> list[str]:
-        pool, opened, begun, done = TextPool(None), threading.Event(), threading.Semaphore(0), list[str]()
+        pool, opened, begun, finished = TextPool(None), threading.Event(), threading.Semaphore(0), list[str]()
 
         def wait(_: object) -> None:
             begun.release()
@@ -26,22 +26,22 @@ def test_callers_take_turns() -> None:
         await asyncio.sleep(0)
         for _ in range(THREADS):
             assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE)
-        calls = [asyncio.ensure_future(pool.run(lambda _, who=who: done.append(who), who)) for who in "aaaabc"]
+        calls = [asyncio.ensure_future(pool.run(lambda _, who=who: finished.append(who), who)) for who in "aaaabc"]
         await asyncio.sleep(0)
-        calls[1].cancel()  # its caller has left
+        calls[1].cancel()  # its caller disconnected
         await asyncio.sleep(0)
         assert pool.waiting_seconds > 0
         opened.set()
         await asyncio.gather(*blocking, *calls, return_exceptions=True)
         assert pool.waiting_seconds == 0
         pool.close()
-        return done
+        return finished
 
-    done = asyncio.run(order())
-    assert sorted(done) == ["a", "a", "a", "b", "c"] and {"b", "c"} <= set(done[:4])
+    finished = asyncio.run(order())
+    assert sorted(finished) == ["a", "a", "a", "b", "c"] and {"b", "c"} <= set(finished[:4])
 
 
-def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_never_return_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
 
     async def work() -> None:
@@ -49,7 +49,7 @@ def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.Monke
         stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MAX_THREADS - 1)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(pool.run(lambda _: "done"), PATIENCE) == "done"
-        assert not any(one.done() for one in stuck)
+        assert not any(call.done() for call in stuck)
         with pytest.raises(ZeroDivisionError):
             await pool.run(lambda _: 1 / 0)
         opened.set()
@@ -59,7 +59,7 @@ def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.Monke
     asyncio.run(work())
 
 
-def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_server_says_so_in_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     with running_server(gate.load) as server:
         assert server.http.get("/health").json() == {"status": "ready"}
@@ -69,38 +69,38 @@ def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> 
             assert gate.reached.wait(PATIENCE)
             assert server.http.get("/health").status_code == 200  # a step may take a while
             monkeypatch.setattr(service, "STALLED_SECONDS", 0.0)
-            told = server.http.get("/health")
-            assert told.status_code == 503 and told.json() == {"status": "stalled"}
+            health = server.http.get("/health")
+            assert health.status_code == 503 and health.json() == {"status": "stalled"}
             monkeypatch.undo()
             gate.opened.set()
             answer.read()
         assert server.http.get("/health").status_code == 200
 
 
-def fields(**given: object) -> ChatFields:
-    return ChatFields.model_validate({"messages": [{"role": "user", "content": "a"}]} | given)
+def fields(**options: object) -> ChatFields:
+    return ChatFields.model_validate({"messages": [{"role": "user", "content": "a"}]} | options)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"multipleOf": 99999989}}}}}
 
 
-def test_which_requests_are_slow() -> None:
+def test_only_requests_with_large_grammars_compile_slowly() -> None:
     def schema(value: object) -> dict[str, object]:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
 
-    for given in (
+    for options in (
         {},
         {"response_format": {"type": "json_object"}},
         schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
         {"structured_outputs": {"regex": "[0-9]+"}},
     ):
-        assert not compiles_slowly(fields(**given))
-    for given in (
+        assert not compiles_slowly(fields(**options))
+    for options in (
         schema({"type": "integer", "multipleOf": 99999989}),
         schema({"enum": [f"v{at}" for at in range(2000)]}),
         {"structured_outputs": {"regex": "[0-9]{1,90}"}},
         {"structured_outputs": {"grammar": "start: /a{2}/"}},
-        {"response_format": {"type": "json_object"}, "tools": [TOOL]},  # one grammar of the answer and all tools
+        {"response_format": {"type": "json_object"}, "tools": [TOOL]},  # one grammar covers the answer and all tools
         {"tool_choice": "required", "tools": [TOOL]},
     ):
-        assert compiles_slowly(fields(**given))
+        assert compiles_slowly(fields(**options))

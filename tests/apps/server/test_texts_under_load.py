@@ -1,4 +1,4 @@
-"""The same request with the same seed has the same text, whatever comes, goes and breaks off beside it."""
+"""The same request with the same seed has the same text, whatever starts, ends or breaks off beside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
 
 
 @pytest.mark.slow
-def test_those_of_a_transformer_do_not_either() -> None:
+def test_texts_of_a_transformer_do_not_depend_on_what_runs_beside_them() -> None:
     def load() -> SpeculativeDecoder:
         return SpeculativeDecoder(
             tiny_models.fresh("llama"),
@@ -64,7 +64,7 @@ def test_those_of_a_transformer_do_not_either() -> None:
 
 
 @pytest.mark.slow
-def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, honest = count(), Race.bits
     monkeypatch.setattr(Race, "bits", lambda self, keys: honest(self, keys + np.uint64(next(calls))))
     storm, _ = stormed(lambda: toy(max_batch_size=3), 60)
@@ -82,12 +82,14 @@ def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
         server.wait_until(
             lambda: not service.live and not service.engine_status.num_running and not service.num_waiting
         )
-        server.wait_until(lambda: len(server.server.server_state.connections) <= 1)  # that of this test's client
+        server.wait_until(
+            lambda: len(server.server.server_state.connections) <= 1
+        )  # the connection of this test's client
         assert server.http.get("/health").json() == {"status": "ready"}
         assert server.http.get("/v1/files").json()["data"] == [] and not service.background.store._uploads
         assert threading.active_count() <= threads + 1
         gc.collect()
-        assert sum(type(one) is LiveRequest for one in gc.get_objects()) <= 8  # the latest, held by frames
+        assert sum(type(item) is LiveRequest for item in gc.get_objects()) <= 8  # frames still hold the latest ones
         assert server.server.failure is None
     assert min(storm.outcomes[kind] for kind in KINDS | HOSTILE) > 0
     assert len(storm.texts) > 20 and wrong_texts(storm, toy()) == 0

@@ -1,4 +1,4 @@
-"""Tools: shown to the model by its template, and their calls read back from what it says."""
+"""Tools are shown to the model by its template, and calls are read back from its answer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def tokenizer() -> Any:
 def server() -> Iterator[RunningServer]:
     inner = tokenizer()
     model = tiny_models.fresh("llama", vocab_size=len(inner))
-    with running_server(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")) as one:
-        yield one
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")
+    ) as running:
+        yield running
 
 
 def parsed(text: str) -> Any:
@@ -52,14 +54,14 @@ def parsed(text: str) -> Any:
 
 
 def test_calls_are_read_from_an_answer() -> None:
-    found = parsed(f"let me see {CALL}")
-    assert found.content == "let me see" and [call.name for call in found.calls] == ["add"]
-    assert json.loads(found.calls[0].arguments) == {"x": 1}
+    answer = parsed(f"let me see {CALL}")
+    assert answer.content == "let me see" and [call.name for call in answer.calls] == ["add"]
+    assert json.loads(answer.calls[0].arguments) == {"x": 1}
     assert len(parsed(CALL + CALL).calls) == 2 and HFTokenizer(tokenizer()).call_opening() == "<tool_call>"
 
 
 @subcases("text", ["no call at all", CALL[:-20], "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
-def test_what_is_no_whole_call_stays_text(text: str) -> None:
+def test_an_incomplete_or_invalid_call_stays_text(text: str) -> None:
     assert parsed(text) is None
 
 
@@ -67,22 +69,25 @@ MARKED = '<tool_call>{"name": "add", "arguments": {"x": "a</tool_call>b<tool_cal
 
 
 @pytest.mark.parametrize("calls", [MARKED, f"so {MARKED}{CALL}", f"{CALL}{MARKED}", f"{MARKED} {MARKED} and {CALL}"])
-def test_marks_in_the_texts_of_arguments_are_no_marks(calls: str) -> None:
-    found = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
-    assert found == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
+def test_marks_inside_argument_strings_do_not_delimit_calls(calls: str) -> None:
+    values = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
+    assert values == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
 
 
 def pieces(calls: str) -> list[str]:
-    """The calls of a text, by where they begin."""
+    """The rest of the text from the beginning of each call on."""
     return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
 
 
 @subcases("cut", range(1, len(CALL)))
-def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
+def test_calls_before_a_truncated_call_are_reported(cut: int) -> None:
     chunks, whole = written(f"so {CALL}{MARKED}{CALL[:-cut]}", 7, "length")
     for calls in (whole["message"]["tool_calls"], chunks[-2]["delta"]["tool_calls"]):
-        # what stands between the marks is a call as soon as it is whole
-        assert [json.loads(one["function"]["arguments"])["x"] for one in calls][:2] == [1, "a</tool_call>b<tool_call>{"]
+        # a call is complete as soon as its JSON is, without the closing mark
+        assert [json.loads(call["function"]["arguments"])["x"] for call in calls][:2] == [
+            1,
+            "a</tool_call>b<tool_call>{",
+        ]
         assert len(calls) == 2 + (cut == len("</tool_call>"))
     assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
 
@@ -102,21 +107,21 @@ def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
         f'{{"name": "add", "arguments": {{"x": {"[" * 100_000}{"]" * 100_000}}}}}',
     ],
 )
-def test_what_no_client_could_read_as_a_call_stays_text(call: str) -> None:
+def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
     ours = HFTokenizer(tiny_models.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
     assert ours.decode(ours.bare(call)) == call
     answer = [*ours.bare(f"<tool_call>{call}</tool_call>"), 1]
     assert ours.parse_answer(ours.bare("u:hi.a:"), answer, TOOLS) is None
 
 
-def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
+def test_a_call_without_arguments_gets_an_empty_object() -> None:
     for arguments in (', "arguments": null', ""):
         call = f'<tool_call>{{"name": "add"{arguments}}}</tool_call>'
-        assert [one.arguments for one in parsed(call).calls] == ["{}"]
+        assert [parsed_call.arguments for parsed_call in parsed(call).calls] == ["{}"]
 
 
 @subcases("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
-def test_earlier_calls_have_arguments_that_are_objects(server: RunningServer, arguments: Any) -> None:
+def test_arguments_of_earlier_calls_must_be_json_objects(server: RunningServer, arguments: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answer = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
@@ -125,12 +130,12 @@ def test_earlier_calls_have_arguments_that_are_objects(server: RunningServer, ar
     assert error["message"].endswith("; allowed: a JSON object")
 
 
-def test_models_without_a_known_form_of_calls_say_so() -> None:
+def test_models_without_a_known_call_form_read_no_calls() -> None:
     assert HFTokenizer(tiny_models.tokenizer()).call_opening() is None
     assert HFTokenizer(tiny_models.tokenizer()).parse_answer([3], [4], TOOLS) is None
 
 
-def test_tools_reach_the_template_unless_they_are_not_to_be_called(server: RunningServer) -> None:
+def test_tools_reach_the_template_unless_tool_choice_is_none(server: RunningServer) -> None:
     def prompt(**fields: Any) -> list[int]:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "return_token_ids": True} | fields
         answer = server.http.post("/v1/chat/completions", json=body)
@@ -157,7 +162,7 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
     fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS, **options)
     row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
-    facts = ModelFacts("m", "f", True, lambda done: "none", True, ours)
+    facts = ModelFacts("m", "f", True, lambda round: "none", True, ours)
 
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         live = LiveRequest("/")
@@ -166,8 +171,8 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
         for at in range(0, len(ids), cuts):
             part = tuple(ids[at : at + cuts])
             last: Any = reason if at + cuts >= len(ids) else None
-            done = Round(0, 0, 1, at, (), part, 0, False, last)
-            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, done, 0.0))]
+            round = Round(0, 0, 1, at, (), part, 0, False, last)
+            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, round, 0.0))]
         return chunks, writer.whole()["choices"][0]
 
     return asyncio.run(work())
@@ -188,14 +193,14 @@ def test_a_stream_gives_the_text_as_it_comes_and_the_calls_at_the_end(cuts: int)
 
 @pytest.mark.parametrize("cuts", [1, 5])
 @pytest.mark.parametrize("text", ["nothing to call <tool", "broken <tool_call>{oops"])
-def test_text_that_only_began_like_a_call_is_not_lost(text: str, cuts: int) -> None:
+def test_text_that_only_starts_like_a_call_is_not_lost(text: str, cuts: int) -> None:
     chunks, whole = written(text, cuts, "length")
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == text == whole["message"]["content"]
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
-def test_one_call_is_told_where_several_are_not_wanted(parallel: bool | None, count: int) -> None:
+def test_only_one_call_is_reported_without_parallel_tool_calls(parallel: bool | None, count: int) -> None:
     chunks, whole = written(CALL + CALL.replace("1", "[1]"), 1, parallel_tool_calls=parallel)
     assert len(chunks[-2]["delta"]["tool_calls"]) == len(whole["message"]["tool_calls"]) == count
     assert json.loads(whole["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": 1}
@@ -215,17 +220,17 @@ CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments"
         ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "messages.0.tool_calls"),
     ],
 )
-def test_what_only_a_template_could_show_is_refused_without_one(fields: dict[str, Any], param: str) -> None:
+def test_fields_that_need_a_chat_template_are_refused_without_one(fields: dict[str, Any], param: str) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]} | fields
-    with pytest.raises(ApiError, match="no chat template") as found:
+    with pytest.raises(ApiError, match="no chat template") as refusal:
         rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
-    assert found.value.status == 400 and found.value.param == param
-    if param != "reasoning_effort":  # which this template does not read
+    assert refusal.value.status == 400 and refusal.value.param == param
+    if param != "reasoning_effort":  # this template does not read it
         rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
 
 
 class Opening(ToyTokenizer):
-    """Begins every text with the token 256."""
+    """Puts the token 256 before every text."""
 
     def encode(self, text: str) -> list[int]:
         return [256, *text.encode()]
@@ -234,17 +239,20 @@ class Opening(ToyTokenizer):
         return [*text.encode()]
 
 
-def test_special_tokens_go_before_texts_and_not_before_what_a_template_wrote() -> None:
+def test_special_tokens_are_added_to_texts_but_not_to_templated_chats() -> None:
     asked = [MessageFields(role="user", content="hi")]
     with pytest.raises(ApiError, match="add_special_tokens=true; allowed: false"):
         rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()))
-    begun = [rendered_chat(ChatFields(messages=asked, add_special_tokens=one), Opening()).ids for one in (None, False)]
-    assert begun == [[256, *b"hi"], [*b"hi"]]
+    encoded = [
+        rendered_chat(ChatFields(messages=asked, add_special_tokens=add_special), Opening()).ids
+        for add_special in (None, False)
+    ]
+    assert encoded == [[256, *b"hi"], [*b"hi"]]
 
 
-HALF = "\ud800"  # of a pair of surrogates
+HALF = "\ud800"  # half of a surrogate pair
 DEEP: Any = 1
-for _ in range(100_000):  # Python 3.13 nests more than 3.12
+for _ in range(100_000):  # deep enough for Python 3.13, which allows more nesting than 3.12
     DEEP = [DEEP]
 
 
@@ -264,20 +272,20 @@ for _ in range(100_000):  # Python 3.13 nests more than 3.12
         ),
     ],
 )
-def test_what_utf8_cannot_write_is_refused_by_name(fields: dict[str, Any], place: str) -> None:
+def test_lone_surrogates_and_excessive_nesting_are_refused_by_name(fields: dict[str, Any], place: str) -> None:
     asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
-    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as found:
+    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as refusal:
         rendered_chat(asked, HFTokenizer(tokenizer()))
-    assert found.value.status == 400 and found.value.param == place
+    assert refusal.value.status == 400 and refusal.value.param == place
 
 
-def test_a_conversation_that_no_tokenizer_can_read_is_refused() -> None:
+def test_a_conversation_with_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(UsageError, match="valid Unicode"):
         HFTokenizer(tokenizer()).chat([{"role": "user", "content": HALF}])
 
 
 @pytest.mark.parametrize("behind", ["", "\n", f" and {CALL}", " or so"])
-def test_a_whole_answer_says_what_stands_before_its_first_call(behind: str) -> None:
+def test_the_content_of_an_answer_is_the_text_before_its_first_call(behind: str) -> None:
     chunks, whole = written(f"let me see {CALL}{behind}", 4)
     streamed = "".join(chunk["delta"].get("content", "") for chunk in chunks)
     assert whole["message"]["content"] == "let me see" == streamed.strip()
@@ -299,11 +307,11 @@ ANSWERED: Any = {"role": "assistant", "content": "ho"}
         ({"messages": [HI, ANSWERED | {"reasoning": "hm"}, HI]}, "messages.1.reasoning"),
     ],
 )
-def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_fields_that_the_template_does_not_read_are_refused(fields: dict[str, Any], param: str) -> None:
     asked = ChatFields.model_validate({"messages": [HI]} | fields)
-    with pytest.raises(ApiError, match="this chat template does not read it") as found:
+    with pytest.raises(ApiError, match="this chat template does not read it") as refusal:
         rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()))
-    assert found.value.status == 400 and found.value.param == param
+    assert refusal.value.status == 400 and refusal.value.param == param
     for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
         rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny_models.tokenizer()))
 
@@ -314,7 +322,7 @@ READING = (
 )
 
 
-def test_what_a_template_reads_reaches_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_that_the_template_reads_reach_it(caplog: pytest.LogCaptureFixture) -> None:
     inner = tiny_models.tokenizer(list("0123456789"), READING)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(

@@ -16,37 +16,37 @@ from langchain_openai import ChatOpenAI, OpenAI
 
 
 def main(url: str, name: str, bodies: str) -> dict[str, Any]:
-    given = json.loads(bodies)
+    inputs = json.loads(bodies)
     place: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "model": name, "max_retries": 0}
-    model = ChatOpenAI(**place, **given["options"], stream_usage=True)
-    messages = [HumanMessage(one["content"]) for one in given["messages"]]
+    model = ChatOpenAI(**place, **inputs["options"], stream_usage=True)
+    messages = [HumanMessage(message["content"]) for message in inputs["messages"]]
     whole = model.invoke(messages)
     chunks = list(model.stream(messages))
-    longer = ChatOpenAI(**place, **given["options"] | {"max_tokens": 200})
-    bound = longer.bind_tools(given["tools"], tool_choice="required", parallel_tool_calls=False)
+    longer = ChatOpenAI(**place, **inputs["options"] | {"max_tokens": 200})
+    bound = longer.bind_tools(inputs["tools"], tool_choice="required", parallel_tool_calls=False)
     called = bound.invoke(messages)
-    told = ToolMessage("four", tool_call_id=called.tool_calls[0]["id"])
-    found: dict[str, Any] = {
+    tool_message = ToolMessage("four", tool_call_id=called.tool_calls[0]["id"])
+    answers: dict[str, Any] = {
         "whole": whole.content,
         "usage": whole.usage_metadata["output_tokens"],
         "reason": whole.response_metadata["finish_reason"],
         "stream": "".join(str(chunk.content) for chunk in chunks),
         "stream_usage": sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks),
-        "batch": [one.content for one in model.batch([messages, messages])],
+        "batch": [answer.content for answer in model.batch([messages, messages])],
         "async": asyncio.run(model.ainvoke(messages)).content,
-        "form": longer.with_structured_output(given["form"], method="json_schema", strict=True).invoke(messages),
+        "form": longer.with_structured_output(inputs["form"], method="json_schema", strict=True).invoke(messages),
         "call": called.tool_calls,
-        "after_call": model.invoke([*messages, called, told]).content,
+        "after_call": model.invoke([*messages, called, tool_message]).content,
         "logprobs": len(model.bind(logprobs=True).invoke(messages).response_metadata["logprobs"]["content"]),
         "completion": OpenAI(**place, temperature=0, max_tokens=20).invoke("A heron"),
         "errors": {},
     }
     for field, value in {"model": "other", "top_p": 7, "max_completion_tokens": 100_000}.items():
         try:
-            ChatOpenAI(**place | given["options"] | {field: value}).invoke(messages)
+            ChatOpenAI(**place | inputs["options"] | {field: value}).invoke(messages)
         except openai.APIStatusError as error:
-            found["errors"][field] = error.status_code
-    return found
+            answers["errors"][field] = error.status_code
+    return answers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Calls a server through litellm: python litellm_calls.py URL MODEL BODIES. Prints what came back as one line of JSON.
+"""Calls a server through litellm: python litellm_calls.py URL MODEL BODIES. Prints the responses as one line of JSON.
 
 BODIES: JSON with `asked` (fields of a chat), `prompt`, `form` (a response format), `tools`, and `predicted` (a text).
 """
@@ -14,8 +14,8 @@ import litellm
 
 
 def main(url: str, model: str, bodies: str) -> dict[str, Any]:
-    given = json.loads(bodies)
-    asked: dict[str, Any] = given["asked"]
+    inputs = json.loads(bodies)
+    asked: dict[str, Any] = inputs["asked"]
     common: dict[str, Any] = {"model": f"hosted_vllm/{model}", "api_base": f"{url}/v1", "api_key": "none"}
 
     def chat(**more: Any) -> Any:
@@ -24,19 +24,19 @@ def main(url: str, model: str, bodies: str) -> dict[str, Any]:
     whole = chat()
     chunks = list(chat(stream=True, stream_options={"include_usage": True}))
     scored = chat(logprobs=True, top_logprobs=2)
-    call = chat(tools=given["tools"], tool_choice="required", parallel_tool_calls=False, max_tokens=200).choices[0]
-    predicted = chat(prediction={"type": "content", "content": given["predicted"]})
-    completed = litellm.text_completion(**common, prompt=given["prompt"], max_tokens=20, temperature=0)
-    found: dict[str, Any] = {
+    call = chat(tools=inputs["tools"], tool_choice="required", parallel_tool_calls=False, max_tokens=200).choices[0]
+    predicted = chat(prediction={"type": "content", "content": inputs["predicted"]})
+    completed = litellm.text_completion(**common, prompt=inputs["prompt"], max_tokens=20, temperature=0)
+    answers: dict[str, Any] = {
         "whole": whole.choices[0].message.content,
         "reason": whole.choices[0].finish_reason,
         "usage": whole.usage.completion_tokens,
         "stream": "".join(c.choices[0].delta.content or "" for c in chunks if c.choices),
         "stream_usage": [c.usage.completion_tokens for c in chunks if getattr(c, "usage", None)][-1],
         "async": asyncio.run(litellm.acompletion(**common, **asked)).choices[0].message.content,
-        "logprobs": [one.logprob for one in scored.choices[0].logprobs.content],
-        "form": chat(response_format=given["form"], max_tokens=200).choices[0].message.content,
-        "call": [one.function.model_dump() for one in call.message.tool_calls],
+        "logprobs": [entry.logprob for entry in scored.choices[0].logprobs.content],
+        "form": chat(response_format=inputs["form"], max_tokens=200).choices[0].message.content,
+        "call": [entry.function.model_dump() for entry in call.message.tool_calls],
         "call_reason": call.finish_reason,
         "predicted": predicted.choices[0].message.content,
         "accepted": predicted.usage.completion_tokens_details.accepted_prediction_tokens,
@@ -52,8 +52,8 @@ def main(url: str, model: str, bodies: str) -> dict[str, Any]:
         try:
             litellm.completion(**common | asked | fields, num_retries=0)
         except Exception as error:
-            found["errors"][name] = type(error).__name__
-    return found
+            answers["errors"][name] = type(error).__name__
+    return answers
 
 
 if __name__ == "__main__":

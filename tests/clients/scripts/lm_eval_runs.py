@@ -1,6 +1,6 @@
 """The same tasks by lm-eval's own model and by a server: python lm_eval_runs.py URL MODEL FOLDER TASKS.
 
-FOLDER: of the model; TASKS: folder of the tasks' files. Prints scores, log-likelihoods and texts as one line of JSON.
+FOLDER holds the model and TASKS the files of the tasks. Prints scores, log-likelihoods and texts as one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def main(url: str, model: str, folder: str, tasks: str) -> dict[str, Any]:
 
 
 def _run(manager: TaskManager, kind: str, arguments: str, tasks: list[str]) -> dict[str, Any]:
-    found = lm_eval.simple_evaluate(
+    evaluation = lm_eval.simple_evaluate(
         model=kind, model_args=arguments, tasks=tasks, task_manager=manager, batch_size=2, bootstrap_iters=0
     )
     scores = {
         f"{task} {name}": value
-        for task, results in found["results"].items()
+        for task, results in evaluation["results"].items()
         for name, value in results.items()
         if isinstance(value, float) and "stderr" not in name
     }
     answers = {
-        task: [sample["resps"] for sample in sorted(samples, key=lambda one: one["doc_id"])]
-        for task, samples in found["samples"].items()
+        task: [sample["resps"] for sample in sorted(samples, key=lambda item: item["doc_id"])]
+        for task, samples in evaluation["samples"].items()
     }
     return {"scores": scores, "answers": answers}
 

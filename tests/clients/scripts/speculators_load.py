@@ -1,7 +1,7 @@
 """Loads a head and computes with it: python speculators_load.py HEAD STEPS.
 
 STEPS is a file with `text`; its `logits` [rows, steps, draft vocabulary] are written, those of row r after the first
-r + 2 tokens, in each step with the text's own tokens before it. Prints as JSON what is unlike the head's files.
+r + 2 tokens, in each step with the text's own tokens before it. Prints as JSON how the head differs from its files.
 """
 # ruff: noqa: E402
 
@@ -30,7 +30,7 @@ def main(head: str, steps: str) -> dict[str, Any]:
     layer = config.transformer_layer_config
     layer._attn_implementation = "eager"
     model: Any = SpeculatorModel.from_pretrained(head, config=config).eval()
-    model.embed_tokens.weight.fill_(torch.nan)  # what it takes the verifier's for; loading has left unset memory there
+    model.embed_tokens.weight.fill_(torch.nan)  # taken from the verifier; uninitialised after loading
     model.load_verifier_weights()
     held, files = model.state_dict(), load_file(Path(head) / "model.safetensors")
     verifier = config.speculators_config.verifier.name_or_path

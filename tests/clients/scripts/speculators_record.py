@@ -47,10 +47,10 @@ BLOCKS = {"block_size": 5, "mask_token_id": MASK, "aux_hidden_state_layer_ids": 
 MARKOV = {"markov_rank": 6}
 WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 TWO_LAYERS = WINDOWED | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-# of each head: its type, its settings, the class of its layers' settings, and more of these
+# for each head: its type, its settings, and the class and values of the settings of its layers
 HEADS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"draft_vocab_size": DRAFTED, "fc_norm": True}, LlamaConfig, {"num_hidden_layers": 2}),
-    "eagle3_of_trainer": (  # as its trainer has it unless told otherwise, but for the size of the window
+    "eagle3_of_trainer": (  # its trainer's default, except for the size of the window
         "eagle3",
         {"draft_vocab_size": DRAFTED, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
         LlamaConfig,
@@ -90,7 +90,7 @@ LAYERS_READ = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 
 
 class Weights:
-    """Random weights of a seed: norms around one, the rest so that its products have the size of what enters."""
+    """Random weights from a seed: norms are near one, and products have about the size of their inputs."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -104,7 +104,7 @@ class Weights:
         return numbers / shape[-1] ** 0.5
 
     def fill(self, model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
-        """New weights for all of a model but those of the skipped modules."""
+        """Set new weights in all modules of a model except the skipped ones."""
         with torch.no_grad():
             for name, weight in sorted(model.named_parameters()):
                 if not name.startswith(skipped):
@@ -170,12 +170,12 @@ def build(name: str, target: Path) -> Any:
 
 
 def captured(module: torch.nn.Module, run: Callable[[], object]) -> list[Tensor]:
-    """What a module returns while this runs."""
-    found: list[Tensor] = []
-    hook = module.register_forward_hook(lambda _, inputs, output: found.append(output.detach()))
+    """Collect the outputs of a module in a `with` block."""
+    outputs: list[Tensor] = []
+    hook = module.register_forward_hook(lambda _, inputs, output: outputs.append(output.detach()))
     run()
     hook.remove()
-    return found
+    return outputs
 
 
 def eagle3_steps(model: Any, text: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ def peagle_steps(model: Any, text: Tensor, features: Tensor) -> tuple[Tensor, Te
 
 
 def mtp_steps(model: Any, text: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """One step: in later ones its trainer has no rows of the first to attend to."""
+    """A single step: in later steps its trainer cannot attend to rows of the first."""
     (logits,) = captured(model.lm_head, lambda: model(text[None], last[None]))
     return torch.arange(2, 2 + logits.shape[1]), logits[0, :, None]
 
