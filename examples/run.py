@@ -1,7 +1,7 @@
 """Run the examples: `python examples/run.py`.
 
-Every notebook is executed from its first cell to its last, and the script with its defaults, in the Python that runs
-this file. Files stay as they are unless --save is given.
+Executes every notebook from its first cell to its last, and the script with its defaults, in the Python that runs this
+file. It changes no file unless --save is given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One example's run. output: what it printed and displayed as text; error: its last line, None if it went well."""
+    """The run of an example. output: its text output; error: the last line of its error, None if it succeeded."""
 
     name: str
     seconds: float
@@ -42,13 +42,13 @@ class Outcome:
     error: str | None = None
 
 
-class OwnPython(KernelSpecManager):
-    """Knows one kernel: this Python, with the settings in its environment, whatever kernels are installed."""
+class ThisPython(KernelSpecManager):
+    """Offers one kernel, whatever is installed: this Python, with `settings` in its environment."""
 
     settings: Mapping[str, str] = {}
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        """The same specification for every name."""
+        """Return the same specification for every name."""
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python", env=dict(self.settings))
 
@@ -57,10 +57,10 @@ def run_notebook(path: Path, settings: Mapping[str, str], *, save: bool = False)
     """Execute a notebook; with `save`, and only if no cell failed, write its outputs into the file."""
     notebook = nbformat.read(path, as_version=4)
     metadata = notebook.metadata.copy()
-    specs = OwnPython()
+    specs = ThisPython()
     specs.settings = {**QUIET, **settings}
     kernel = AsyncKernelManager(kernel_spec_manager=specs, kernel_name="python3")
-    client = NotebookClient(notebook, km=kernel, timeout=None, record_timing=False, resources=_at(path))
+    client = NotebookClient(notebook, km=kernel, timeout=None, record_timing=False, resources=_resources(path))
     started, error = perf_counter(), None
     try:
         client.execute(cleanup_kc=True)
@@ -70,18 +70,18 @@ def run_notebook(path: Path, settings: Mapping[str, str], *, save: bool = False)
     notebook.metadata = metadata
     if save and error is None:
         nbformat.write(notebook, path)
-    return Outcome(path.stem, seconds, shown(notebook), error)
+    return Outcome(path.stem, seconds, text_outputs(notebook), error)
 
 
 def run_script(path: Path, settings: Mapping[str, str]) -> Outcome:
-    """Execute a script that takes its defaults from the same settings."""
+    """Execute a script, with the settings in its environment."""
     started = perf_counter()
     environment = {**os.environ, **QUIET, **settings}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(path)], env=environment, capture_output=True, text=True, encoding="utf-8"
     )
-    error = last_line(done.stderr) or f"exit status {done.returncode}" if done.returncode else None
-    return Outcome(path.stem, perf_counter() - started, done.stdout, error)
+    error = last_line(process.stderr) or f"exit status {process.returncode}" if process.returncode else None
+    return Outcome(path.stem, perf_counter() - started, process.stdout, error)
 
 
 def run_example(path: Path, settings: Mapping[str, str], *, save: bool = False) -> Outcome:
@@ -91,23 +91,23 @@ def run_example(path: Path, settings: Mapping[str, str], *, save: bool = False) 
     return run_script(path, settings)
 
 
-def shown(notebook: Any) -> str:
-    """All text a notebook's outputs hold, HTML included."""
+def text_outputs(notebook: Any) -> str:
+    """All text in a notebook's outputs, HTML included."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return "\n".join(map(_text, outputs))
 
 
 def examples(folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """The examples of a folder, or those called `names`; ValueError for a name that is none of them."""
-    found = {path.stem: path for path in sorted(folder.iterdir()) if _is_example(path)}
+    """The examples of a folder, or those called `names`; ValueError for an unknown name."""
+    by_name = {path.stem: path for path in sorted(folder.iterdir()) if _is_example(path)}
     for name in names:
-        if name not in found:
-            raise ValueError(f"example {name!r}; allowed: {', '.join(found)}")
-    return [found[name] for name in names or found]
+        if name not in by_name:
+            raise ValueError(f"example {name!r}; allowed: {', '.join(by_name)}")
+    return [by_name[name] for name in names or by_name]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
-    """The environment variables that the examples read; a target without a draft has none."""
+    """The environment variables that the examples read. --target without --draft means no draft model."""
     settings = {}
     if options.target is not None:
         settings = {"SLIPSTREAM_TARGET": options.target, "SLIPSTREAM_DRAFT": options.draft or ""}
@@ -117,7 +117,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None, folder: Path = HERE) -> int:
-    """Run examples and print a line for each; 1 if one failed."""
+    """Run examples and print a line for each; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description="Run the examples.")
     parser.add_argument("names", nargs="*", help="file names without ending (default: all)")
     parser.add_argument("--target", help="hub id, folder or smollm2 (default: smollm2)")
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = HERE) -> int:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty, without terminal colours; where an error says what it is."""
+    """The last line that is not empty, without terminal colours: of an error, the line with its message."""
     lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -154,7 +154,7 @@ def _text(output: Any) -> str:
     return "\n".join(str(data) for kind, data in output.data.items() if kind.startswith("text/"))
 
 
-def _at(path: Path) -> dict[str, Any]:
+def _resources(path: Path) -> dict[str, Any]:
     return {"metadata": {"path": str(path.parent)}}
 
 
