@@ -33,7 +33,7 @@ def test_rows_that_are_ahead_gain_only_what_a_row_costs() -> None:
     assert worth[:2] == pytest.approx([least + (1 - least) * 2] * 2, abs=1e-3)  # either may finish last
     assert worth[2:] == pytest.approx([least, least], abs=2e-3)
     assert sum(worth) == pytest.approx(4)
-    later = [worths[0].of(ahead) for ahead in range(20)]
+    later = [worths[0].of(ahead) for ahead in range(40)]
     assert later == sorted(later, reverse=True) and later[0] > 2 * later[4]  # by then the other row is last
     assert later[-1] == pytest.approx(least, abs=2e-3)
 
@@ -46,13 +46,15 @@ def test_drafts_are_worth_less_for_a_row_whose_drafts_are_accepted() -> None:
     assert slow.of(0) > 1 > fast.of(0)
 
 
-def test_the_limit_of_a_row_matters_less_where_texts_end_early() -> None:
+def test_limits_do_not_matter_beyond_the_length_at_which_texts_end() -> None:
     rows = rows_of([60, 60, 30, 1])
+    for row in rows:
+        row.rounds *= row.num_output_tokens  # a round for each token
     with awaited_together(rows):
         by_limit = [worth.of(0) for worth in worth_of_tokens(rows, seconds)]
         open_ends = [worth.of(0) for worth in worth_of_tokens(rows, seconds, typical=20)]
-    assert by_limit[0] > open_ends[0] > 1 > open_ends[2] > by_limit[2]
-    assert open_ends[3] > 0.5
+    assert by_limit[0] > open_ends[0] > 1 > by_limit[2]
+    assert open_ends[2] == pytest.approx(open_ends[0]) and open_ends[3] == pytest.approx(by_limit[3], abs=1e-3)
 
 
 def test_all_tokens_are_worth_the_same_unless_one_caller_waits_for_running_rows() -> None:

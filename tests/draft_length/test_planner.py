@@ -326,7 +326,6 @@ def test_a_draft_is_cut_where_its_row_would_get_ahead_of_the_rows_it_is_awaited_
     )
     rows = [row(i) for i in range(8)]
     for running in rows:
-        running.tokens += [3] * 150  # the limit is near
         add_round(running, 0, 0)
     likely, empty = [0.95**n for n in range(1, 16)], list[float]()
     single, all_alike = draft(likely, *[empty] * 7), draft(*[likely] * 8)

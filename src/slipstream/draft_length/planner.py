@@ -36,6 +36,7 @@ SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried a
 OWN_TOKENS, ALL_TOKENS = 16, 128
 SEARCHES = 32  # the seconds that searches take and save are averaged over so many searches of a row
 PACED = 12  # a row's pace is estimated as if it had had so many more rounds, of one token each
+SPREAD = 0.07  # of the longest row's rounds: how far drafts move rows apart
 PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
 
 
@@ -55,7 +56,7 @@ class Worth(NamedTuple):
     """What a token of a row is worth, compared with one of an average row: base + if_last * exp(-ahead / spread).
 
     base: in any case. if_last: in addition, if the row is the last to end, which becomes less likely by a factor of e
-    with every `spread` tokens that the row is ahead.
+    with every `spread` tokens that the row is ahead once it has this one.
     """
 
     base: float = 1.0
@@ -63,8 +64,15 @@ class Worth(NamedTuple):
     spread: float = 1.0
 
     def of(self, ahead: float) -> float:
-        """The worth of the next token of a row that is `ahead` tokens further than expected."""
+        """The worth of a token with which the row is `ahead` tokens further than expected."""
         return self.base + self.if_last * exp(-ahead / self.spread) if self.if_last else self.base
+
+    def of_draft(self, probs: Sequence[float], common: float) -> list[float]:
+        """The expected worth of a draft's tokens. common: how many tokens all rows gain, which put no row ahead.
+
+        probs: the probability that the first 1, 2, ... tokens are all accepted.
+        """
+        return [self.of(max(0.0, place - common)) * prob for place, prob in enumerate(probs, 1)]
 
 
 def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
@@ -75,18 +83,18 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same.
 
     seconds: number of rows -> seconds of a forward without drafts. typical: tokens after which texts end by themselves;
-    the shorter they are, the less a row's limit says about which row ends last.
+    limits beyond that do not show which row ends last.
     """
     call = rows[0].call_rows if rows else ()
     if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
         return [Worth()] * len(rows)
     if any(not row.rounds and row.finish_reason is None for row in call):  # a row of the call waits for a place
         return [Worth()] * len(rows)
-    rounds_left = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]
+    paces = [(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds per token
+    rounds_left = [min(row.remaining, typical) * pace for row, pace in zip(rows, paces, strict=True)]
     total, longest = seconds(len(rows)), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
-    # 3 % of the longest row's rounds is how far drafts move rows apart
-    spread = longest * (0.03 + 1 - exp(-longest / typical))
+    spread = SPREAD * longest
     weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
@@ -249,8 +257,9 @@ class Planner:
         if not rows:
             return False
         drafted = len(chances[0])
+        ahead = len(rows) < batch  # if every row drafts, none gets ahead
         gain = sum(
-            worth.of(0) * self.model_drafts.chance_of_next(row, row_chances)
+            worth.of(ahead) * self.model_drafts.chance_of_next(row, row_chances)
             for worth, row, row_chances in zip(self._worth(rows), rows, chances, strict=True)
         )
         seconds = partial(self.costs.verify, batch)
@@ -272,12 +281,9 @@ class Planner:
         accepted_uncut = sum(
             self.model_drafts.of(row).accepted for row, probs in zip(rows, offers, strict=True) if probs is None
         )
-        common = min(sum(probs or ()) for probs in offers)  # tokens that every row gains put no row ahead
+        common = min(sum(probs or ()) for probs in offers)
         chosen, _ = best_lengths(
-            [
-                [worth.of(max(0.0, n - common)) * prob for n, prob in enumerate(probs or ())]
-                for worth, probs in zip(self._worth(rows), offers, strict=True)
-            ],
+            [worth.of_draft(probs or (), common) for worth, probs in zip(self._worth(rows), offers, strict=True)],
             lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
             len(rows) + accepted_uncut,
             even=self.costs.even,
@@ -369,8 +375,9 @@ class Planner:
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
         count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
+        accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(
-            worth.of(0) * round.num_accepted_tokens for worth, round in zip(self._worth(rows), rounds, strict=True)
+            sum(worth.of_draft([1.0] * n, min(accepted))) for worth, n in zip(self._worth(rows), accepted, strict=True)
         )
         wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
         saved = (tokens * self._token_seconds(count) - wider) / count
