@@ -43,6 +43,7 @@ def test_scripts_without_spaces_are_not_held_back() -> None:
 
 def test_a_word_longer_than_a_line_is_not_broken() -> None:
     assert wrapped(["see https://example.org/ now"], 12) == "see\nhttps://example.org/\nnow"
+    assert wrapped(["see https://exam", "ple", ".org/", " now"], 12) == "see\nhttps://example.org/\nnow"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ class WordWrap:
         self._column = 0
         self._blanks = ""  # before the word that is held back
         self._word = ""
+        self._is_inside = False  # whether a word's beginning is written, because it was too long to be held back
 
     def push(self, text: str) -> str:
         """What can be written once this piece has come."""
@@ -94,18 +95,19 @@ class WordWrap:
         for part in PARTS.findall(text):
             if part == "\n":
                 written += [self.flush(), "\n"]
-                self._column, self._blanks = 0, ""
+                self._column, self._blanks, self._is_inside = 0, "", False
             elif part.isspace():
                 written.append(self._place())
-                self._blanks += part
+                self._blanks, self._is_inside = self._blanks + part, False
             elif cell_len(part) == 2 * len(part):
                 written.append(self._place())
-                self._word = part
+                self._word, self._is_inside = part, False
                 written.append(self._place())
             else:
                 self._word += part
         if cell_len(self._word) >= self._width:
             written.append(self._place())
+            self._is_inside = True
         return "".join(written)
 
     def flush(self) -> str:
@@ -122,7 +124,7 @@ class WordWrap:
         word, self._word = self._word, ""
         blanks, self._blanks = self._blanks, ""
         columns, gap = cell_len(word), cell_len(blanks)
-        if self._column and self._column + gap + columns > self._width:
+        if self._column and not self._is_inside and self._column + gap + columns > self._width:
             self._column = columns
             return "\n" + word
         self._column += gap + columns

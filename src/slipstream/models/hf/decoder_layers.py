@@ -163,6 +163,6 @@ def _run_two_tokens(model: Any) -> None:
 
 def _refusal(model: Any, reason: str) -> UsageError:
     return UsageError(
-        f"drafter='layer_skip': the layers of {type(model).__name__} cannot be found: {reason}; allowed: models "
-        "whose decoder layers are one nn.ModuleList used in order, or another drafter"
+        f"the layers of {type(model).__name__} cannot be found: {reason}; allowed with draft heads and "
+        "drafter='layer_skip': models whose decoder layers are one nn.ModuleList used in order"
     )

@@ -385,7 +385,8 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     for _ in range(num_tensors):
         name, dimensions = reader.string(MAX_NAME), reader.number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
+            allowed = f"allowed: 1 to {MAX_DIMENSIONS}"
+            raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; {allowed}")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
         if name in places:
             raise _two_tensors(file, name)
