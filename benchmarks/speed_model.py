@@ -87,9 +87,7 @@ def main(
     for batch in rows:
         groups = [ids[first : first + batch] for first in range(0, len(ids) - batch + 1, batch)]
         if not groups:
-            raise typer.BadParameter(
-                f"{len(ids)}; allowed: at least the largest batch, {batch}", param_hint="--num-prompts"
-            )
+            raise typer.BadParameter(f"{len(ids)}; allowed: at least {batch}, a batch size", param_hint="--num-prompts")
         lines += _batch(base, costs, groups, sizes, SamplingParams(max_tokens=max_tokens, ignore_eos=True), repeats)
     for line in lines:
         table.add_row(*_cells(line))

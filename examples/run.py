@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = HERE) -> int:
     parser = argparse.ArgumentParser(description="Run the examples.")
     parser.add_argument("names", nargs="*", help="file names without ending (default: all)")
     parser.add_argument("--target", help="hub id, folder or smollm2 (default: smollm2)")
-    parser.add_argument("--draft", help="draft model (default: drafts are looked up in the text so far)")
+    parser.add_argument("--draft", help="draft model of --target (default: drafts are looked up in the text)")
     parser.add_argument("--max-tokens", type=_positive, help="generate at most this many tokens")
     parser.add_argument("--save", action="store_true", help="write the outputs into the notebooks")
     options = parser.parse_args(arguments)

@@ -326,6 +326,7 @@ def test_a_draft_is_cut_where_its_row_would_get_ahead_of_the_rows_it_is_awaited_
     )
     rows = [row(i) for i in range(8)]
     for running in rows:
+        running.params = SamplingParams(max_tokens=60)
         add_round(running, 0, 0)
     likely, empty = [0.95**n for n in range(1, 16)], list[float]()
     single, all_alike = draft(likely, *[empty] * 7), draft(*[likely] * 8)

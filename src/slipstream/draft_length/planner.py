@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from math import exp
+from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, Round
+from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, Round, depths
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import ModelDrafts, Positions
 from slipstream.draft_length.costs import CostModel, best_lengths
@@ -67,12 +69,14 @@ class Worth(NamedTuple):
         """The worth of a token with which the row is `ahead` tokens further than expected."""
         return self.base + self.if_last * exp(-ahead / self.spread) if self.if_last else self.base
 
-    def of_draft(self, probs: Sequence[float], common: float) -> list[float]:
-        """The expected worth of a draft's tokens. common: how many tokens all rows gain, which put no row ahead.
+    def of_draft(self, probs: Sequence[float], depths: Sequence[int], common: float) -> list[float]:
+        """The expected worth of a draft's tokens, which never rises from one to the next.
 
-        probs: the probability that the first 1, 2, ... tokens are all accepted.
+        probs: each token's probability of being accepted; depths: how many draft tokens come before it in the text.
+        common: how many tokens all rows gain, which put no row ahead.
         """
-        return [self.of(max(0.0, place - common)) * prob for place, prob in enumerate(probs, 1)]
+        worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
+        return list(accumulate(map(mul, worths, probs), min))
 
 
 def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
@@ -83,7 +87,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same.
 
     seconds: number of rows -> seconds of a forward without drafts. typical: tokens after which texts end by themselves;
-    limits beyond that do not show which row ends last.
+    the further limits are beyond that, the less is known about which row ends last.
     """
     call = rows[0].call_rows if rows else ()
     if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
@@ -91,10 +95,12 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     if any(not row.rounds and row.finish_reason is None for row in call):  # a row of the call waits for a place
         return [Worth()] * len(rows)
     paces = [(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds per token
-    rounds_left = [min(row.remaining, typical) * pace for row, pace in zip(rows, paces, strict=True)]
+    tokens_left = [0 if row.finish_reason else min(row.remaining, typical) for row in rows]
+    rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
     total, longest = seconds(len(rows)), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
-    spread = SPREAD * longest
+    open_ended = max(0.0, 1 - typical / max(1, *(row.remaining for row in rows)))
+    spread = (SPREAD + open_ended) * longest
     weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
@@ -257,7 +263,7 @@ class Planner:
         if not rows:
             return False
         drafted = len(chances[0])
-        ahead = len(rows) < batch  # if every row drafts, none gets ahead
+        ahead = drafted + 1 if len(rows) < batch else 0  # if every row drafts, none gets ahead
         gain = sum(
             worth.of(ahead) * self.model_drafts.chance_of_next(row, row_chances)
             for worth, row, row_chances in zip(self._worth(rows), rows, chances, strict=True)
@@ -282,8 +288,12 @@ class Planner:
             self.model_drafts.of(row).accepted for row, probs in zip(rows, offers, strict=True) if probs is None
         )
         common = min(sum(probs or ()) for probs in offers)
+        depths_of_rows = [range(draft.width)] * len(rows) if draft.parents is None else map(depths, draft.parents)
         chosen, _ = best_lengths(
-            [worth.of_draft(probs or (), common) for worth, probs in zip(self._worth(rows), offers, strict=True)],
+            [
+                worth.of_draft(probs or (), row_depths, common)
+                for worth, probs, row_depths in zip(self._worth(rows), offers, depths_of_rows, strict=True)
+            ],
             lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
             len(rows) + accepted_uncut,
             even=self.costs.even,
@@ -377,7 +387,8 @@ class Planner:
         count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
         accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(
-            sum(worth.of_draft([1.0] * n, min(accepted))) for worth, n in zip(self._worth(rows), accepted, strict=True)
+            sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
+            for worth, n in zip(self._worth(rows), accepted, strict=True)
         )
         wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
         saved = (tokens * self._token_seconds(count) - wider) / count

@@ -34,7 +34,7 @@ class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
     on_ready: called with the server once the models are loaded. cores: where its own thread may run; see `free_thread`.
-    last_resort: called when a shutdown begins, with the seconds after which the process must have ended. failure: the
+    last_resort: called at each signal, with the seconds after which the process must have ended. failure: the
     error that ended the engine, and with it the server.
     """
 

@@ -52,7 +52,7 @@ static inline int64_t take_item(const struct member *me, struct shares *of, int6
     int64_t shares = least(me->count, SHARES);
     for (; *tried < shares; ++*tried) {
         int64_t share = (me->number + *tried) % shares, first = count * share / shares, size = count * (share + 1) / shares - first;
-        _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* far apart: in cache lines of their own */
+        _Atomic int64_t *taken = of->taken + share * (SHARES / shares); /* apart: if few, in cache lines of their own */
         if (*tried && atomic_load_explicit(taken, memory_order_relaxed) >= size) continue;
         int64_t item = take(taken);
         if (item < size) return first + item;
