@@ -102,12 +102,12 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
         floats scale = kind == INT4 ? load_halves(panel) : load_floats((const float *)panel), minimum;
         if (kind == INT4) minimum = multiply_floats(scale, load_signed(panel + 2 * LANES));
         else minimum = load_floats((const float *)panel + LANES);
-        fetch(panel, grouped_scale_bytes(kind));
+        fetch(panel, grouped_scale_bytes(kind), rows);
         panel += grouped_scale_bytes(kind);
         for (int64_t j = 0; j < group; j += GROUP) {
             const uint8_t *marks = marks_of(x, rows, planes);
             ints exact[2 * TILE];
-            fetch(panel, CODES);
+            fetch(panel, CODES, rows);
             integer_sums(Q4_0, 0, rows, planes, panel, x, exact);
             #pragma GCC unroll 8
             for (int i = 0; i < rows; i++) {
@@ -154,7 +154,7 @@ ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, in
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) row[i] = x + (i < there ? i : 0) * inputs, even[i] = odd[i] = all_floats(0);
     for (int64_t in = 0; in < inputs; in += 2, panel += 2 * each) {
-        fetch(panel, 2 * each);
+        fetch(panel, 2 * each, rows);
         floats first = load_weights(kind, panel), second = load_weights(kind, panel + each);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {

@@ -37,10 +37,10 @@ ALWAYS void add_panel(const int format, const int rows, const int planes, const 
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
     for (int64_t at = 0; at < inputs; at += size) {
         const uint8_t *scales = panel;
-        fetch(panel, SHAPES[format].scales);
+        fetch(panel, SHAPES[format].scales, rows);
         panel += SHAPES[format].scales;
         for (int64_t g = 0; g < size / GROUP; g++) {
-            fetch(panel, bytes_of);
+            fetch(panel, bytes_of, rows);
             add_group(format, rows, planes, panel, scales, g, x, whole);
             panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
         }

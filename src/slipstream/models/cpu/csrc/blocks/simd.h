@@ -46,8 +46,8 @@ ALWAYS float half_to_float(uint16_t half) {
 #define SETTLED(x) ((void)0) /* where registers suffice */
 #endif
 
-/* Whether weights are prefetched in two steps. Intel's processors wait less for memory then: these are all that have
- * AMX, or AVX-VNNI without AVX-512. */
+/* Whether weights are prefetched in two steps even for few tokens. Intel's processors wait less for memory then: these
+ * are all that have AMX, or AVX-VNNI without AVX-512. */
 #if defined(__AMX_TILE__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 enum { IN_TWO_STEPS = 1 };
 #else

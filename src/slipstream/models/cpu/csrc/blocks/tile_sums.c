@@ -112,8 +112,8 @@ ALWAYS void add_panel(const int format, const int rows, const uint8_t *panel, in
         int64_t then = g + 2 * LAG, soon = g + LAG;
         MEMORY_SETTLED();
         if (then < groups) {
-            if (unpacked == 0) fetch(codes, step), codes += step;
-            fetch(codes, bytes_of), unpack(format, codes, ring.codes[then % RING]);
+            if (unpacked == 0) fetch(codes, step, rows), codes += step;
+            fetch(codes, bytes_of, rows), unpack(format, codes, ring.codes[then % RING]);
             codes += bytes_of, unpacked = unpacked + 1 == each ? 0 : unpacked + 1;
         }
         if (soon >= 0 && soon < groups)
