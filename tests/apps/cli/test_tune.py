@@ -56,7 +56,7 @@ def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Pat
         assert all(standing["lost"] for standing in advice["others"])
         measured = [standing for standing in advice["others"] if standing["measured"] is not None]
         assert all(standing["texts"]["different"] == 0 and standing["units"] > 0 for standing in measured)
-    assert "batch size 1: speed-up over plain decoding" in out and "use it: slipstream generate --target toy" in out
+    assert "batch size 1: speed-up over plain decoding" in out and "use it: slipstream generate --model toy" in out
     assert DecoderConfig.from_json(folder / "slipstream.json").drafter in (
         "none",
         "auto",

@@ -188,7 +188,7 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
 def _command(advice: Advice, header: Header, folder: Path) -> str:
     from slipstream.bench.tuning.advice import needs_draft
 
-    words = ["slipstream", "generate", "--target", str(header.settings["target"])]
+    words = ["slipstream", "generate", "--model", str(header.settings["target"])]
     if advice.best is not None and needs_draft(advice.best.candidate):
         words += ["--draft", str(advice.best.candidate.draft)]
     return shlex.join([*words, "--config", str(folder / "slipstream.json")])
