@@ -58,7 +58,7 @@ class Worth(NamedTuple):
     """What a token of a row is worth, compared with one of an average row: base + if_last * exp(-ahead / spread).
 
     base: in any case. if_last: in addition, if the row is the last to end, which becomes less likely by a factor of e
-    with every `spread` tokens that the row is ahead once it has this one.
+    with every `spread` tokens that this one puts the row ahead of the others.
     """
 
     base: float = 1.0
@@ -66,7 +66,7 @@ class Worth(NamedTuple):
     spread: float = 1.0
 
     def of(self, ahead: float) -> float:
-        """The worth of a token with which the row is `ahead` tokens further than expected."""
+        """The worth of a token that puts the row `ahead` tokens further than the others."""
         return self.base + self.if_last * exp(-ahead / self.spread) if self.if_last else self.base
 
     def of_draft(self, probs: Sequence[float], depths: Sequence[int], common: float) -> list[float]:
@@ -99,6 +99,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
     total, longest = seconds(len(rows)), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
+    # where texts end long before their limits, their ends are spread as far as they are long
     open_ended = max(0.0, 1 - typical / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
     weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last

@@ -111,7 +111,7 @@ def _check_remote(models: Models, config: DecoderConfig) -> None:
 
 
 def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
-    """The same with a server. history: as in `_converse`."""
+    """Pass each line of input to a conversation with a server. history: as in `_converse`."""
     conversation.display.remark(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
     for line in _piped() if history is None else _lines(_session(history, lambda text: [])):
         conversation.handle(line)

@@ -119,7 +119,7 @@ def points_of(name: str, table: object) -> dict[int, Any]:
 
 
 def grid_of(name: str, table: object) -> dict[int, dict[int, Any]]:
-    """The same for a table of tables."""
+    """A table of tables from JSON; see `points_of`."""
     return {batch: points_of(name, points) for batch, points in points_of(name, table).items()}
 
 

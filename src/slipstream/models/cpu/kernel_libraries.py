@@ -378,7 +378,7 @@ def library_of(recipe: Recipe) -> ctypes.CDLL:
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The same library, its functions declared to take Python's numbers and addresses, see `SIGNATURES`."""
+    """Declare what a library's functions take and return, as `SIGNATURES` lists it; returns the library."""
     for name, signature in SIGNATURES.items():
         if hasattr(library, name):
             arguments, _, returned = signature.partition(">")

@@ -134,7 +134,7 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A layer's attention.
+    """The settings of a layer's attention.
 
     index: number of the layer. window: how many positions a token sees, itself included; None if it sees all.
     """
