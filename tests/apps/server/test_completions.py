@@ -210,6 +210,7 @@ def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
         ({"num_draft_tokens": 65}, "num_draft_tokens"),
         ({"min_tokens": 20}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),

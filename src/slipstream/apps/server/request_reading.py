@@ -406,9 +406,8 @@ def check_supported(fields: SamplingFields) -> None:
         if says_something(extra[name]):
             hint = ", here it is max_tokens" if name == "max_completion_tokens" else ""
             raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{hint}", name)
-    best_of = extra.get("best_of")
-    if best_of not in (None, fields.n or 1):
-        raise refused(f"best_of={best_of!s:.40}; allowed: the same as n", "best_of")
+    if fields.best_of not in (None, fields.n or 1):
+        raise refused(f"best_of={fields.best_of}; allowed: the same as n", "best_of")
     if isinstance(fields, CompletionFields) and fields.suffix:
         raise refused("suffix: filling in the middle is not supported", "suffix")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:

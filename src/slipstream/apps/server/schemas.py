@@ -18,7 +18,6 @@ FAIL_FAST = Field(fail_fast=True)
 # fields of other servers that would change no answer: they are ignored, and the log does not name them
 WITHOUT_EFFECT = frozenset(
     {
-        "best_of",
         "metadata",
         "priority",
         "prompt_cache_key",
@@ -196,6 +195,7 @@ class SamplingFields(Fields):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     n: Annotated[int, NUMBER, Field(ge=1, le=16)] | None = None
+    best_of: Annotated[int, NUMBER] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, NUMBER, Field(ge=0, le=MAX_TOKENS)] | None = None
