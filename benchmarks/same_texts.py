@@ -1,13 +1,16 @@
 """Do two checkouts of Slipstream generate the same texts, to the bit of every token id?
 
     python benchmarks/same_texts.py BEFORE AFTER --target smollm2 --draft smollm2 --prompts 60 --prompt-file FILE
+    python benchmarks/same_texts.py BEFORE AFTER --num-draft-tokens 4x2                 # trees
+    python benchmarks/same_texts.py BEFORE AFTER --params '{"constraint": {"json_object": true}}'
     python benchmarks/same_texts.py BEFORE AFTER --target T --draft D --keep DIR    # BEFORE runs only once
     python benchmarks/same_texts.py BEFORE AFTER --target toy --self-check          # must find a difference
 
-Each checkout runs in a process of its own, on the same prompts, with the prompt's number as the seed. Arms draft a
-fixed number of tokens, so that their texts cannot depend on measured times; only "auto" chooses drafter and length
-itself. A draft model is loaded in 4 bits, so that it differs from the target even if both have the same name. The
-script uses only the public interface and does not measure speed. Exit code 1 if a text differs.
+Each checkout runs in a process of its own, on the same prompts, with their predictions if they have any, and with the
+prompt's number as the seed. Arms draft a fixed number of tokens, so that their texts cannot depend on measured times;
+only "auto" chooses drafter and length itself, and "none" only tries predictions. A draft model is loaded in 4 bits, so
+that it differs from the target even if both have the same name. The script uses only the public interface and does not
+measure speed. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +31,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-NUM_DRAFT_TOKENS = 4  # of every arm but "auto"
+from slipstream.text.prompt_sets import NamedPrompt, read_prompts
+
 DRAFTERS, NEEDS_DRAFT = "none,ngram,suffix,model,auto", "model"
 WORKER = "--worker"  # runs this script as the process of one checkout, which reads its job from standard input
 
@@ -37,16 +41,22 @@ Texts = dict[str, list[list[int]]]  # arm -> token ids of each prompt's text
 
 @dataclass(frozen=True)
 class Job:
-    """The work of both checkouts. options: further arguments of the decoder; batch: prompts decoded together."""
+    """The work of both checkouts. batch: prompts decoded together.
+
+    options, params: further arguments of the decoder and of `SamplingParams`; num_draft_tokens: of all arms but "auto".
+    """
 
     target: str
     draft: str | None
     options: dict[str, Any]
+    params: dict[str, Any]
+    num_draft_tokens: int | str
     max_tokens: int
     batch: int
     drafters: list[str]
     temperatures: list[float]
     prompts: list[str]
+    predictions: list[str | None]
 
 
 @dataclass(frozen=True)
@@ -74,21 +84,28 @@ def _first_difference(before: Sequence[int], after: Sequence[int]) -> int | None
 def work(job: Job, checkout: Path) -> None:
     """Generate all texts with the code of `checkout` and print them as JSON; runs in a process of its own."""
     import slipstream
-    from slipstream import SamplingParams, SpeculativeDecoder
+    from slipstream import Constraint, SamplingParams, SpeculativeDecoder
 
     home = Path(slipstream.__file__).resolve()
     assert home.is_relative_to(checkout / "src"), f"{home} is not in {checkout / 'src'}"
     loaded = SpeculativeDecoder(job.target, job.draft, **job.options)
     print(f"{home.parent}: {'' if loaded.reproducible else 'not '}reproducible", file=sys.stderr, flush=True)
-    lengths: dict[str, int | str] = {name: NUM_DRAFT_TOKENS for name in job.drafters} | {"auto": "auto"}
-    decoders = {name: loaded.using(name, num_draft_tokens=lengths[name]) for name in job.drafters}
+    decoders = {
+        name: loaded.using(name, num_draft_tokens="auto" if name in ("none", "auto") else job.num_draft_tokens)
+        for name in job.drafters
+    }
+    common = {"max_tokens": job.max_tokens} | job.params
+    if "constraint" in common:
+        common["constraint"] = Constraint(**common["constraint"])
     texts: Texts = {f"{name} at {temperature:g}": [] for name in job.drafters for temperature in job.temperatures}
     for first in range(0, len(job.prompts), job.batch):
         group = job.prompts[first : first + job.batch]
         for name, decoder in decoders.items():  # arm after arm, so that the prompts stay in the KV cache
             for temperature in job.temperatures:
-                unseeded = SamplingParams(temperature=temperature, max_tokens=job.max_tokens)
-                params = [replace(unseeded, seed=first + i) for i in range(len(group))]
+                params = [
+                    SamplingParams(**common | {"temperature": temperature, "seed": seed, "prediction": prediction})
+                    for seed, prediction in enumerate(job.predictions[first : first + job.batch], first)
+                ]
                 texts[f"{name} at {temperature:g}"] += [result.token_ids for result in decoder.generate(group, params)]
         print(f"{first + len(group)} of {len(job.prompts)} prompts", file=sys.stderr, flush=True)
     print(json.dumps(texts))
@@ -130,17 +147,16 @@ def _commit(checkout: Path) -> str | None:
 
 
 def _digest(commit: str, job: Job) -> str:
-    key = {"commit": commit, "length": NUM_DRAFT_TOKENS, "torch": version("torch"), **asdict(job)}
+    key = {"commit": commit, "torch": version("torch"), **asdict(job)}
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
 
 
-def choose_prompts(files: Sequence[Path], count: int) -> list[str]:
-    """The first turns of `count` lines, taken from the files' categories in rotation."""
-    families: dict[str, list[str]] = {}
+def choose_prompts(files: Sequence[Path], count: int) -> list[NamedPrompt]:
+    """`count` of the files' prompts, taken from their categories in rotation."""
+    families: dict[str, list[NamedPrompt]] = {}
     for file in files:
-        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
-            item = json.loads(line)
-            families.setdefault(item["category"], []).append(item["turns"][0])
+        for prompt in read_prompts(file):
+            families.setdefault(prompt.category, []).append(prompt)
     rotation = [prompt for turn in zip_longest(*families.values()) for prompt in turn if prompt is not None]
     if count > len(rotation):
         raise typer.BadParameter(f"--prompts {count}; the files hold {len(rotation)}; add a --prompt-file")
@@ -164,7 +180,9 @@ def main(
     options: Annotated[str, typer.Option(help="further arguments of the decoder, as JSON")] = "{}",
     prompts: Annotated[int, typer.Option(min=1)] = 40,
     max_tokens: Annotated[int, typer.Option(min=1)] = 48,
+    params: Annotated[str, typer.Option(help="further SamplingParams, as JSON; constraint: its fields")] = "{}",
     drafters: Annotated[str | None, typer.Option(help=f"by default {DRAFTERS}; model needs --draft")] = None,
+    num_draft_tokens: Annotated[str, typer.Option(help="of arms but none and auto; DEPTHxWIDTH: trees")] = "4",
     temperatures: str = "0,0.8",
     batch: Annotated[int, typer.Option(min=1, help="prompts decoded together")] = 1,
     prompt_file: Annotated[Path | None, typer.Option(help="JSON lines to add to the package's prompts")] = None,
@@ -185,16 +203,21 @@ def main(
             raise typer.BadParameter(f"--drafters {drafters}, but there is no draft model; give --draft")
         names = [name for name in names if name != NEEDS_DRAFT]
     further = ({"draft_dtype": "int4"} if draft else {}) | json.loads(options)
-    files = [*(before.resolve() / "src").rglob("prompts.jsonl"), *([prompt_file] if prompt_file else [])]
+    chosen = choose_prompts(
+        [*(before.resolve() / "src").rglob("prompts.jsonl"), *([prompt_file] if prompt_file else [])], prompts
+    )
     job = Job(
         target=target,
         draft=draft,
         options=further,
+        params=json.loads(params),
+        num_draft_tokens=int(num_draft_tokens) if num_draft_tokens.isdecimal() else num_draft_tokens,
         max_tokens=max_tokens,
         batch=batch,
         drafters=names,
         temperatures=list(map(float, temperatures.split(","))),
-        prompts=choose_prompts(files, prompts),
+        prompts=[prompt.prompt for prompt in chosen],
+        predictions=[prompt.prediction for prompt in chosen],
     )
     texts = {"before": texts_of(before.resolve(), job, keep)}
     if after is None:

@@ -59,7 +59,7 @@ def test_prompts_are_taken_from_all_categories_in_turn(same_texts: Any, tmp_path
     file = tmp_path / "prompts.jsonl"
     lines = [{"category": name[0], "turns": [name, "more"]} for name in ("a1", "a2", "a3", "b1", "b2")]
     file.write_text("\n".join(map(json.dumps, lines)))
-    assert same_texts.choose_prompts([file], 4) == ["a1", "b1", "a2", "b2"]
+    assert [prompt.prompt for prompt in same_texts.choose_prompts([file], 4)] == ["a1", "b1", "a2", "b2"]
     with pytest.raises(typer.BadParameter, match="the files hold 5"):
         same_texts.choose_prompts([file], 6)
 
@@ -75,6 +75,19 @@ def test_a_checkout_equals_itself_except_for_a_changed_token(tmp_path: Path) -> 
     assert all((arm["identical"], arm["different"]) == (2, 0) for arm in others)
 
 
+def test_trees_constraints_and_predictions_are_compared(tmp_path: Path) -> None:
+    file, out = tmp_path / "predicted.jsonl", tmp_path / "found.json"
+    file.write_text(json.dumps({"category": "own", "prompt": "A heron", "prediction": "12345678"}))
+    params = '{"constraint": {"regex": "[0-9]{8}"}}'
+    further = ("--num-draft-tokens", "3x2", "--params", params, "--prompt-file", file)
+    process = run(ROOT, ROOT, *TOY, *further, "--prompts", "9", "--drafters", "none,model", "--json", out)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(out.read_text())
+    assert report["job"]["num_draft_tokens"] == "3x2" and "12345678" in report["job"]["predictions"]
+    texts = [text for arm in report["texts"]["after"].values() for text in arm]
+    assert len(texts) == 36 and all(48 <= token < 58 for text in texts for token in text[:8])
+
+
 def test_identical_texts_fail_only_the_self_check(same_texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_texts, "texts_of", lambda checkout, job, keep: {"none at 0": [[1, 2, 3]]})
     for self_check in (False, True):
@@ -87,7 +100,7 @@ def test_a_folder_without_sources_is_an_error(
     same_texts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "src").mkdir()
-    job = same_texts.Job("toy", None, {}, 12, 1, ["none"], [0.0], ["A heron"])
+    job = same_texts.Job("toy", None, {}, {}, 4, 12, 1, ["none"], [0.0], ["A heron"], [None])
     with pytest.raises(SystemExit, match="the worker failed with exit code 1"):
         same_texts.texts_of(tmp_path, job, None)
     assert "is not in" in capfd.readouterr().err
