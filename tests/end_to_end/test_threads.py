@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
@@ -171,6 +172,45 @@ def test_a_paused_stream_does_not_block_other_calls() -> None:
     paused = decoder.stream(TEXTS[0], params)
     next(paused)
     assert together([lambda: decoder.generate(TEXTS[1], params).text])[0] == decoder.generate(TEXTS[1], params).text
+
+
+@pytest.mark.parametrize("inner", ["same", "derived", "scheduler"])
+def test_a_logits_processor_that_decodes_with_its_own_models_is_refused(inner: str) -> None:
+    decoder = SpeculativeDecoder("toy")
+    text = decoder.generate(TEXTS[0], max_tokens=6, ignore_eos=True).token_ids
+
+    def decode() -> None:
+        if inner == "scheduler":
+            decoder.scheduler().step()
+        else:
+            (decoder if inner == "same" else decoder.using("none")).generate("x", max_tokens=2)
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == len(prompt) + 3:
+            decode()
+        return scores
+
+    prompt = decoder.encode(TEXTS[0])
+    with pytest.raises(UsageError, match="in the middle of a step; allowed: a decoder over other models"):
+        decoder.generate(prompt, max_tokens=6, ignore_eos=True, logits_processors=[processor])
+    assert decoder.generate(TEXTS[0], max_tokens=6, ignore_eos=True).token_ids == text
+
+
+def test_a_logits_processor_may_decode_with_other_models_and_cancel_its_row() -> None:
+    decoder, other = SpeculativeDecoder("toy"), SpeculativeDecoder(shared("llama"))
+    scheduler = decoder.scheduler()
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len(other.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids) == 2
+        scheduler.cancel(row)
+        return scores
+
+    row = decoder.rows(["A heron"], SamplingParams(max_tokens=50, ignore_eos=True, logits_processors=[processor]))[0]
+    scheduler.add(row)
+    while scheduler.unfinished:
+        scheduler.step()
+    assert row.finish_reason == "cancelled"
+    assert len(decoder.result(row).token_ids) < 50
 
 
 def test_interleaved_decoders_keep_their_own_attended_lengths() -> None:

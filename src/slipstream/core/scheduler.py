@@ -25,7 +25,8 @@ class Scheduler:
     so it delays the others by a bounded time in each.
     num_slots: the least number of KV cache slots; those without a row keep the prompts of ended rows, the most recently
     used ones longest.
-    turn: makes the context that every call enters: a lock, where several threads use the scheduler or its models.
+    lock, turn: make the contexts that a step enters (turn) and every other call (lock), for schedulers and models that
+    several threads use.
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class Scheduler:
         engine: Engine,
         max_batch_size: int = 8,
         prompt_budget: int = PROMPT_BUDGET,
+        lock: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_slots: int = 0,
     ) -> None:
         self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
-        self.num_slots, self._turn = num_slots, turn
+        self.num_slots, self._lock, self._turn = num_slots, lock, turn
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
@@ -47,18 +49,18 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """Queue a row; it is decoded as soon as there is a place."""
-        with self._turn():
+        with self._lock():
             self._waiting.append(row)
 
     def cancel(self, row: Row) -> None:
         """End a row before its next round, wherever it is; what it has committed stays. Ended rows stay as they are."""
-        with self._turn():
+        with self._lock():
             row.finish_reason = row.finish_reason or "cancelled"
 
     @property
     def unfinished(self) -> bool:
         """Whether a row is waiting or being decoded."""
-        with self._turn():
+        with self._lock():
             places = (self._running, self._reading, self._waiting)
             return any(row.finish_reason is None for rows in places for row in rows)
 

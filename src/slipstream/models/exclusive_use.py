@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -37,6 +38,7 @@ class ModelLock:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.user: object = None
+        self.stepping = False
         self.process = os.getpid()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -102,12 +104,25 @@ class ExclusiveUse:
             context.__exit__(None, None, None)
         self._release(len(self._locks))
 
-    def changes_to(self, user: object) -> bool:
-        """Note `user` as the one who uses the models now; returns whether another one used them last."""
+    @contextmanager
+    def step_of(self, user: object) -> Iterator[bool]:
+        """A step of decoding; yields whether another user made the last one. UsageError if it begins within another.
+
+        The lock cannot refuse that: a drafter or logits processor that decodes does so in the thread that holds it.
+        """
+        if any(lock.stepping for lock in self._locks):
+            raise UsageError(
+                "a drafter, logits processor or signal handler decodes with models that are in the middle of a step; "
+                "allowed: a decoder over other models"
+            )
         changed = any(lock.user is not user for lock in self._locks)
         for lock in self._locks:
-            lock.user = user
-        return changed
+            lock.user, lock.stepping = user, True
+        try:
+            yield changed
+        finally:
+            for lock in self._locks:
+                lock.stepping = False
 
     def _release(self, num_acquired: int) -> None:
         for lock in reversed(self._locks[:num_acquired]):

@@ -92,7 +92,7 @@ class EngineAccess:
 
         Several threads may use it, and the decoder beside it: each call of a scheduler has the models to itself.
         """
-        return Scheduler(self._engine, self.config.max_batch_size, turn=self._turn)
+        return Scheduler(self._engine, self.config.max_batch_size, lock=lambda: self._use, turn=self._turn)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
@@ -134,7 +134,8 @@ class EngineAccess:
         """[V] logits of the target after these tokens, in the precision it works in."""
         with self._use:
             row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
-            return self._models.next_logits(row)
+            with self._turn():
+                return self._models.next_logits(row)
 
     def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
         """Score about `budget` more tokens of a row's text. scores: what the call before returned; None at first.
@@ -252,8 +253,8 @@ class EngineAccess:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Exclusive use of the models, with the attended lengths of this decoder."""
-        with self._use:
-            if self._use.changes_to(self._parts.turn):  # another decoder may have set its own since
+        with self._use, self._use.step_of(self._parts.turn) as changed:
+            if changed:  # another decoder may have set its own since
                 self._models.set_attended_lengths()
             yield
 
