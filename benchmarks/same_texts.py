@@ -25,13 +25,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.text.prompt_sets import NamedPrompt, read_prompts
+if TYPE_CHECKING:
+    from slipstream.text.prompt_sets import NamedPrompt
 
 DRAFTERS, NEEDS_DRAFT = "none,ngram,suffix,model,auto", "model"
 WORKER = "--worker"  # runs this script as the process of one checkout, which reads its job from standard input
@@ -153,6 +154,8 @@ def _digest(commit: str, job: Job) -> str:
 
 def choose_prompts(files: Sequence[Path], count: int) -> list[NamedPrompt]:
     """`count` of the files' prompts, taken from their categories in rotation."""
+    from slipstream.text.prompt_sets import read_prompts  # not at the top: a worker may have an older checkout's code
+
     families: dict[str, list[NamedPrompt]] = {}
     for file in files:
         for prompt in read_prompts(file):
