@@ -57,7 +57,8 @@ class SpeculativeDecoder(EngineAccess):
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`; draft may
-    also name a draft head, or be "mtp" for the MTP layers in the target's checkpoint.
+    also name a draft head, or be "mtp" for the MTP layers in the target's checkpoint, or "none". By default
+    "smollm2" drafts with a head of its own, and other targets with their MTP layers if they have any.
     tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if it has another.
     The other arguments are settings, listed below with their defaults.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call

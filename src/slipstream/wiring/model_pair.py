@@ -29,7 +29,7 @@ from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import MTP, NO_DRAFT, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
@@ -68,9 +68,11 @@ class ModelPair:
     ) -> ModelPair:
         """Load both and choose the target's forward shapes.
 
-        The embedded model has a head of its own, for "auto"; other targets may bring MTP layers.
+        Without a draft model, a target may draft with what it brings: the embedded model with its head, others with
+        MTP layers. draft="none" refuses these, too.
         """
-        target, draft = _inner(target), _inner(draft)
+        takes_none = isinstance(draft, str) and draft == NO_DRAFT
+        target, draft = _inner(target), None if takes_none else _inner(draft)
         tokenizer = _tokenizer(tokenizer, "tokenizer")
         draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
         if draft is None and draft_tokenizer is not None:
@@ -81,11 +83,11 @@ class ModelPair:
             loaded = _load_target(target, load_options_of(config), tokenizer)
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
-            if draft is None and _has_embedded_head(target, loaded, config):
+            if draft is None and not takes_none and has_embedded_head(target, config):
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            loaded_draft = None if draft is not None else _brought_mtp(loaded, config)
+            loaded_draft = None if draft is not None or takes_none else _brought_mtp(loaded, config)
             if loaded_draft is None:
                 loaded_draft = load_draft(draft, config, loaded, draft_tokenizer)
             return cls._of_loaded(loaded, loaded_draft, config)
@@ -106,7 +108,8 @@ class ModelPair:
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """A pair of this target, its cache included, and another draft model, or none."""
         tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
-        return self._with_loaded_draft(load_draft(_inner(draft), config, self.target, tokenizer), config)
+        draft = None if isinstance(draft, str) and draft == NO_DRAFT else _inner(draft)
+        return self._with_loaded_draft(load_draft(draft, config, self.target, tokenizer), config)
 
     def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
         session = _draft_session(draft)
@@ -315,11 +318,17 @@ def _bridged(
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))
 
 
-def _has_embedded_head(target: Any, loaded: Loaded, config: DecoderConfig) -> bool:
-    """Whether the package's own head drafts: for the embedded model, on a processor, if nothing else is chosen."""
-    if config.load_options:  # ranks of tensor parallelism must draft alike
-        return False
-    return target == EMBEDDED and config.drafter == "auto" and loaded.backend.device.type == "cpu"
+def has_embedded_head(target: Any, config: DecoderConfig) -> bool:
+    """Whether the package's own head drafts if no draft model is named: for the embedded model, on a processor."""
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    # load options: ranks of tensor parallelism must draft alike
+    return (
+        isinstance(target, str)
+        and target == EMBEDDED
+        and config.drafter == "auto"
+        and on_cpu
+        and not config.load_options
+    )
 
 
 def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:

@@ -99,6 +99,11 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
     return decoder
 
 
+def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:
+    """The draft model as the user named it, or else what the target brings: a head or MTP layers."""
+    return None if decoder.draft is None else models.draft or decoder.draft.name
+
+
 def announce_loading(models: Models) -> None:
     """Say what is loaded. Work that is done once per machine (download, conversion, calibration) shows its own bars."""
     err.sentence(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder, write_json
+from slipstream.apps.cli.application import announce_loading, command, config_from, draft_name, load_decoder, write_json
 from slipstream.apps.cli.consoles import clock_time, err, progress_bar
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
@@ -94,7 +94,14 @@ def batch_command(
     from slipstream.jobs.line_formats import JobOptions
 
     options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
-    job = _job(models, config, files, options, cluster)
+    job: BatchJob | RayJob
+    if cluster.ray:
+        job, draft = _ray_job(models, config, files, options, cluster), models.draft
+    else:
+        from slipstream.jobs.batch_job import BatchJob
+
+        decoder = load_decoder(models, config, is_announced=True)
+        job, draft = BatchJob(decoder, files, options), draft_name(models, decoder)
     try:
         with _progress() as on_progress:
             report = job.run(on_progress)
@@ -107,18 +114,14 @@ def batch_command(
         lines = "the failed line is" if report.failed == 1 else f"all {report.failed} failed lines are"
         err.sentence(f"{lines} in {files.errors}")
     err.sentence(_summary(report))
-    write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
+    write_json(json_file, {"target": models.target, "draft": draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)
 
 
-def _job(
+def _ray_job(
     models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
-) -> BatchJob | RayJob:
-    """The job on this machine, or on a cluster."""
-    if not cluster.ray:
-        from slipstream.jobs.batch_job import BatchJob
-
-        return BatchJob(load_decoder(models, config, is_announced=True), files, options)
+) -> RayJob:
+    """The job on a cluster."""
     from slipstream.integrations.ray.ray_engine import EngineSpec
     from slipstream.integrations.ray.ray_job import RayJob
     from slipstream.integrations.ray.ray_options import ray_module

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.application import command, config_from, gather_prompts, load_decoder, write_json
+from slipstream.apps.cli.application import command, config_from, draft_name, gather_prompts, load_decoder, write_json
 from slipstream.apps.cli.consoles import RunBar, err, out
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Structure, flags, option
 from slipstream.config import DecoderConfig
@@ -130,7 +130,7 @@ def comparison_dict(
 
     return {
         "target": models.target,
-        "draft": models.draft,
+        "draft": draft_name(models, decoder),
         "config": vars(decoder.config),
         "params": params.to_dict(),
         "versions": {"slipstream": __version__, "torch": version("torch")},

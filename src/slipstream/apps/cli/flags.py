@@ -276,7 +276,8 @@ DraftModel = Annotated[
     option(
         MODELS,
         "--draft",
-        text="draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers",
+        text="draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers; "
+        "none: not even those",
         metavar="MODEL",
         autocompletion=_complete_model,
     ),

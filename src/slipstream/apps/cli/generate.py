@@ -13,6 +13,7 @@ from slipstream.apps.cli.application import (
     as_request,
     command,
     config_from,
+    draft_name,
     gather_prompts,
     load_decoder,
     params_for,
@@ -65,7 +66,7 @@ def generate_command(
         results = [_stream(decoder, requests[0], params, chat=not source.raw, debug=debug)]
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
-    write_json(json_file, {"target": models.target, "draft": models.draft, "results": results})
+    write_json(json_file, {"target": models.target, "draft": draft_name(models, decoder), "results": results})
     if any(
         text["finish_reason"] == "error" for result in results for text in (result, *result.get("alternatives", ()))
     ):

@@ -26,7 +26,10 @@ from slipstream.bench.result_tables import progress_line
 from slipstream.bench.summary import ArmSummary, wrong_texts
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
+from slipstream.models.heads.head_files import EMBEDDED_NAME
+from slipstream.models.loaded import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
+from slipstream.wiring.model_pair import has_embedded_head
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,15 @@ class Benchmark:
         }
         if self.at_once is not None:
             settings["at_once"] = self.at_once
-        models = {"target": self.models.target, "draft": self.models.draft}
+        models = {"target": self.models.target, "draft": self._draft()}
         return make_header(models, self.arms, self.prompts, self.config, self.params, command_line(), **settings)
+
+    def _draft(self) -> str | None:
+        """The draft model, before any model is loaded."""
+        named = self.models.draft
+        if named is None and has_embedded_head(self.models.target, self.config):
+            return EMBEDDED_NAME
+        return None if named == NO_DRAFT else named
 
 
 def command_line() -> str:

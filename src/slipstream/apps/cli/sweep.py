@@ -23,6 +23,7 @@ from slipstream.apps.cli.flags import (
 )
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from slipstream.models.loaded import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 
@@ -77,7 +78,10 @@ def sweep_command(
     if options.batch_size > config.max_batch_size:
         raise UsageError(f"--batch-size {options.batch_size}; allowed: up to max_batch_size ({config.max_batch_size})")
     lengths, temperatures = _lengths(options.lengths), _temperatures(options.temperatures)
-    drafters, prompts = _drafters(options.drafters, config, models.draft), prompt_set(choice)
+    drafters, prompts = (
+        _drafters(options.drafters, config, None if models.draft == NO_DRAFT else models.draft),
+        prompt_set(choice),
+    )
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     from slipstream.apps.cli.measuring import Benchmark, fail_on_wrong_texts, report_folder
     from slipstream.apps.cli.tables import print_series

@@ -15,7 +15,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from slipstream.apps.cli.application import command, config_from, interruptible, load_decoder, prompt_set, write_json
+from slipstream.apps.cli.application import (
+    command,
+    config_from,
+    draft_name,
+    interruptible,
+    load_decoder,
+    prompt_set,
+    write_json,
+)
 from slipstream.apps.cli.consoles import err, out, progress_bar
 from slipstream.apps.cli.flags import (
     MEASURING,
@@ -36,6 +44,7 @@ from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.loaded import NO_DRAFT
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 
@@ -109,6 +118,8 @@ def tune_command(
     """
     config = config_from(config, options.config_file)
     _refuse_fixed_settings(config, options.budget)
+    if NO_DRAFT in options.drafts:
+        raise UsageError(f"--draft {NO_DRAFT}; allowed: draft models; drafting without one is measured as well")
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
     named = prompt_set(choice)
@@ -127,14 +138,15 @@ def tune_command(
     _refuse_used(folder)
     with interruptible(lambda: _what_is_saved(folder)):
         models = Models(options.target, options.drafts[0] if options.drafts else None)
-        space = SearchSpace(load_decoder(models, config), options.drafts, params, chat=not options.raw)
+        decoder = load_decoder(models, config)
+        space = SearchSpace(decoder, options.drafts, params, chat=not options.raw)
         arms = [
             space.plain,
             *(space.arm(replace(kind, length=options.longest)) for kind in predictable(options.drafts)),
         ]
         settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
         settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
-        names = {"target": models.target, "draft": models.draft}
+        names = {"target": models.target, "draft": draft_name(models, decoder)}
         header = make_header(names, arms, prompts, config, params, command_line(), **settings)
         start(folder, header)
         with _watched(options.budget) as show_progress:

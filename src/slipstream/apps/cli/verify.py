@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
-from slipstream.apps.cli.application import command, config_from, demo_data, load_decoder, prompt_set, write_json
+from slipstream.apps.cli.application import (
+    command,
+    config_from,
+    demo_data,
+    draft_name,
+    load_decoder,
+    prompt_set,
+    write_json,
+)
 from slipstream.apps.cli.consoles import out, progress_bar
 from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flags, option
 from slipstream.config import DecoderConfig
@@ -66,7 +74,8 @@ def verify_command(
     result = "FAILED" if failed else "VERIFIED"
     result_style = "bold red" if failed else "bold green"
     out.sentence(Text.assemble((result, result_style), f" {settings} ({counts}; {mode})"))
-    report = {"target": models.target, "draft": models.draft, "config": vars(decoder.config), "verified": not failed}
+    named = {"target": models.target, "draft": draft_name(models, decoder)}
+    report = named | {"config": vars(decoder.config), "verified": not failed}
     write_json(json_file, report | {"checks": [check.to_dict() for check in checks]})
     if failed:
         raise SlipstreamError(f"not exact: {failed[0].name}: {failed[0].detail}")
