@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.apps.cli import consoles
+from slipstream.apps.cli import application, consoles
 from tests.support.command_line import run
 
 TOY = ("--target", "toy", "--max-tokens", "12")
@@ -26,6 +30,42 @@ def test_a_prompt_is_an_argument_an_option_or_standard_input(capsys: Any, monkey
     for words in ((), ("-",), ("--prompt-file", "-")):
         typed(monkeypatch, "The heron\n")
         assert run(capsys, monkeypatch, "generate", *TOY, *words)[:2] == (0, expected)
+
+
+@contextmanager
+def redirected(monkeypatch: pytest.MonkeyPatch, source: Any) -> Iterator[None]:
+    with open(source, encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        yield
+
+
+def test_a_piped_or_redirected_text_is_added_to_each_prompt(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    _, expected, _ = run(capsys, monkeypatch, "generate", *TOY, "Repeat:\n\nThe heron", "Go on:\n\nThe heron")
+    texts = [line for line in expected.splitlines() if not line.startswith("--- ")]
+    file = tmp_path / "notes.txt"
+    file.write_text("The heron\n")
+    reader, writer = os.pipe()
+    os.write(writer, b"The heron\n")
+    os.close(writer)
+    for source in (file, reader):
+        with redirected(monkeypatch, source):
+            code, out, _ = run(capsys, monkeypatch, "generate", *TOY, "Repeat:", "Go on:")
+        assert code == 0 and [line for line in out.splitlines() if not line.startswith("--- ")] == texts
+
+
+def test_a_prompt_needs_no_standard_input(capsys: Any, monkeypatch: Any) -> None:
+    _, expected, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron")
+    reader, writer = os.pipe()  # open, and nothing comes
+    monkeypatch.setattr(application, "PIPE_SECONDS", 0.01)
+    empty_reader, empty_writer = os.pipe()
+    os.close(empty_writer)
+    for source, says in ((reader, True), (empty_reader, False), (os.devnull, False)):
+        with redirected(monkeypatch, source):
+            code, out, err = run(capsys, monkeypatch, "generate", *TOY, "The heron")
+        assert (code, out) == (0, expected) and ("the prompt goes without it" in err) == says
+    os.close(writer)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(capsys, monkeypatch, "generate", *TOY, "The heron")[:2] == (0, expected)
 
 
 def test_several_arguments_are_several_prompts(capsys: Any, monkeypatch: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.requests import Prompt
 
+PIPE_SECONDS = 5.0  # how long a command waits for the first byte of input that it does not need
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help", "--help-all"]}
 EXAMPLES = (
     "slipstream demo",
@@ -149,7 +153,10 @@ def prompts_of_file(path: Path, categories: list[str], limit: int | None) -> lis
 
 
 def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
-    """The prompts of the command line or of --prompt-file; without either, standard input if it is no terminal."""
+    """The prompts of the command line or of --prompt-file; without either, standard input if it is no terminal.
+
+    What is piped into a command that has prompts is added to each: `cat notes.txt | slipstream generate "Summarize:"`.
+    """
     texts = [*source.words, *source.prompt]
     if texts and source.prompt_file is not None:
         raise UsageError(
@@ -165,10 +172,33 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
         raise UsageError("no prompt; allowed: a prompt as argument, text on standard input, or --prompt-file FILE")
     if any(not text.strip() for text in texts):
         raise UsageError("prompt is empty; allowed: a text")
+    if texts and "-" not in texts and (piped := piped_input().strip()):
+        texts = [f"{text}\n\n{piped}" for text in texts]
     return [
         named_prompt("standard input", standard_input()) if text == "-" else NamedPrompt(text)
         for text in texts or ["-"]
     ]
+
+
+def piped_input() -> str:
+    """What is piped or redirected into a command that does not need it; nothing if standard input is a device.
+
+    A pipe through which nothing comes is left alone: scripts and remote shells hand on such pipes.
+    """
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # there is no standard input, or it is no file
+        return ""
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        # Windows can wait for sockets only
+        if os.name == "posix" and not select.select([sys.stdin], [], [], PIPE_SECONDS)[0]:
+            err.sentence(
+                f"nothing came through standard input for {PIPE_SECONDS:g} seconds: the prompt goes without it"
+            )
+            return ""
+    elif not stat.S_ISREG(mode):
+        return ""
+    return standard_input()
 
 
 def standard_input() -> str:

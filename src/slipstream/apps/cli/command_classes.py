@@ -58,6 +58,11 @@ class _Worded:
         except TyperException as error:
             raise UsageError(_reworded(error.format_message(), ctx)) from error
 
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """The names of the help option, in the same order every time."""
+        names = super().get_help_option_names(ctx)  # type: ignore[misc]
+        return [name for name in ctx.help_option_names if name in names]
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples as they are, one per line."""
         if epilog := getattr(self, "epilog", None):

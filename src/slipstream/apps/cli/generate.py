@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @command(
     "generate",
     'slipstream generate "Why is the sky blue?"',
-    'cat notes.txt | slipstream generate --system "Summarize."',
+    'cat notes.txt | slipstream generate "Summarize this text."',
     'slipstream generate "A bird, as JSON" --json-object --json -',
 )
 @flags(Models, PromptSource, DecoderConfig, SamplingParams, Structure, also=("n", "logprobs", "prediction"))

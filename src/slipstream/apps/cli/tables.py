@@ -65,7 +65,8 @@ def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
     rounds = [decoded for result in results if result is not None for decoded in result.rounds]
     shown = {origin for decoded in rounds for origin in decoded.origins}
     legend = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown]
-    console.sentence(Text("Colours: ", "dim") + Text(", ").join(legend))
+    if legend:
+        console.sentence(Text("Colours: ", "dim") + Text(", ").join(legend))
 
 
 def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
