@@ -320,22 +320,20 @@ def _bridged(
 
 def has_embedded_head(target: Any, config: DecoderConfig) -> bool:
     """Whether the package's own head drafts if no draft model is named: for the embedded model, on a processor."""
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    # load options: ranks of tensor parallelism must draft alike
-    return (
-        isinstance(target, str)
-        and target == EMBEDDED
-        and config.drafter == "auto"
-        and on_cpu
-        and not config.load_options
-    )
+    if not isinstance(target, str) or target != EMBEDDED or not _can_use_draft_model(config):
+        return False
+    on_processor = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return on_processor and not config.load_options  # ranks of tensor parallelism must draft alike
+
+
+def _can_use_draft_model(config: DecoderConfig) -> bool:
+    name = config.drafter.partition(":")[0]
+    return name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
 
 
 def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     """The MTP layers in the target's checkpoint, if the drafter can use a draft model and none is named."""
-    name = config.drafter.partition(":")[0]
-    drafts = name == "auto" or (name in drafters.names() and drafters.traits(name).needs_draft_model)
-    if not drafts or PLAN in config.load_options:
+    if not _can_use_draft_model(config) or PLAN in config.load_options:
         return None
     if not isinstance(target.backend, HiddenStates):
         return None

@@ -15,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, compare
+from slipstream.apps.cli.application import draft_name
+from slipstream.apps.cli.flags import Models
+from slipstream.apps.cli.measuring import draft_before_loading
+from slipstream.config import DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.interfaces import Sampler
 from slipstream.core.session import Session
@@ -340,6 +344,35 @@ def test_the_embedded_models_head_drafts_free_text_and_changes_none() -> None:
         result = decoder.using("model", num_draft_tokens=3).generate(prompt, params)
         assert result.token_ids == plain.generate(prompt, params).token_ids
         assert result.stats.num_output_tokens > 1.3 * result.stats.num_rounds
+
+
+@pytest.mark.smollm2
+def test_the_embedded_head_drafts_for_every_drafter_that_takes_a_draft_model_and_none_refuses_it() -> None:
+    decoder = SpeculativeDecoder("smollm2", drafter="hybrid", num_draft_tokens=3)
+    assert decoder.draft is not None and draft_name(Models(), decoder) == "smollm2_head"
+    decoder = SpeculativeDecoder("smollm2", "none")
+    assert decoder.draft is None and decoder.drafter_name == "suffix"
+    assert draft_name(Models(draft="none"), decoder) is None
+    named = loaded().with_draft("smollm2_head")
+    assert named.draft is not None and named.draft.name == "smollm2_head" and named.with_draft("none").draft is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"drafter": "model"}, True),
+        ({"drafter": "suffix"}, False),
+        ({"device": "cuda"}, False),
+        ({"load_options": {"tp_plan": "auto"}}, False),
+    ],
+)
+def test_records_name_the_embedded_head_before_a_model_is_loaded(settings: dict[str, Any], expected: bool) -> None:
+    config = DecoderConfig(**{"device": "cpu"} | settings)
+    assert draft_before_loading(Models(), config) == ("smollm2_head" if expected else None)
+    assert draft_before_loading(Models(target="toy"), config) is None
+    assert draft_before_loading(Models(draft="toy:2"), config) == "toy:2"
+    assert draft_before_loading(Models(draft="none"), config) is None
 
 
 @pytest.mark.smollm2

@@ -73,15 +73,15 @@ class Benchmark:
         }
         if self.at_once is not None:
             settings["at_once"] = self.at_once
-        models = {"target": self.models.target, "draft": self._draft()}
+        models = {"target": self.models.target, "draft": draft_before_loading(self.models, self.config)}
         return make_header(models, self.arms, self.prompts, self.config, self.params, command_line(), **settings)
 
-    def _draft(self) -> str | None:
-        """The draft model, before any model is loaded."""
-        named = self.models.draft
-        if named is None and has_embedded_head(self.models.target, self.config):
-            return EMBEDDED_NAME
-        return None if named == NO_DRAFT else named
+
+def draft_before_loading(models: Models, config: DecoderConfig) -> str | None:
+    """The draft model as the user named it, or the embedded model's head; MTP layers are known only after loading."""
+    if models.draft is None and has_embedded_head(models.target, config):
+        return EMBEDDED_NAME
+    return None if models.draft == NO_DRAFT else models.draft
 
 
 def command_line() -> str:

@@ -173,7 +173,7 @@ def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
-    folder = name if isdir(name) else None
+    folder = name if isdir(name) else str(embedded_head()) if name == EMBEDDED_NAME else None
     if folder is None:
         if not HUB_ID.fullmatch(name):
             return None
