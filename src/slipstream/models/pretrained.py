@@ -158,7 +158,7 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
         return compressed_or_packed
     if fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
-    warn_slower(f"{type(model).__name__} keeps its plain weights: {reason}")
+    warn_slower(f"the weights of {type(model).__name__} are not packed: {reason}")
     return None
 
 

@@ -60,7 +60,10 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, calibration
     if reproducible == "auto" and calibration.cost > AFFORDABLE:
-        log.info("forwards are not padded to shapes that agree: that would cost %.0f%%", 100 * calibration.cost)
+        log.info(
+            "texts may differ from plain decoding's in near-ties; reproducible=True prevents it, at %.1f times the time",
+            1 + calibration.cost,
+        )
         return EXACT_FIT, calibration
     return calibration.shapes, calibration
 

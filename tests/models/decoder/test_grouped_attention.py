@@ -105,7 +105,7 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
         assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
         assert torch.isfinite(logits(backend)).all()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [f"slower than it could be: LlamaForCausalLM keeps its own attention: {error}"]
+    assert warnings == [f"slower than it could be: LlamaForCausalLM keeps transformers' attention: {error}"]
 
 
 @pytest.mark.parametrize("error", [AttributeError("a typo"), TypeError("a typo"), KeyError("a typo")])

@@ -44,12 +44,12 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     else:
         reason = _try_grouped(backend, repeats, own_logits or OwnLogits(backend))
     if reason is not None:
-        warn_slower(f"{type(backend.model).__name__} keeps its own attention: {reason}")
+        warn_slower(f"{type(backend.model).__name__} keeps transformers' attention: {reason}")
 
 
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
     """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
-    config, reason = backend.model.config, "the grouped one gives other logits"
+    config, reason = backend.model.config, "Slipstream's gives other logits"
 
     def turn_on() -> None:
         config._attn_implementation, backend.masks.repeats = GROUPED, repeats
