@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.apps.cli import consoles
 from slipstream.apps.cli import tune as command
 from slipstream.bench.records import read_records
 from slipstream.bench.tuning import search
@@ -80,6 +81,29 @@ def test_tune_works_without_a_draft_model_and_with_sampling(capsys, monkeypatch,
     assert saved["settings"]["params"]["temperature"] == 0.8
     assert [screened["drafter"] for screened in saved["screened"]] == ["ngram", "suffix"]
     assert all(len(screened["acceptance"]["accepted"]) <= 2 for screened in saved["screened"])
+
+
+def test_the_names_of_the_written_files_are_broken_at_words_on_a_terminal(
+    capsys, monkeypatch, tmp_path: Path, small
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(consoles.err, "_force_terminal", True)
+    monkeypatch.setattr(consoles.err, "_width", 50)
+    _, _, err = run(capsys, monkeypatch, *small, "--out", "t")
+    names = err[err.rindex("in t: ") :].splitlines()
+    assert len(names) > 1 and all(len(line.rstrip()) <= 50 for line in names)
+    assert " ".join(map(str.strip, names)).endswith("vllm.json, vllm.txt, sglang.txt, llamacpp.txt")
+
+
+def test_a_small_budget_gives_unconfirmed_advice_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    monkeypatch.setattr(search, "Budget", lambda seconds: ticking(seconds, tick=1.0))
+    code, out, err = run(capsys, monkeypatch, *small, "--budget", "12", "--draft", "toy:2", "--longest", "4")
+    assert code == 0 and "not confirmed (1 run of each): give --budget" in " ".join(out.split()), err
+    folder = tmp_path / "runs" / "t"
+    (advice,) = json.loads((folder / "tune.json").read_text())["advice"]
+    assert advice["needed_seconds"] > 12 and "use it: slipstream generate" in out
+    value = json.loads((folder / "vllm.json").read_text())
+    assert value is None or value["num_speculative_tokens"] == 4
 
 
 def test_a_batch_size_left_out_for_lack_of_time_is_named(capsys, monkeypatch, tmp_path: Path, small) -> None:
