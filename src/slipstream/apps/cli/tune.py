@@ -44,8 +44,7 @@ from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.loaded import NO_DRAFT
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
