@@ -2,12 +2,15 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
 
+from slipstream.bench.summary import Estimate
+from slipstream.bench.tuning.advice import CandidateResult
 from slipstream.bench.tuning.engine_settings import config_of, engine_settings, files_for
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
@@ -98,11 +101,50 @@ def test_look_ups_keep_their_lengths_and_bounds() -> None:
 def test_settings_without_a_counterpart_are_named_in_a_comment() -> None:
     value, sglang, llamacpp, notes = parsed(HYBRID)
     assert value["method"] == "draft_model" and sglang["--speculative-algorithm"] == "STANDALONE"
-    assert llamacpp["--spec-type"] == "ngram-simple,draft-simple" and llamacpp["--spec-ngram-simple-size-m"] == "7"
+    assert llamacpp["--spec-type"] == "ngram-simple,draft-simple" and llamacpp["--spec-ngram-simple-size-m"] == "6"
     assert value["num_speculative_tokens"] == 6 and llamacpp["--spec-draft-n-max"] == "6"
     assert "hybrid has no counterpart: vLLM" in notes and "hybrid has no counterpart: SGLang" in notes
     _, _, llamacpp, notes = parsed(AUTO, stops_early=True)
     assert llamacpp["--spec-draft-p-min"] == "0.4" and "would not pay" in notes and "GGUF" not in notes
+
+
+def result_of(drafter: str, length: int | None, draft: str | None, speed_up: float | None) -> CandidateResult:
+    candidate = Candidate(drafter, length, draft)
+    return CandidateResult(candidate.setting, candidate, None if speed_up is None else Estimate(speed_up))
+
+
+OTHERS = (
+    result_of("suffix", 3, None, 1.2),
+    result_of("ngram", 2, None, 1.9),
+    result_of("model", 4, "d", 1.53),
+    result_of("model", 2, "d", 1.4),
+    result_of("model", 3, "e", 1.6),
+    result_of("model", 1, "d", None),
+    replace(result_of("model", 5, "d", 1.8), failed=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "others", "tokens", "note"),
+    [
+        (Candidate("model", None, "d"), OTHERS, 4, "4 is the fastest fixed length measured (model@4: 1.53x)"),
+        (Candidate("auto", None, "d"), OTHERS, 4, "4 is the fastest fixed length measured (model@4: 1.53x)"),
+        (Candidate("auto"), OTHERS, 3, "3 is the fastest fixed length measured (suffix@3: 1.20x)"),
+        (Candidate("model", None, "d"), (), 4, "no fixed length was measured, 4 is a guess"),
+        (Candidate("auto"), (), 4, "no fixed length was measured, 4 is a guess"),
+        (Candidate("model", 2, "d"), OTHERS, 2, None),
+    ],
+)
+def test_engines_with_one_length_get_the_fastest_that_was_measured(candidate, others, tokens: int, note) -> None:
+    files = files_for(candidate, DecoderConfig(), stops_early=False, others=others, longest=4)
+    assert json.loads(files["vllm.json"])["num_speculative_tokens"] == tokens
+    assert options(files["sglang.txt"])[1]["--speculative-num-draft-tokens"] == str(tokens + 1)
+    notes, llamacpp = options(files["llamacpp.txt"])
+    lengths = {llamacpp.get(flag) for flag in ("--spec-draft-n-max", "--spec-ngram-simple-size-m")} - {None}
+    assert lengths == {str(tokens)}
+    assert note in "\n".join(notes) if note else not any("fixed length" in line for line in notes)
+    config = json.loads(files["slipstream.json"])
+    assert config["num_draft_tokens"] == ("auto" if candidate.length is None else candidate.length)
 
 
 @pytest.mark.parametrize(

@@ -33,18 +33,28 @@ TOKENS = 20
 PLAIN = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]
 
 
-def run(arm: str, group: int, repeat: int, seconds: float, *, draft: float = 0.0, verdict: str = "identical") -> Run:
-    """draft: the share of the time that drafting took."""
+def run(
+    arm: str,
+    group: int,
+    repeat: int,
+    seconds: float,
+    *,
+    draft: float = 0.0,
+    verdict: str = "identical",
+    positions: tuple[list[int], list[int]] = ([10, 10], [7, 3]),
+) -> Run:
+    """draft: the share of the time that drafting took; positions: tokens drafted and accepted at each, in 10 rounds."""
+    drafted, accepted = ([], []) if arm == "none" else positions
     stats = Stats(
         num_rounds=10,
         num_steps=10,
         num_output_tokens=TOKENS,
-        num_draft_tokens=0 if arm == "none" else 40,
-        num_accepted_tokens=0 if arm == "none" else 10,
+        num_draft_tokens=sum(drafted),
+        num_accepted_tokens=sum(accepted),
         total_seconds=seconds,
         draft_seconds=draft * seconds,
-        accepted_per_position=[] if arm == "none" else [7, 3],
-        drafted_per_position=[] if arm == "none" else [10, 10],
+        accepted_per_position=accepted,
+        drafted_per_position=drafted,
     ).to_dict()
     texts = [[1] * TOKENS]
     return Run(arm, [f"chat/{group}"], "chat", 1, repeat, seconds, TOKENS, texts, [verdict], stats, [])  # type: ignore[list-item]
@@ -94,6 +104,22 @@ def test_drafters_that_do_not_pay_are_not_advised_and_the_reason_is_named() -> N
     lost = {standing.name: standing.lost for standing in advice.others}
     assert lost == {"ngram@3": "drafts too rarely accepted", "model@4": "drafting costs too much (60% of the time)"}
     assert [standing.name for standing in advice.others] == ["ngram@3", "model@4"]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "lost"),
+    [
+        ([2, 2], [2, 1], "drafts in only 20% of the rounds"),
+        ([], [], "drafts in only 0% of the rounds"),
+        ([4, 4], [1, 0], "drafts too rarely accepted"),
+        ([10, 9], [9, 8], "too few tokens per forward"),  # accepted more often than those of the best
+    ],
+)
+def test_a_drafter_that_rarely_drafts_is_not_said_to_be_rarely_accepted(drafted, accepted, lost: str) -> None:
+    slow = timed("ngram@2", scaled(1.0), positions=(drafted, accepted))
+    runs = [*timed("none", PLAIN), *slow, *timed("model@4", scaled(0.5))]
+    advice = advise(1, entries("ngram@2", "model@4"), runs)
+    assert advice.best is not None and [standing.lost for standing in advice.others] == [lost]
 
 
 @pytest.mark.parametrize(
@@ -178,9 +204,30 @@ def test_one_run_of_each_arm_gives_no_interval_and_no_advice() -> None:
     assert advice.best is None and advice.others[0].measured is not None and advice.others[0].measured.low is None
 
 
+def test_a_single_run_of_each_arm_is_enough_for_advice_that_is_called_unconfirmed() -> None:
+    runs = [run("none", 0, 1, 1.0), run("ngram@3", 0, 1, 0.9), run("suffix@3", 0, 1, 0.5)]
+    advice = advise(1, entries("ngram@3", "suffix@3"), runs, needed_seconds=90)
+    assert advice.best is not None and advice.best.name == "suffix@3"
+    assert advice.sentence == (
+        "batch 1: suffix@3, 2.00x plain decoding; not confirmed (1 run of each): give --budget 90 or more to be sure"
+    )
+    assert [standing.lost for standing in advice.others] == ["too few runs to tell"]
+    slow = advise(1, entries("ngram@3"), [run("none", 0, 1, 1.0), run("ngram@3", 0, 1, 0.99)], needed_seconds=90)
+    assert slow.best is None and slow.sentence.endswith(
+        "tok/s); not confirmed (1 run of each): give --budget 90 or more to be sure"
+    )
+
+
 def costs(step: float) -> Costs:
     widths = {w: 10.0 + 0.1 * w for w in range(1, 10)}
     return Costs({1: widths}, {1: dict.fromkeys(widths, 0.5)}, {1: step}, {1: 0.1})
+
+
+def test_screening_says_that_a_drafter_drafts_too_rarely() -> None:
+    rare = Acceptance((0.02, 0.01), (0.03, 0.02))
+    slow = replace(costs(0.01), draft_round={1: 20.0})
+    out = Screened(Candidate("model", draft="d"), rare, slow).entry(1, 8).out
+    assert out == "drafts in only 3% of the rounds"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def tuned(
 
 
 def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) -> None:
-    result, _, space = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
+    result, _, space = tuned(tmp_path, 2, drafts=("toy:2", "toy:4"))
     names = {
         standing.name: standing.candidate
         for advice in result.advice
@@ -48,7 +48,7 @@ def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) 
 
 
 def test_screened_candidates_have_predictions_and_measured_costs(tmp_path: Path) -> None:
-    result, _, space = tuned(tmp_path, 1)
+    result, _, space = tuned(tmp_path, 2)
     assert [candidate.candidate.drafter for candidate in result.screened] == ["ngram", "suffix", "model"]
     assert all(candidate.acceptance is not None and candidate.costs is not None for candidate in result.screened)
     first = result.screened[0].costs
@@ -73,7 +73,7 @@ def test_costs_are_measured_for_chains_only(tmp_path: Path, monkeypatch: pytest.
         return measure_costs(decoder, *arguments, **options)
 
     monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", measure_noting_length)
-    tuned(tmp_path, 1)
+    tuned(tmp_path, 2)
     assert set(lengths) == {"chain"}
 
 
@@ -86,7 +86,7 @@ def test_ragged_costs_of_the_first_drafter_are_used_for_all(tmp_path: Path, monk
         return measured[-1]
 
     monkeypatch.setattr("slipstream.bench.tuning.search.measure_costs", with_ragged)
-    result, _, _ = tuned(tmp_path, 1)
+    result, _, _ = tuned(tmp_path, 2)
     assert len(measured) == 3 and all(
         screened.costs and screened.costs.ragged == measured[0].ragged for screened in result.screened
     )
@@ -100,13 +100,28 @@ def test_the_budget_is_kept(tmp_path: Path, seconds: float) -> None:
     assert {run.batch for run in runs} == {1, 2}
 
 
-@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.05])
-def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "runs"), [(0.001, 0), (0.01, 1), (0.02, 1)])
+def test_a_budget_too_small_to_screen_is_refused_after_the_first_run(tmp_path: Path, seconds: float, runs: int) -> None:
     with pytest.raises(
         UsageError,
-        match=r"^--budget .* before a comparison of all candidates on two groups of prompts; allowed: more seconds",
+        match=r"^--budget .* is too small to run every drafter once; allowed: about 10 s here, or fewer --draft",
     ):
         tuned(tmp_path, seconds, tick=0.004)
+    assert len(read_records(tmp_path)[1]) == runs
+
+
+@pytest.mark.parametrize("seconds", [12, 20])
+def test_a_small_budget_is_spent_on_the_screened_drafters_and_says_what_would_be_enough(
+    tmp_path: Path, seconds: float
+) -> None:
+    result, _, _ = tuned(tmp_path, seconds, tick=1.0)
+    advice = result.advice[0]
+    candidates = [*advice.others, *([advice.best] if advice.best else [])]
+    assert {candidate.name for candidate in candidates} == {"ngram@3", "suffix@3", "model@3"}
+    assert advice.units > 0 and advice.needed_seconds is not None and advice.needed_seconds > seconds
+    assert advice.sentence.endswith(f"of each): give --budget {advice.needed_seconds} or more to be sure")
+    confirmed = tuned(tmp_path / "more", 200, tick=1.0)[0].advice[0]
+    assert confirmed.needed_seconds is None and "not confirmed" not in confirmed.sentence
 
 
 def test_a_unit_that_exceeds_the_budget_is_not_begun(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
-NO_DRAFT = "none"  # no draft model, not even what the target brings
 MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction layers
 # load options for how files are fetched and whether their code may run; they also apply to the draft model's files
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")

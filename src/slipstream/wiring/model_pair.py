@@ -29,8 +29,8 @@ from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import MTP, NO_DRAFT, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
+from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.apps.cli import consoles
 from slipstream.apps.cli import tune as command
 from slipstream.bench.records import read_records
 from slipstream.bench.tuning import search
@@ -35,7 +36,7 @@ def small(tmp_path: Path) -> tuple[str, ...]:
     """Arguments for two families of two prompts each, and an output folder."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, LINES)))
-    return ("--prompt-file", str(file), "--max-tokens", "12", "--budget", "1", "--out", str(tmp_path / "runs" / "t"))
+    return ("--prompt-file", str(file), "--max-tokens", "12", "--budget", "2", "--out", str(tmp_path / "runs" / "t"))
 
 
 def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
@@ -66,7 +67,7 @@ def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Pat
     )
     assert {"vllm.json", "vllm.txt", "sglang.txt", "llamacpp.txt"} <= {path.name for path in folder.iterdir()}
     header, runs = read_records(folder)
-    assert header.settings["drafts"] == ["toy:3"] and header.settings["budget"] == 1
+    assert header.settings["drafts"] == ["toy:3"] and header.settings["budget"] == 2
     screening = {advice.arm for advice in runs if advice.repeat == SCREENING}
     assert screening == {"none", "ngram@8", "suffix@8", "model@8"}
     assert {advice.batch for advice in runs if advice.repeat != SCREENING} == {1, 2}
@@ -82,11 +83,34 @@ def test_tune_works_without_a_draft_model_and_with_sampling(capsys, monkeypatch,
     assert all(len(screened["acceptance"]["accepted"]) <= 2 for screened in saved["screened"])
 
 
+def test_the_names_of_the_written_files_are_broken_at_words_on_a_terminal(
+    capsys, monkeypatch, tmp_path: Path, small
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(consoles.err, "_force_terminal", True)
+    monkeypatch.setattr(consoles.err, "_width", 50)
+    _, _, err = run(capsys, monkeypatch, *small, "--out", "t")
+    names = err[err.rindex("in t: ") :].splitlines()
+    assert len(names) > 1 and all(len(line.rstrip()) <= 50 for line in names)
+    assert " ".join(map(str.strip, names)).endswith("vllm.json, vllm.txt, sglang.txt, llamacpp.txt")
+
+
+def test_a_small_budget_gives_unconfirmed_advice_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    monkeypatch.setattr(search, "Budget", lambda seconds: ticking(seconds, tick=1.0))
+    code, out, err = run(capsys, monkeypatch, *small, "--budget", "12", "--draft", "toy:2", "--longest", "4")
+    assert code == 0 and "not confirmed (1 run of each): give --budget" in " ".join(out.split()), err
+    folder = tmp_path / "runs" / "t"
+    (advice,) = json.loads((folder / "tune.json").read_text())["advice"]
+    assert advice["needed_seconds"] > 12 and "use it: slipstream generate" in out
+    value = json.loads((folder / "vllm.json").read_text())
+    assert value is None or value["num_speculative_tokens"] == 4
+
+
 def test_a_batch_size_left_out_for_lack_of_time_is_named(capsys, monkeypatch, tmp_path: Path, small) -> None:
     whole = Meter.unit
 
     def slow(self: Meter, arms: Any, group: Any, batch: int, repeat: int, until: float) -> Any:
-        return None if batch == 2 and len(self._seen.get(2, {})) else whole(self, arms, group, batch, repeat, until)
+        return None if batch == 2 else whole(self, arms, group, batch, repeat, until)
 
     monkeypatch.setattr(Meter, "unit", slow)
     code, out, err = run(capsys, monkeypatch, *small, "--batch-sizes", "1,2")
@@ -97,7 +121,7 @@ def test_a_batch_size_left_out_for_lack_of_time_is_named(capsys, monkeypatch, tm
 
 def test_too_small_a_budget_has_exit_code_2(capsys, monkeypatch, small) -> None:
     code, out, err = run(capsys, monkeypatch, *small, "--budget", "0.000001")
-    assert code == 2 and out == "" and "error: --budget 1e-06 was used up after" in err
+    assert code == 2 and out == "" and "error: --budget 1e-06 is too small to run every drafter once" in err
 
 
 def test_a_drafter_with_wrong_texts_is_not_advised_and_fails_the_command(
@@ -138,7 +162,7 @@ def test_an_interruption_says_what_is_saved(capsys, monkeypatch, tmp_path: Path,
     assert code == 130 and out == "" and f"finished runs are saved in {folder / 'runs.jsonl'}" in err
     assert "start anew with another --out" in err and read_records(folder)[1]
     code, _, err = run(capsys, monkeypatch, *small)
-    assert code == 2 and "holds runs already; allowed: a new folder" in err
+    assert code == 2 and "holds runs already; allowed: another folder; to start anew: rm -r " in err
 
 
 @pytest.fixture

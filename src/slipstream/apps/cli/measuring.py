@@ -27,7 +27,7 @@ from slipstream.bench.summary import ArmSummary, wrong_texts
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.heads.head_files import EMBEDDED_NAME
-from slipstream.models.loaded import NO_DRAFT
+from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.model_pair import has_embedded_head
 

@@ -23,7 +23,7 @@ from slipstream.apps.cli.flags import (
 )
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.loaded import NO_DRAFT
+from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 

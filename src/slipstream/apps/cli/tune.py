@@ -44,8 +44,7 @@ from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.loaded import NO_DRAFT
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class TuneOptions:
 @command(
     "tune",
     "slipstream tune --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
-    "slipstream tune --prompt-file prompts.jsonl --budget 120",
+    "slipstream tune --prompt-file prompts.jsonl --budget 600",
     "slipstream generate --config runs/tune-.../slipstream.json ...",
 )
 @flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
@@ -189,9 +188,10 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
         err.sentence(f"batch {batch}: not measured, as the budget was used up; give more --budget")
     result = asdict(header) | tuned.to_dict()
     early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
-    paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
+    advice_files, config = list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config
+    paths = write_files(folder, advice_files, config, int(header.settings["longest"]), result)
     out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
-    err.print(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}", soft_wrap=True)
+    err.sentence(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}")
     write_json(json_file, result)
     for advice, failed in tuned.wrong:
         raise SlipstreamError(f"{failed.name}, batch {advice.batch}: {failed.lost}")
@@ -242,4 +242,7 @@ def _refuse_used(folder: Path) -> None:
     from slipstream.bench.records import exists, read_records
 
     if exists(folder) and read_records(folder)[1]:
-        raise UsageError(f"--out {str(folder)!r} holds runs already; allowed: a new folder")
+        raise UsageError(
+            f"--out {str(folder)!r} holds runs already; allowed: another folder; to start anew: "
+            f"rm -r {shlex.quote(str(folder))}"
+        )

@@ -21,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream import drafters
-from slipstream.bench.arms import PLAIN
-from slipstream.bench.plan import BenchPrompt, Group, groups
+from slipstream.bench.arms import PLAIN, Arm
+from slipstream.bench.plan import BenchPrompt, groups
 from slipstream.bench.records import Run
 from slipstream.bench.result_tables import Cell, Table, cell, verdict_cell
 from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.tuning.search import (
+    MIN_UNITS,
+    TOO_RARELY_ACCEPTED,
     Candidate,
     Entry,
     Meter,
@@ -36,14 +38,15 @@ from slipstream.bench.tuning.search import (
     screen,
     search,
     shortlist,
-    too_little,
+    too_few_tokens,
 )
+from slipstream.checks import counted
 from slipstream.errors import SlipstreamError
+from slipstream.text.results import Stats
 from slipstream.text.round_view import percent
 
 MIN_SPEED_UP = 1.02  # a smaller gain is not worth the trouble
 COSTLY_DRAFT_SHARE = 0.1  # of an arm's time; a larger share may be why it lost
-MIN_UNITS = 2  # that an interval needs
 
 Floats = NDArray[np.float64]
 
@@ -90,8 +93,9 @@ def lowered_by_selection_bias(estimate: Estimate, bias: float) -> Estimate:
 class CandidateResult:
     """The results of a candidate. measured: its speed-up over plain decoding, None if it was not run to the end.
 
-    units: how often it ran on a group of prompts; predicted: its predicted speed-up, prompt processing left out; lost:
-    why it is not the advice; failed: whether it raised an error, or its text is not plain decoding's.
+    units: how often it ran on a group of prompts; predicted: its predicted speed-up, prompt processing left out;
+    draft_share: of the time; drafted_rounds: the share of rounds with a draft; lost: why it is not the advice; failed:
+    whether it raised an error, or its text is not plain decoding's.
     """
 
     name: str
@@ -103,6 +107,7 @@ class CandidateResult:
     acceptance_by_position: tuple[float, ...] = ()
     tokens_per_round: float | None = None
     draft_share: float | None = None
+    drafted_rounds: float | None = None
     units: int = 0
     lost: str = ""
     failed: bool = False
@@ -113,6 +118,7 @@ class Advice:
     """What to do at a batch size. best: None if the answer is not to speculate.
 
     expected: the speed-up of `best` with the gain from being chosen taken off (docs/tune.md). others: best first.
+    needed_seconds: a budget with which all candidates could have been compared; None if they were.
     """
 
     batch: int
@@ -122,13 +128,25 @@ class Advice:
     others: tuple[CandidateResult, ...]
     units: int
     plain: Estimate
+    needed_seconds: int | None = None
 
     @property
     def sentence(self) -> str:
+        if self.needed_seconds is None:
+            return self._finding
+        runs = counted(self.units, "run")
+        return (
+            f"{self._finding}; not confirmed ({runs} of each): give --budget {self.needed_seconds} or more to be sure"
+        )
+
+    @property
+    def _finding(self) -> str:
         if self.best is None or self.expected is None:
             text = f"batch {self.batch}: do not speculate (plain decoding, {self.plain.value:.1f} tok/s)"
             first = next((other for other in self.others if other.measured is not None and not other.failed), None)
             if first is None or first.measured is None or first.measured.value < MIN_SPEED_UP:
+                return text
+            if self.needed_seconds is not None:
                 return text
             return f"{text}; {first.name} at {first.measured.value:.2f}x may be chance: more prompts or time would tell"
         low, high = self.expected.low, self.expected.high
@@ -147,9 +165,11 @@ def needs_draft(candidate: Candidate) -> bool:
     return drafters.traits(candidate.kind).needs_draft_model
 
 
-def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Advice:
-    """The advice for a batch size. entries: by arm name, the simplest first, as the first of equals wins. runs: whole
-    units of this batch size.
+def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run], needed_seconds: int | None = None) -> Advice:
+    """The advice for a batch size.
+
+    entries: by arm name, the simplest first, as the first of equals wins. runs: whole units of this batch size.
+    needed_seconds: see `Advice`; if given, a single unit is enough to advise a candidate.
     """
     summaries = {summary.arm: summary for summary in summarise(runs, PLAIN)}
     plain = summaries.get(PLAIN)
@@ -159,7 +179,7 @@ def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Adv
         )
     results = [_result(name, entry, summaries.get(name), runs) for name, entry in entries.items()]
     units = sum(run.arm == PLAIN for run in runs)
-    best, expected, bias = _choose(results, runs, units)
+    best, expected, bias = _choose(results, runs, units, without_interval=needed_seconds is not None)
     against_best = summarise(runs, PLAIN if best is None else best.name)
     ratios = {summary.arm: summary.speed_up for summary in against_best}
     others = [
@@ -168,7 +188,7 @@ def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Adv
         if result is not best
     ]
     others.sort(key=lambda result: -(result.measured.value if result.measured else 0.0))
-    return Advice(batch, best, expected, bias, tuple(others), units, plain.speed.tokens_per_second)
+    return Advice(batch, best, expected, bias, tuple(others), units, plain.speed.tokens_per_second, needed_seconds)
 
 
 def _result(name: str, entry: Entry, summary: ArmSummary | None, runs: Sequence[Run]) -> CandidateResult:
@@ -190,16 +210,24 @@ def _result(name: str, entry: Entry, summary: ArmSummary | None, runs: Sequence[
         acceptance_by_position=tuple(summary.acceptance_by_position),
         tokens_per_round=None if stats is None else stats.block_efficiency,
         draft_share=None if summary.time_split is None else summary.time_split["draft"],
+        drafted_rounds=None if stats is None or not stats.num_rounds else _drafted_rounds(stats),
         units=units,
         lost=lost,
         failed=bool(lost),
     )
 
 
+def _drafted_rounds(stats: Stats) -> float:
+    return stats.drafted_per_position[0] / stats.num_rounds if stats.drafted_per_position else 0.0
+
+
 def _choose(
-    results: Sequence[CandidateResult], runs: Sequence[Run], units: int
+    results: Sequence[CandidateResult], runs: Sequence[Run], units: int, *, without_interval: bool
 ) -> tuple[CandidateResult | None, Estimate | None, float]:
-    """The best arm that certainly pays; of equals the first. Only arms that ran all units take part."""
+    """The best arm that certainly pays; of equals the first. Only arms that ran all units take part.
+
+    without_interval: whether one that ran only once may be chosen.
+    """
     able = [result for result in results if not result.lost and result.measured is not None and result.units == units]
     if not able:
         return None, None, 0.0
@@ -207,13 +235,16 @@ def _choose(
     for result in sorted(able, key=lambda result: -result.measured.value if result.measured else 0.0):
         assert result.measured is not None
         expected = lowered_by_selection_bias(result.measured, bias)
-        if expected.low is not None and expected.low >= 1 and expected.value >= MIN_SPEED_UP:
+        pays = without_interval if expected.low is None else expected.low >= 1
+        if pays and expected.value >= MIN_SPEED_UP:
             return result, expected, bias
     return None, None, bias
 
 
 def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ratio: Estimate | None) -> str:
     """Why a candidate is not the advice. ratio: its speed relative to the best arm's, or to plain decoding's."""
+    if ratio is not None and ratio.high is None:
+        return "too few runs to tell"
     if result.measured is None or ratio is None or ratio.high is None or ratio.high >= 1:
         gains = best is None and result.measured is not None and result.measured.is_above_one
         return f"gains less than {MIN_SPEED_UP - 1:.0%}" if gains else "no difference beyond the noise"
@@ -221,12 +252,16 @@ def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ra
     share = result.draft_share or 0.0
     if COSTLY_DRAFT_SHARE < share < 1 and result.measured.value / (1 - share) >= to_beat:
         return f"drafting costs too much ({share:.0%} of the time)"
-    return "drafts too rarely accepted"
+    accepted = 1.0 if result.acceptance_rate is None else result.acceptance_rate  # None: nothing was drafted
+    why = too_few_tokens(result.drafted_rounds or 0.0, accepted)
+    is_accepted_more = best is not None and accepted > (best.acceptance_rate or 0.0)
+    return "too few tokens per forward" if why == TOO_RARELY_ACCEPTED and is_accepted_more else why
 
 
 def advice_table(advice: Advice) -> Table:
     """A line per candidate, the advised one first: speed-ups, parity, acceptance, and why the others lost."""
-    title = f"batch size {advice.batch}: speed-up over plain decoding, 95 % intervals; measured {advice.units} times"
+    times = counted(advice.units, "time")
+    title = f"batch size {advice.batch}: speed-up over plain decoding, 95 % intervals; measured {times}"
     columns = ("candidate", "speed-up", "predicted", "same\ntexts", "acceptance\nrate", "tokens per\nforward", "why")
     rows = [[*_cells(result, result.measured), result.lost] for result in advice.others]
     if advice.best is not None:
@@ -288,27 +323,37 @@ def tune(
 ) -> Tuned:
     """Screen all drafters, then measure the shortlist of each batch size. longest: the longest draft considered.
 
-    The next batch sizes get what one leaves of its share of the budget. UsageError if no batch size could be measured.
+    The next batch sizes get what one leaves of its share of the budget. Where there is no time to compare all
+    candidates, the first batch size is advised by the runs of stage one.
     """
     work = {batch: in_turn(groups(prompts, batch)) for batch in batches}
-    screened = screen(space, meter, work[batches[0]], batches, longest)
-    by_batch: dict[int, Advice | None] = {}
+    screened, screening = screen(space, meter, work[batches[0]], batches, longest)
+    advice, unmeasured = list[Advice](), list[int]()
     for number, batch in enumerate(batches):
-        deadline = meter.budget.now + meter.budget.left / (len(batches) - number)
-        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], deadline)
-    advice = tuple(of_batch for of_batch in by_batch.values() if of_batch is not None)
-    if not advice:
-        raise too_little(meter)
-    return Tuned(tuple(screened), advice, tuple(batch for batch, of_batch in by_batch.items() if of_batch is None))
+        shares = len(batches) - number
+        deadline = meter.budget.now + meter.budget.left / shares
+        entries = shortlist(screened, space.drafts, batch, longest)
+        arms = _arms(space, entries)
+        fits = MIN_UNITS * meter.expected(arms, batch) <= deadline - meter.budget.now
+        runs, needed = search(meter, arms, work[batch], batch, deadline) if fits or number else [], None
+        if _cut_short(runs):
+            needed = meter.enough(shares * MIN_UNITS * meter.expected(arms, batch))
+        if not runs and number == 0:  # the screened drafters are fewer, and ran already
+            entries = [drafter.at_length(longest) for drafter in screened]
+            runs = [*screening, *search(meter, _arms(space, entries), work[batch], batch, deadline)]
+        if runs:
+            advice.append(advise(batch, {space.name(entry.candidate): entry for entry in entries}, runs, needed))
+        else:
+            unmeasured.append(batch)
+    return Tuned(tuple(screened), tuple(advice), tuple(unmeasured))
 
 
-def _batch(
-    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], deadline: float
-) -> Advice | None:
-    """The advice for one batch size; None if there was no time for the units that an interval needs."""
-    named, batch = {space.name(entry.candidate): entry for entry in entries}, len(work[0].prompts)
-    arms = [space.plain, *(space.arm(entry.candidate) for entry in entries if entry.out is None)]
-    runs: list[Run] = search(meter, arms, work, batch, deadline)
-    if sum(run.arm == PLAIN for run in runs) < MIN_UNITS and all(run.error is None for run in runs):
-        return None
-    return advise(batch, named, runs)
+def _arms(space: SearchSpace, entries: Sequence[Entry]) -> list[Arm]:
+    return [space.plain, *(space.arm(entry.candidate) for entry in entries if entry.out is None)]
+
+
+def _cut_short(runs: Sequence[Run]) -> bool:
+    """Whether time was too short for the units that an interval needs, though there was something to compare."""
+    failed = {run.arm for run in runs if run.error is not None}
+    is_over = PLAIN in failed or {run.arm for run in runs} - failed == {PLAIN}
+    return not is_over and sum(run.arm == PLAIN for run in runs) < MIN_UNITS

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.arms import PLAIN
-from slipstream.bench.tuning.advice import Advice
+from slipstream.bench.tuning.advice import Advice, CandidateResult, needs_draft
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
 from slipstream.errors import UsageError
@@ -87,7 +88,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
     else:
         kind = _trained_kind(candidate)
         value = {"method": ENGINE_NAMES[kind][0], "model": candidate.draft}
-        value |= {"num_speculative_tokens": _model_tokens(candidate)}
+        value |= {"num_speculative_tokens": candidate.tokens}
         value |= {"parallel_drafting": True} if kind in (PARD, PEAGLE) else {}
         notes = _model_notes(candidate, stops_early, "vLLM")
     return Settings("vllm", ("--speculative-config", json.dumps(value)), tuple(notes), value)
@@ -95,7 +96,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
 
 def _sglang(candidate: Candidate, stops_early: bool) -> Settings:
     if candidate.kind in ("model", "hybrid"):
-        steps, kind = _model_tokens(candidate), _trained_kind(candidate)
+        steps, kind = candidate.tokens, _trained_kind(candidate)
         if not ENGINE_NAMES[kind][1]:
             return Settings("sglang", notes=(f"SGLang runs no draft heads of the kind of {candidate.draft}",))
         flags = ["--speculative-algorithm", ENGINE_NAMES[kind][1]]
@@ -128,7 +129,7 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         types.append(name)
         notes += _token_by_token(kind, "llama.cpp")
         min_probability = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
-        flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
+        flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(candidate.tokens)]
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", min_probability]
         if stops_early:
             notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
@@ -143,11 +144,6 @@ def _trained_kind(candidate: Candidate) -> str | None:
 
 def _token_by_token(kind: str | None, engine: str) -> list[str]:
     return [f"{engine} drafts token by token with a model of PARD, which drafts at once here"] if kind == PARD else []
-
-
-def _model_tokens(candidate: Candidate) -> int:
-    """The most tokens that the draft model drafts."""
-    return hybrid.STEPS if candidate.kind == "hybrid" else candidate.tokens
 
 
 def _model_notes(candidate: Candidate, stops_early: bool, engine: str) -> list[str]:
@@ -170,9 +166,51 @@ def config_of(candidate: Candidate | None, config: DecoderConfig) -> DecoderConf
     return replace(config, drafter=candidate.drafter, num_draft_tokens=candidate.length or "auto")
 
 
-def files_for(candidate: Candidate | None, config: DecoderConfig, *, stops_early: bool) -> dict[str, str]:
-    """File name -> text. vLLM's object is null if the advice is not to speculate."""
-    settings = {settings_of.engine: settings_of for settings_of in engine_settings(candidate, stops_early=stops_early)}
+def with_fixed_length(
+    candidate: Candidate, others: Sequence[CandidateResult], longest: int
+) -> tuple[Candidate, tuple[str, ...]]:
+    """The candidate with one draft length, as other engines need it, and notes that say where the length is from.
+
+    One that chooses its lengths gets the fastest of those measured with its drafter, else the usual one, up to
+    `longest`. others: the other candidates' results.
+    """
+    if candidate.length is not None:
+        return candidate, ()
+    drafter = "model" if needs_draft(candidate) else candidate.kind
+    speeds = {
+        result.candidate.length: result.measured.value
+        for result in others
+        if (result.candidate.drafter, result.candidate.draft) == (drafter, candidate.draft)
+        and result.candidate.length is not None
+        and result.measured is not None
+        and not result.failed
+    }
+    chooses = f"{candidate.setting} chooses its draft lengths here"
+    if not speeds:
+        length = min(hybrid.STEPS if candidate.kind == "hybrid" else candidate.tokens, longest)
+        return replace(candidate, length=length), (f"{chooses}; no fixed length was measured, {length} is a guess",)
+    length = max(speeds, key=lambda n: speeds[n])
+    note = f"{chooses}; {length} is the fastest fixed length measured ({drafter}@{length}: {speeds[length]:.2f}x)"
+    return replace(candidate, length=length), (note,)
+
+
+def files_for(
+    candidate: Candidate | None,
+    config: DecoderConfig,
+    *,
+    stops_early: bool,
+    others: Sequence[CandidateResult] = (),
+    longest: int = MAX_DRAFT_TOKENS,
+) -> dict[str, str]:
+    """File name -> text. vLLM's object is null if the advice is not to speculate.
+
+    others, longest: see `with_fixed_length`.
+    """
+    fixed, notes = (None, ()) if candidate is None else with_fixed_length(candidate, others, longest)
+    settings = {
+        settings_of.engine: replace(settings_of, notes=(*notes, *settings_of.notes))
+        for settings_of in engine_settings(fixed, stops_early=stops_early)
+    }
     texts = {f"{engine}.txt": settings_of.text for engine, settings_of in settings.items()}
     value: Settings = settings["vllm"]
     return {
@@ -183,16 +221,18 @@ def files_for(candidate: Candidate | None, config: DecoderConfig, *, stops_early
 
 
 def write_files(
-    folder: Path, advice: Sequence[tuple[Advice, bool]], config: DecoderConfig, result: dict[str, Any]
+    folder: Path, advice: Sequence[tuple[Advice, bool]], config: DecoderConfig, longest: int, result: dict[str, Any]
 ) -> list[Path]:
     """Write tune.json and the settings; returns their paths.
 
-    advice: for each batch size the advice, and whether its draft model stops early. The files of the first batch size
-    have plain names; those of others have its number in their names, and are written only if they differ.
+    advice: for each batch size the advice, and whether its draft model stops early. longest: the longest draft
+    considered. The files of the first batch size have plain names; those of others have its number in their names, and
+    are written only if they differ.
     """
     texts, first = {"tune.json": json.dumps(result, indent=2) + "\n"}, dict[str, str]()
     for of_batch, stops_early in advice:
-        batch_texts = files_for(of_batch.best.candidate if of_batch.best else None, config, stops_early=stops_early)
+        best, others = None if of_batch.best is None else of_batch.best.candidate, of_batch.others
+        batch_texts = files_for(best, config, stops_early=stops_early, others=others, longest=longest)
         first = first or batch_texts
         if batch_texts is first:
             texts |= batch_texts

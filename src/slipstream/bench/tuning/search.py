@@ -35,8 +35,12 @@ NARROW = 0.03  # an interval within this share of its value is good enough
 SCREENING = 0  # the repeat that runs of stage one are recorded as
 SCREENED = 4  # groups of prompts that stage one runs at most
 RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget: stage one ends its runs, and its measuring of costs, by then
+RARE = 0.5  # a drafter that drafts in fewer rounds may lose for that
+TOO_RARELY_ACCEPTED = "drafts too rarely accepted"
 WORTH = 1.1  # a drafter that would reach this speed-up if drafting were free is said to cost too much
 FLOOR = 0.8  # candidates predicted to be slower are not measured; below 1, as predictions are not exact
+MIN_UNITS = 2  # that an interval needs
+MARGIN = 1.3  # a budget that is advised is this many times what was estimated
 TURNS, DRAFTING = 4, 10  # least turns of `measure_costs`; about how many plain steps the drafting of a turn takes
 
 Clock = Callable[[], float]
@@ -238,11 +242,9 @@ class Meter:
 
         deadline: in seconds of the budget. Runs of a unit that was cut short stay on the disk, but are not compared.
         """
-        if self.budget.now + self.expected(arms, batch) > deadline:
-            return None
         runs = []
-        for arm in arms:
-            if self.budget.now + self.expected([arm], batch) > deadline:
+        for number, arm in enumerate(arms):
+            if self.budget.now + self.expected(arms[number:], batch) > deadline:
                 return None
             stage = "screening" if repeat == SCREENING else f"batch size {batch}"
             self.show_progress(stage, f"{group.ids[0]} {arm.name}")
@@ -250,13 +252,17 @@ class Meter:
             self._plan.append(Measurement(arm, group, batch, repeat))
             runs.append(next(self._runs))
             self._seen.setdefault(batch, {}).setdefault(arm.name, []).append(self.budget.now - begun)
-        return None if self.budget.now > max(deadline, self.budget.seconds) else runs
+        return runs
 
     def expected(self, arms: Sequence[Arm], batch: int) -> float:
         """Seconds that these arms will take, judging by their runs; an arm without one counts as the slowest."""
         seconds_of = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
         longest = max((fmean(times) for times in seconds_of.values()), default=0.0)
         return sum(fmean(seconds_of[arm.name]) if arm.name in seconds_of else longest for arm in arms)
+
+    def enough(self, more_seconds: float) -> int:
+        """The budget, in round figures, for all that was done so far and for so many seconds more."""
+        return 10 * ceil(MARGIN * (self.budget.now + more_seconds) / 10)
 
 
 @dataclass(frozen=True)
@@ -272,6 +278,11 @@ class Entry:
     failed: bool = False
 
 
+def too_few_tokens(drafted: float, accepted: float) -> str:
+    """Why drafts bring few tokens. drafted: the share of rounds with a draft; accepted: that of draft tokens."""
+    return f"drafts in only {drafted:.0%} of the rounds" if drafted < min(RARE, accepted) else TOO_RARELY_ACCEPTED
+
+
 @dataclass(frozen=True)
 class Screened:
     """What stage one measured of a drafter; None if there was no time for it, or if the drafter failed."""
@@ -281,16 +292,19 @@ class Screened:
     costs: Costs | None = None
     failed: str | None = None
 
+    def at_length(self, length: int) -> Entry:
+        """The drafter at a length for which nothing is predicted."""
+        out = None if self.failed is None else f"failed: {self.failed}"
+        return Entry(replace(self.candidate, length=length), out=out, failed=self.failed is not None)
+
     def entry(self, batch: int, longest: int) -> Entry:
         """The drafter at its best predicted length, or at its own if nothing can be predicted."""
-        at_own_length = replace(self.candidate, length=min(self.candidate.tokens, longest))
-        if self.failed is not None:
-            return Entry(at_own_length, out=f"failed: {self.failed}", failed=True)
+        at_own_length = self.at_length(min(self.candidate.tokens, longest))
         if self.acceptance is None or self.costs is None:
-            return Entry(at_own_length)
+            return at_own_length
         lengths = range(1, longest_known(self.costs, self.acceptance) + 1)
         if not lengths:
-            return Entry(at_own_length, out="drafts too rarely found (never)")
+            return replace(at_own_length, out="drafts too rarely found (never)")
         speeds = {n: predicted_speed_up(self.costs, self.acceptance, n, batch) for n in lengths}
         best = max(lengths, key=lambda n: (speeds[n], -n))
         out = None if speeds[best] >= FLOOR else self._why_not(best, batch)
@@ -300,7 +314,8 @@ class Screened:
         assert self.costs is not None and self.acceptance is not None
         free = replace(self.costs, draft_step={1: 0.0, batch: 0.0}, draft_round={1: 0.0, batch: 0.0})
         would_pay = predicted_speed_up(free, self.acceptance, length, batch) >= WORTH
-        return "drafting costs too much" if would_pay else "drafts too rarely accepted"
+        drafted, accepted = self.acceptance.proposed[0], sum(self.acceptance.accepted) / sum(self.acceptance.proposed)
+        return "drafting costs too much" if would_pay else too_few_tokens(drafted, accepted)
 
     def to_dict(self) -> dict[str, Any]:
         """The candidate, what was measured of it, and whether it failed, as JSON has them."""
@@ -314,13 +329,14 @@ class Screened:
 
 def screen(
     space: SearchSpace, meter: Meter, groups: Sequence[Group], batches: Sequence[int], longest: int
-) -> list[Screened]:
+) -> tuple[list[Screened], list[Run]]:
     """Run every predictable drafter at the longest length on some groups (of the first batch size), then time rounds.
 
-    UsageError if the budget is too small for a single group.
+    Returns the runs as well. UsageError if the budget is too small for a single group.
     """
     kinds = predictable(space.drafts)
     arms = [space.plain, *(space.arm(replace(kind, length=longest)) for kind in kinds)]
+    to_race = [*arms, *map(space.arm, unpredictable(space.drafts))]  # as many as may be, at other lengths
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
         deadline = meter.budget.seconds * (RUNS_SHARE if number else 1)
@@ -328,25 +344,22 @@ def screen(
         if group_runs is None:
             break
         runs += group_runs
+    racing = MIN_UNITS * sum(meter.expected(to_race, batch) for batch in batches)
     if not runs:
-        raise too_little(meter)
+        raise UsageError(
+            f"--budget {meter.budget.seconds:g} is too small to run every drafter once; allowed: about "
+            f"{meter.enough(meter.expected(arms, batches[0]) + racing)} s here, or fewer --draft or --max-tokens"
+        )
     screened = [
         _accepted(kind, [run for run in runs if run.arm == arm.name]) for kind, arm in zip(kinds, arms[1:], strict=True)
     ]
-    return _with_costs(screened, space, meter, batches, longest, _step_seconds(runs))
+    deadline = min(meter.budget.seconds * COSTS_SHARE, meter.budget.seconds - racing)
+    return _with_costs(screened, space, meter, batches, longest, _step_seconds(runs), deadline), runs
 
 
 def shortlist(screened: Sequence[Screened], drafts: Sequence[str], batch: int, longest: int) -> list[Entry]:
     """The candidates for a batch size: drafters at their best predicted lengths, then the unpredictable ones."""
     return [*(drafter.entry(batch, longest) for drafter in screened), *map(Entry, unpredictable(drafts))]
-
-
-def too_little(meter: Meter) -> UsageError:
-    """The error for a budget that is too small to compare anything."""
-    return UsageError(
-        f"--budget {meter.budget.seconds:g} was used up after {meter.budget.now:.1f} s, before a comparison of all "
-        "candidates on two groups of prompts; allowed: more seconds, or fewer --draft, --batch-sizes or --max-tokens"
-    )
 
 
 def _accepted(kind: Candidate, runs: Sequence[Run]) -> Screened:
@@ -364,16 +377,25 @@ def _step_seconds(runs: Sequence[Run]) -> float:
 
 
 def _with_costs(
-    screened: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
+    screened: Sequence[Screened],
+    space: SearchSpace,
+    meter: Meter,
+    batches: Sequence[int],
+    longest: int,
+    step: float,
+    deadline: float,
 ) -> list[Screened]:
-    """Add the costs of rounds. Target forwards are timed with the first drafter only: they are the same for all."""
+    """Add the costs of rounds. Target forwards are timed with the first drafter only: they are the same for all.
+
+    step: seconds of a plain step; deadline: in seconds of the budget.
+    """
     widths = sorted({*range(1, min(longest, 5) + 1), *range(7, longest + 1, 2), longest + 1})
     first: Costs | None = None
     with_costs = []
     for number, drafter in enumerate(screened):
         own_widths = widths if first is None else [1]
         least = TURNS * (len(own_widths) + DRAFTING) * step * sum(batches)
-        time_left = meter.budget.seconds * COSTS_SHARE - meter.budget.now
+        time_left = deadline - meter.budget.now
         if drafter.failed is None and least < time_left:
             meter.show_progress("costs of a round", space.name(drafter.candidate))
             try:

@@ -17,6 +17,7 @@ from slipstream.models.cache_folder import cache_folder
 log = logging.getLogger("slipstream")
 
 EMBEDDED = "smollm2"  # the default target, which needs no hub
+NO_DRAFT = "none"  # no draft model, not even what the target brings
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
 CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
