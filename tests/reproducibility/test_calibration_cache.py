@@ -191,7 +191,7 @@ def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
     monkeypatch.setattr("slipstream.reproducibility.calibration_cache.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
         assert SpeculativeDecoder("toy").reproducible is is_reproducible
-    assert ("at 1.3 times the time" in caplog.text) is not is_reproducible
+    assert ("in 1.3 times the time" in caplog.text) is not is_reproducible
     assert SpeculativeDecoder("toy", reproducible=True).reproducible
     assert not SpeculativeDecoder("toy", reproducible=False).reproducible
 
