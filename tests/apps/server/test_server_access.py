@@ -131,6 +131,12 @@ def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> N
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
+def test_a_key_sent_with_its_name_is_told_to_leave_it_out_whether_or_not_it_is_right(server: RunningServer) -> None:
+    answers = {server.http.get("/v1/models", headers=bearer(key)).text for key in (f"ann:{KEY}", f"ann:{OTHER}", "x:y")}
+    (answer,) = answers
+    assert "without the NAME: that may precede it" in answer
+
+
 @subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
 def test_no_other_key_is_accepted(server: RunningServer, key: str) -> None:
     headers = {"authorization": f"Bearer {key}".encode("latin-1")}
@@ -319,7 +325,10 @@ DIGITS = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
         (b"[" * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
         (b'{"a":' * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
         (b'{"prompt": "x", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
-        (b'{"prompt": "x"} x', "is not valid JSON"),
+        (b'{"prompt": "x"} x', "is not valid JSON at character 16: Extra data$"),
+        (b'{"prompt": "a\nb"}', "is not valid JSON at character 13: Invalid control character$"),
+        (b'["x"]', "^the request body is a list; allowed: a JSON object, sent as application/json$"),
+        (b"5", "^the request body is 5; allowed: a JSON object"),
         (b"", ""),
     ],
 )
@@ -332,6 +341,11 @@ def test_a_refused_body_is_told_what_is_wrong_with_it(
     if message:
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
         assert re.search(message, answer.json()["error"]["message"]), answer.text
+
+
+def test_a_body_of_another_content_type_is_refused_by_name(unlocked: RunningServer) -> None:
+    answer = unlocked.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert answer.json()["error"]["message"].startswith("the request body is not sent as application/json; allowed: ")
 
 
 def test_a_compressed_body_is_refused_by_name(unlocked: RunningServer) -> None:

@@ -165,7 +165,10 @@ class Access:
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
         owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
-            raise ApiError(401, "no valid API key; send 'Authorization: Bearer KEY'", code="invalid_api_key")
+            why = (
+                "no valid API key; send 'Authorization: Bearer KEY', without the NAME: that may precede it in the file"
+            )
+            raise ApiError(401, why, code="invalid_api_key")
         return owner
 
     def _is_allowed_preflight(self, scope: Scope) -> bool:

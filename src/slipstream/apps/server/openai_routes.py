@@ -149,7 +149,8 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     check_model(service.facts.name, fields.model)
     check_extra(fields)
     if (fields.prompt is None) == (fields.messages is None):
-        raise refused("prompt and messages; allowed: one of them", "prompt")
+        what = "prompt and messages are missing" if fields.prompt is None else "prompt beside messages"
+        raise refused(f"{what}; allowed: one of them", "prompt")
     for name in ConversationFields.model_fields if fields.messages is None else ():
         if getattr(fields, name) is not None:
             raise refused(f"{name} beside prompt; allowed: beside messages", name)
