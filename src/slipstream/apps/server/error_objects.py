@@ -78,23 +78,27 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error object."""
+    """Answer every exception with an error object, and leave the reason for the log in `scope["state"]`."""
+
+    def answered(request: Request, error: ApiError) -> JSONResponse:
+        request.state.refusal = error.message
+        return error.response()
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UsageError)
     @app.exception_handler(Exception)
     async def _any(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return answered(request, as_api_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return validation_error(error.errors()).response()
+        return answered(request, validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code
         message = _body_problem(error.__cause__, request) if status == 400 else _status_line(status, request)
-        answer = ApiError(status, message).response()
+        answer = answered(request, ApiError(status, message))
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
