@@ -144,7 +144,7 @@ def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> N
 def test_a_key_sent_with_its_name_is_told_to_leave_it_out_whether_or_not_it_is_right(server: RunningServer) -> None:
     answers = {server.http.get("/v1/models", headers=bearer(key)).text for key in (f"ann:{KEY}", f"ann:{OTHER}", "x:y")}
     (answer,) = answers
-    assert "without the NAME: that may precede it" in answer
+    assert "(of NAME:KEY, only what follows the colon)" in answer
 
 
 @subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
@@ -168,18 +168,18 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
             "/v1/models?api_key=secret-key",
             "x",
             None,
-            '"/v1/models" status=401 client=127.0.0.1 key=none',
+            "/v1/models status=401 client=127.0.0.1 key=none",
             "no v",
         ),
-        ("GET", "/v1/models", f"ann:{KEY}", None, '"/v1/models" status=401 client=127.0.0.1 key=none', "no valid API"),
-        ("GET", "/no%0awhere", KEY, None, '"/no\\nwhere" status=404 client=127.0.0.1 key="ann"', "GET "),
-        ("GET", TEXTS, KEY, None, f'"{TEXTS}" status=405 client=127.0.0.1 key="ann"', "GET '"),
+        ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models status=401 client=127.0.0.1 key=none", "no valid API"),
+        ("GET", "/no%0awhere", KEY, None, '/no%0Awhere status=404 client=127.0.0.1 key="ann"', "GET "),
+        ("GET", TEXTS, KEY, None, f'{TEXTS} status=405 client=127.0.0.1 key="ann"', "GET '"),
         (
             "POST",
             TEXTS,
             KEY,
             {"prompt": "x", "model": "gpt"},
-            f'"{TEXTS}" status=404 client=127.0.0.1 key="ann"',
+            f'{TEXTS} status=404 client=127.0.0.1 key="ann"',
             "mod",
         ),
         (
@@ -187,11 +187,11 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
             TEXTS,
             OTHER,
             {"prompt": "my secret"} | HOT,
-            f'"{TEXTS}" status=400 client=127.0.0.1 key=unnamed',
+            f"{TEXTS} status=400 client=127.0.0.1 key=unnamed",
             "te",
         ),
-        ("POST", TEXTS, KEY, b"{", f'"{TEXTS}" status=400 client=127.0.0.1 key="ann"', "the request body is not valid"),
-        ("GET", "/v1/models", None, None, '"/v1/models" status=403 client=127.0.0.1 key=none', "host 'evil.example'"),
+        ("POST", TEXTS, KEY, b"{", f'{TEXTS} status=400 client=127.0.0.1 key="ann"', "the request body is not valid"),
+        ("GET", "/v1/models", None, None, "/v1/models status=403 client=127.0.0.1 key=none", "host 'evil.example'"),
     ],
 )
 def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -171,9 +171,7 @@ class Access:
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
         owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
-            why = (
-                "no valid API key; send 'Authorization: Bearer KEY', without the NAME: that may precede it in the file"
-            )
+            why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only what follows the colon)"
             raise ApiError(401, why, code="invalid_api_key")
         return owner
 
@@ -222,7 +220,7 @@ def _log_refusal(scope: Scope, status: int) -> None:
         log.info(
             "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
             scope["method"],
-            shortened(json.dumps(scope["path"])),  # without the query, which may have a key
+            shortened(quote(scope["path"])),  # without the query, which may have a key
             status,
             _client(scope),
             key_name(state.get("owner", "")),
