@@ -29,7 +29,7 @@ GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md
 # Models that the documentation names, which are not on every machine, and their substitutes in the tests.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
 HELP = {"--help", "-h", "--help-all", "--version"}
-OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm"}
+OTHER_PROGRAMS = {"python", "pip", "uv", "curl", "cat", "docker", "ray", "torchrun", "source", "git", "vllm", "caddy"}
 
 
 def blocks(page: Path, language: str) -> list[str]:

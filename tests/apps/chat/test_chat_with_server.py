@@ -105,5 +105,6 @@ def test_models_that_cannot_be_loaded_end_the_command_with_one_line(capsys, monk
 
 def test_an_address_in_use_is_refused_before_anything_is_loaded(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use$"):
+    why = f"cannot listen on 127.0.0.1:{port}: Address already in use; allowed: --port N with another port, or --port 0"
+    with pytest.raises(SlipstreamError, match=why):
         serve(ServerSettings(port=port), lambda: pytest.fail("loaded"), lambda server: None)

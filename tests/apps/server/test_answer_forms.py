@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -217,6 +219,14 @@ def test_a_tool_may_be_called_instead_of_an_answer_in_the_response_format(ask: A
     answers = [ask(temperature=1.5, seed=seed, tools=TOOLS, **FORMS[0]).choices[0] for seed in range(6)]
     for choice in answers:
         assert choice.message.tool_calls or set(json.loads(choice.message.content)) == {"x", "unit"}
+
+
+def test_the_calls_in_the_documentation_are_answered_in_their_form(server: RunningServer) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "structured_output.md").read_text(encoding="utf-8")
+    bodies = [json.loads(call) for call in re.findall(r"(?m)^curl .* -d '(.*)'$", page)]
+    answers = [server.http.post("/v1/chat/completions", json=body | {"seed": 1}).json() for body in bodies]
+    place, year = (answer["choices"][0]["message"]["content"] for answer in answers)
+    assert json.loads(place).keys() == {"city"} and re.fullmatch("[0-9]{4}", year)
 
 
 def test_tool_calls_need_a_chat_template() -> None:

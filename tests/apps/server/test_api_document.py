@@ -75,6 +75,23 @@ def test_a_wrong_method_is_refused_with_the_allowed_methods(server: RunningServe
     for path, operations in document["paths"].items():
         answer = server.http.request("TRACE", path.replace("{", "").replace("}", ""))
         assert answer.status_code == 405
-        assert {method.strip() for method in answer.headers["allow"].split(",")} == {
-            method.upper() for method in operations
-        }
+        allowed = ", ".join(sorted(method.upper() for method in operations))
+        assert answer.headers["allow"] == allowed
+        assert answer.json()["error"]["message"].endswith(f"this address does not take this method; allowed: {allowed}")
+
+
+def test_fields_are_documented_with_their_bounds(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    whole, number = (schemas["ChatFields"]["properties"][name]["anyOf"][0] for name in ("n", "top_p"))
+    assert whole == {"type": "integer", "minimum": 1, "maximum": 16}
+    assert number == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+
+
+def test_the_fields_of_structured_outputs_are_documented(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    for name in ("ChatFields", "CompletionFields"):
+        reference = schemas[name]["properties"]["structured_outputs"]["anyOf"][0]["$ref"]
+        assert reference == "#/components/schemas/StructuredOutputs"
+    fields = schemas["StructuredOutputs"]["properties"]
+    assert fields.keys() == {"json", "json_object", "regex", "choice", "grammar"}
+    assert all(field["description"] for field in fields.values())

@@ -146,6 +146,7 @@ def test_files_are_listed_in_the_requested_order(server: RunningServer) -> None:
 def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
     data = jsonl(LINES) + "ü\r\n--x--\n".encode()
     with server.openai() as client:
+        client.files.create(file=("older.jsonl", data), purpose="batch")
         file = client.files.create(file=("../../x\n.jsonl", data), purpose="batch")
         assert client.files.content(file.id).content == data and file.bytes == len(data)
         assert client.files.list().data[0].id == file.id and client.files.list(limit=1).has_more
@@ -176,7 +177,8 @@ def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
         ),
         ("GET", "/v1/batches/batch_x", None, 404, "there is no batch 'batch_x'"),
         ("POST", "/v1/batches/batch_x/cancel", None, 404, "there is no batch"),
-        ("GET", "/v1/batches?limit=0", None, 400, 'query.limit="0"; allowed'),
+        ("GET", "/v1/batches?limit=0", None, 400, 'query.limit="0"; allowed: a whole number from 1 to 10000'),
+        ("GET", "/v1/batches?limit=x", None, 400, 'query.limit="x"; allowed: a whole number from 1 to 10000'),
         ("GET", "/v1/files?order=bogus", None, 400, "query.order=\"bogus\"; allowed: 'asc' or 'desc'"),
         (
             "POST",
@@ -187,7 +189,7 @@ def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
         ),
         ("GET", "/v1/batches?after=x", None, 400, "after='x'; allowed: an id of this list"),
         ("GET", "/v1/files/..%2f..%2fx/content", None, 404, ""),
-        ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
+        ("POST", "/v1/files", {"file": "x"}, 400, "content-type 'application/json'; allowed: multipart"),
     ],
 )
 def test_invalid_calls_are_refused(
@@ -206,9 +208,11 @@ def test_invalid_calls_are_refused(
         ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "the file is empty"),
         ({"files": {"purpose": (None, "batch")}}, "the form has no file"),
         ({"files": [("file", b"x"), ("file", b"y")]}, "the form has two files; allowed: one"),
-        ({"files": {"file": b"x"}, "data": {"purpose": "b" * 2000}}, "purpose is too long"),
-        ({"content": b"--a\r\n\r\n", "headers": {"content-type": "multipart/form-data; boundary=a"}}, "the form"),
-        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "the request body; allowed: a form"),
+        ({"files": {"file": b"x"}, "data": {"purpose": "b" * 2000}}, "'purpose' is too long"),
+        ({"content": b"--a\r\n\r\n", "headers": {"content-type": "multipart/form-data; boundary=a"}}, "a part of th"),
+        ({"files": {"file": b"x", "a": (None, "1")}, "data": {"a": "1"}}, "the form has 'a' twice; allowed: each name"),
+        ({"files": {"file": b"x", **{str(at): (None, "1") for at in range(20)}}}, "the form has more than 16 parts"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "'multipart/form-data'; allowed"),
         ({"content": b"x" * 9000, "headers": {"content-type": "multipart/form-data; boundary=a"}}, "ends before"),
     ],
 )  # fmt: skip

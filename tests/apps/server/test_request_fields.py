@@ -48,6 +48,7 @@ def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, 
         (CompletionFields, {"prompt": "x", "bad_words": WRONG}, "bad_words"),
         (CompletionFields, {"prompt": "x", "allowed_token_ids": WRONG}, "allowed_token_ids"),
         (CompletionFields, {"prompt": "x", "prediction": {"type": "content", "content": WRONG}}, "prediction"),
+        (CompletionFields, {"prompt": "x", "structured_outputs": {"choice": WRONG}}, "structured_outputs"),
         (CompletionFields, {"prompt": "x", "logit_bias": {str(n): None for n in range(20_000)}}, "logit_bias"),
         (ChatFields, {"messages": WRONG}, "messages"),
         (ChatFields, {"messages": [{"role": "user", "content": WRONG}]}, "messages"),
@@ -69,6 +70,10 @@ def test_a_list_is_read_only_up_to_its_first_mistake(kind: type[BaseModel], body
 
 def said(**content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"} | content]}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
 
 
 NO_TEXT = "a text, or parts of one"
@@ -109,10 +114,25 @@ NO_TEXT = "a text, or parts of one"
         ),
         (CHAT, {"response_format": {"type": ""}}, "response_format.type", 'response_format.type=""; allowed: '),
         (CHAT, {"prediction": "x"}, "prediction", "prediction: a text; allowed: an object"),
-        (CHAT, {"seed": 1 << 63}, "seed", "seed=9223372036854775808; allowed: 9223372036854775807 or less"),
+        (
+            CHAT,
+            {"seed": 1 << 63},
+            "seed",
+            "=9223372036854775808; allowed: a whole number from -1 to 9223372036854775807",
+        ),
+        (CHAT, {"temperature": "hot"}, "temperature", 'temperature="hot"; allowed: a number from 0 to 100'),
+        (CHAT, {"temperature": True}, "temperature", "temperature=true; allowed: a number from 0 to 100"),
+        (CHAT, {"max_tokens": "4"}, "max_tokens", 'max_tokens="4"; allowed: a whole number from 0 to 16777216'),
+        (CHAT, {"max_tokens": 4.5}, "max_tokens", "max_tokens=4.5; allowed: a whole number from 0 to 16777216"),
+        (CHAT, {"top_p": 2}, "top_p", "top_p=2; allowed: a number above 0, up to 1"),
+        (CHAT, {"top_p": 0}, "top_p", "top_p=0; allowed: a number above 0, up to 1"),
+        (CHAT, {"n": 99}, "n", "n=99; allowed: a whole number from 1 to 16"),
+        (CHAT, {"best_of": "2"}, "best_of", 'best_of="2"; allowed: a whole number'),
+        (CHAT, {"logit_bias": {"5": "x"}}, "logit_bias.5", '.5="x"; allowed: a number from -10000 to 10000'),
+        (CHAT, {"stream": "yes"}, "stream", 'stream="yes"; allowed: true or false'),
         (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; is 'mesages' meant for it?"),
         (TEXT, {"prompt": [5, -3]}, "prompt", "prompt.1=-3; allowed: 0 or more"),
-        (TEXT, {"prompt": {}}, "prompt", "prompt; allowed: a text, a list of texts"),
+        (TEXT, {"prompt": {}}, "prompt", "prompt: an empty object; allowed: a text, a list of texts"),
         (TEXT, {"prompt": [[5], [999]]}, "prompt", "prompt 1: token id 999; allowed: 0 to 256"),
         (TEXT, {"logit_bias": {"999": 1}}, "logit_bias", "logit_bias: token id 999"),
         (TEXT, {"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids: token id 999"),
@@ -148,6 +168,52 @@ NO_TEXT = "a text, or parts of one"
             *(CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}),
             *("response_format.json_schema", "response_format.json_schema with type 'json_object'; allowed: with type"),
         ),
+        (
+            *(CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            'response_format.json_schema.schema is missing; allowed: {"json_schema": {"name": ..., "schema": {...}}}',
+        ),
+        (
+            *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
+            *("response_format.json_schema", "schema is missing; allowed: {"),
+        ),
+        (
+            *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
+            *("response_format.json_schema", "; is 'shema' meant for it?"),
+        ),
+        (
+            *(CHAT, {"structured_outputs": {"regex": 5}}),
+            *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a text"),
+        ),
+        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5; allowed: an object or a text"),
+        (
+            CHAT,
+            {"structured_outputs": {"json_schema": {}}},
+            "structured_outputs",
+            "structured_outputs: json_schema; allo",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"json": None}},
+            "structured_outputs",
+            "structured_outputs: nothing; allowed: one",
+        ),
+        (CHAT, {"tools": [{}]}, "tools.0.function", "tools.0.function is missing; allowed: an object with a name"),
+        (CHAT, {"tools": [{"function": "f"}]}, "tools.0.function", "tools.0.function: a text; allowed: an object with"),
+        (CHAT, tool(description=5), "tools.0.function.description", "tools.0.function.description=5; allowed: a text"),
+        (
+            CHAT,
+            tool(parameters=[]),
+            "tools.0.function.parameters",
+            ".parameters: an empty list; allowed: a JSON schema",
+        ),
+        (CHAT, tool(parameters={"properties": 5}), "tools.0.function.parameters", ".properties=5; allowed: an object"),
+        (
+            *(CHAT, tool(parameters={"properties": {"a": "x"}})),
+            *("tools.0.function.parameters", ".parameters.properties.a: a text; allowed: a JSON schema"),
+        ),
+        (CHAT, tool(description=LONE), "tools.0", "tools.0 has a lone surrogate; allowed: valid Unicode"),
+        ("/tokenize", {}, "prompt", "prompt and messages are missing; allowed: one of them"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt", "prompt beside messages; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model 'other' is not served here"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "tools beside prompt; allowed: beside messages"),
         ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template", "templates from requests are not run"),

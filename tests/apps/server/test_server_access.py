@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tests.support.processes import PATIENCE
 from tests.support.running_server import RunningServer, running_server
 
 KEY, OTHER = "correct-horse-battery", "another-long-key"
+TEXTS, HOT = "/v1/completions", {"temperature": "hot"}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,13 @@ def server(key_file: str) -> Iterator[RunningServer]:
 def unlocked() -> Iterator[RunningServer]:
     with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as running:
         yield running
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The server's lines since the last call."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "slipstream.server"]
+    caplog.clear()
+    return lines
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -131,6 +141,12 @@ def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> N
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
+def test_a_key_sent_with_its_name_is_told_to_leave_it_out_whether_or_not_it_is_right(server: RunningServer) -> None:
+    answers = {server.http.get("/v1/models", headers=bearer(key)).text for key in (f"ann:{KEY}", f"ann:{OTHER}", "x:y")}
+    (answer,) = answers
+    assert "(of NAME:KEY, only what follows the colon)" in answer
+
+
 @subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
 def test_no_other_key_is_accepted(server: RunningServer, key: str) -> None:
     headers = {"authorization": f"Bearer {key}".encode("latin-1")}
@@ -142,6 +158,81 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
     assert server.http.get("/v1/models", headers=twice).status_code == 401
     assert server.http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}).status_code == 401
     assert server.http.get(f"/v1/models?api_key={KEY}").status_code == 401
+
+
+@subcases(
+    "method, path, key, body, start, reason",
+    [
+        (
+            "GET",
+            "/v1/models?api_key=secret-key",
+            "x",
+            None,
+            "/v1/models status=401 client=127.0.0.1 key=none",
+            "no v",
+        ),
+        ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models status=401 client=127.0.0.1 key=none", "no valid API"),
+        ("GET", "/no%0awhere", KEY, None, '/no%0Awhere status=404 client=127.0.0.1 key="ann"', "GET "),
+        ("GET", TEXTS, KEY, None, f'{TEXTS} status=405 client=127.0.0.1 key="ann"', "GET '"),
+        (
+            "POST",
+            TEXTS,
+            KEY,
+            {"prompt": "x", "model": "gpt"},
+            f'{TEXTS} status=404 client=127.0.0.1 key="ann"',
+            "mod",
+        ),
+        (
+            "POST",
+            TEXTS,
+            OTHER,
+            {"prompt": "my secret"} | HOT,
+            f"{TEXTS} status=400 client=127.0.0.1 key=unnamed",
+            "te",
+        ),
+        ("POST", TEXTS, KEY, b"{", f'{TEXTS} status=400 client=127.0.0.1 key="ann"', "the request body is not valid"),
+        ("GET", "/v1/models", None, None, "/v1/models status=403 client=127.0.0.1 key=none", "host 'evil.example'"),
+    ],
+)
+def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
+    server: RunningServer,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    path: str,
+    key: str | None,
+    body: Any,
+    start: str,
+    reason: str,
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream.server")
+    caplog.clear()
+    headers = {"content-type": "application/json"} | ({"host": "evil.example"} if key is None else bearer(key))
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = server.http.request(method, path, headers=headers, content=None if body is None else content)
+    (line,) = logged(caplog)
+    assert line.startswith(f'request method={method} endpoint={start} reason="{reason}'), line
+    assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]
+    assert "secret" not in line and KEY not in line and OTHER not in line
+
+
+def test_the_line_of_a_request_that_was_under_way_names_the_key(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream.server")
+    server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 3})
+    (line,) = logged(caplog)
+    assert ' status=200 key="ann" rows=1 prompt_tokens=1 tokens=3 ' in line and "reason" not in line
+    answer = server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 9999})
+    (line,) = logged(caplog)
+    assert ' status=400 key="ann" rows=0 ' in line
+    assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]
+
+
+def test_the_log_does_not_tell_when_health_is_asked_for(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream.server")
+    assert server.http.get("/health").status_code == 200 and not logged(caplog)
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +410,10 @@ DIGITS = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
         (b"[" * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
         (b'{"a":' * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
         (b'{"prompt": "x", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
-        (b'{"prompt": "x"} x', "is not valid JSON"),
+        (b'{"prompt": "x"} x', "is not valid JSON at character 16: Extra data$"),
+        (b'{"prompt": "a\nb"}', "is not valid JSON at character 13: Invalid control character$"),
+        (b'["x"]', "^the request body is a list; allowed: a JSON object, sent as application/json$"),
+        (b"5", "^the request body is 5; allowed: a JSON object"),
         (b"", ""),
     ],
 )
@@ -332,6 +426,11 @@ def test_a_refused_body_is_told_what_is_wrong_with_it(
     if message:
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
         assert re.search(message, answer.json()["error"]["message"]), answer.text
+
+
+def test_a_body_of_another_content_type_is_refused_by_name(unlocked: RunningServer) -> None:
+    answer = unlocked.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert answer.json()["error"]["message"].startswith("the request body is not sent as application/json; allowed: ")
 
 
 def test_a_compressed_body_is_refused_by_name(unlocked: RunningServer) -> None:

@@ -274,7 +274,7 @@ for _ in range(100_000):  # deep enough for Python 3.13, which allows more nesti
 )
 def test_lone_surrogates_and_excessive_nesting_are_refused_by_name(fields: dict[str, Any], place: str) -> None:
     asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
-    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as refusal:
+    with pytest.raises(ApiError, match=f"^{place} (has a lone surrogate|is nested too deep); allowed: ") as refusal:
         rendered_chat(asked, HFTokenizer(tokenizer()))
     assert refusal.value.status == 400 and refusal.value.param == place
 

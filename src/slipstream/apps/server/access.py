@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.error_objects import ApiError, shortened
 from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError
 
+log = logging.getLogger("slipstream.server")
 Count = Callable[[Scope, int], None]  # called with the status of every answer
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # these need no key, nor do the page's own files
@@ -97,7 +100,7 @@ class Access:
     """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
 
     It adds two names to `scope["state"]`: `owner`, the key's, and `caller`, by which callers take turns: the owner, or
-    the client's address if there are no keys.
+    the client's address if there are no keys. It logs the reason that a refusal leaves there as `refusal`.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
@@ -109,10 +112,12 @@ class Access:
             return
         if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
             scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
+        state = scope.setdefault("state", {})
         try:
-            owner = scope.setdefault("state", {})["owner"] = self._check(scope)
-            scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])
+            state["owner"] = self._check(scope)
+            state["caller"] = state["owner"] or _client(scope)
         except ApiError as error:
+            state["refusal"] = error.message
             response = error.response()
             # without these headers the browser would hide the answer from the page
             for origin in filter(self._is_listed, _headers(scope, b"origin")):
@@ -144,12 +149,13 @@ class Access:
         return receiving
 
     def _counting_send(self, scope: Scope, send: Send) -> Send:
-        """A `send` that counts the answer, and adds the header that forbids browsers to guess its type."""
+        """A `send` that counts the answer, logs a refusal, and adds the header that forbids browsers to guess types."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
                 self._count(scope, message["status"])
+                _log_refusal(scope, message["status"])
             await send(message)
 
         return sending
@@ -165,7 +171,8 @@ class Access:
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
         owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
-            raise ApiError(401, "no valid API key; send 'Authorization: Bearer KEY'", code="invalid_api_key")
+            why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only what follows the colon)"
+            raise ApiError(401, why, code="invalid_api_key")
         return owner
 
     def _is_allowed_preflight(self, scope: Scope) -> bool:
@@ -204,6 +211,32 @@ class Access:
         for origin in origins:
             if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
                 raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
+
+
+def _log_refusal(scope: Scope, status: int) -> None:
+    """One line for a request that was refused before any work was done for it; `refusal` is the reason."""
+    state = scope["state"]
+    if "refusal" in state:
+        log.info(
+            "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
+            scope["method"],
+            shortened(quote(scope["path"])),  # without the query, which may have a key
+            status,
+            _client(scope),
+            key_name(state.get("owner", "")),
+            json.dumps(state["refusal"]),
+        )
+
+
+def key_name(owner: str) -> str:
+    """How the log names a key: its owner's name in quotes. Keys without a name look alike: a digest helps to guess."""
+    if owner.startswith(UNNAMED):
+        return "unnamed"
+    return json.dumps(owner, ensure_ascii=False) if owner else "none"
+
+
+def _client(scope: Scope) -> str:
+    return str((scope.get("client") or [""])[0])
 
 
 def _headers(scope: Scope, name: bytes) -> list[str]:

@@ -17,7 +17,7 @@ from slipstream.apps.server.batch_store import MAX_NAME_LENGTH, BatchRecord, Fil
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
-from slipstream.apps.server.schemas import Fields
+from slipstream.apps.server.schemas import Fields, NumberRange
 from slipstream.durable_files import sync
 from slipstream.errors import did_you_mean
 
@@ -58,7 +58,11 @@ class UploadForm:
             or not isinstance(boundary, str)
             or not 0 < len(boundary) <= 200
         ):
-            raise refused("the request body; allowed: a form (multipart/form-data) with file and purpose", "file")
+            raise refused(
+                f"the request body has content-type {content_type!r:.80}; allowed: multipart/form-data with a "
+                "boundary, for file and purpose",
+                "file",
+            )
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.size = 0
@@ -113,8 +117,12 @@ class UploadForm:
                 message["content-disposition"] = value.strip()
         part_name = message.get_param("name", header="content-disposition")
         self._name, self._parts = str(part_name), self._parts + 1
-        if not isinstance(part_name, str) or self._parts > MAX_PARTS or part_name in self.fields:
-            raise refused("the form; allowed: one file, purpose, and few other fields, each with a name of its own")
+        if not isinstance(part_name, str):
+            raise refused("a part of the form has no name; allowed: one for each part")
+        if part_name in self.fields:
+            raise refused(f"the form has {part_name!r:.40} twice; allowed: each name once")
+        if self._parts > MAX_PARTS:
+            raise refused(f"the form has more than {MAX_PARTS} parts; allowed: file, purpose and a few others")
         if part_name == "file":
             if self.filename is not None:
                 raise refused("the form has two files; allowed: one", "file")
@@ -129,7 +137,7 @@ class UploadForm:
         elif self._name is not None and data:
             self.fields[self._name] += data.decode("utf-8", "replace")
             if len(self.fields[self._name]) > MAX_FIELD_BYTES:
-                raise refused(f"{self._name:.40} is too long; allowed: {MAX_FIELD_BYTES} bytes", self._name[:40])
+                raise refused(f"{self._name!r:.40} is too long; allowed: {MAX_FIELD_BYTES} bytes", self._name[:40])
 
 
 def _filename(message: Message) -> str:
@@ -145,7 +153,7 @@ def _filename(message: Message) -> str:
 
 router = APIRouter(prefix="/v1")
 Listed = TypeVar("Listed", FileRecord, BatchRecord)
-Limit = Annotated[int, Query(ge=1, le=10000)]
+Limit = Annotated[int, Query(), NumberRange(1, 10_000, from_text=True)]
 Order = Literal["asc", "desc"]
 
 

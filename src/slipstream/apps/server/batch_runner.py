@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
 from slipstream.apps.server.batch_store import BatchRecord, BatchStore, LineKey, folder_fault
-from slipstream.apps.server.error_objects import INTERNAL, ApiError, as_api_error, refused, validation_error
+from slipstream.apps.server.error_objects import INTERNAL, ApiError, as_api_error, refused, sent, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.request_reading import count_unknown_fields
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
@@ -73,7 +73,8 @@ def read_fields(line: Line) -> ChatFields | CompletionFields:
         near = did_you_mean(str(url), *URLS)
         raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}{near}", "url")
     if not isinstance(body, dict):
-        raise refused("body; allowed: a JSON object, the request", "body")
+        what = "body is missing" if body is None else sent("body", body)
+        raise refused(f"{what}; allowed: a JSON object, the request", "body")
     try:
         fields = URLS[url].model_validate(body)
     except ValidationError as error:

@@ -15,7 +15,15 @@ from slipstream.apps.server.answers import EventStream, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.openai_routes import service_of, until_gone
 from slipstream.apps.server.request_rows import check_model
-from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields, Fields, ReplayResult, TokenId, answers
+from slipstream.apps.server.schemas import (
+    ChatFields,
+    CompletionFields,
+    Fields,
+    NumberRange,
+    ReplayResult,
+    TokenId,
+    answers,
+)
 from slipstream.apps.server.service import Service
 from slipstream.certificate.parity import first_difference
 from slipstream.version import __version__
@@ -29,7 +37,7 @@ class ReplayFields(Fields):
 
     request: dict[str, Any]
     token_ids: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
-    seed: Annotated[int, NUMBER, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, NumberRange(0, (1 << 63) - 1)] | None = None
 
 
 @router.get("/state")

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from slipstream.apps.server.schemas import ChatFields, CompletionFields
+from slipstream.apps.server.schemas import NOT_IN_RANGE, ChatFields, CompletionFields
 from slipstream.errors import UsageError, did_you_mean, first_line
 
 log = logging.getLogger("slipstream.server")
@@ -78,23 +78,27 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error object."""
+    """Answer every exception with an error object, and leave the reason for the log in `scope["state"]`."""
+
+    def answered(request: Request, error: ApiError) -> JSONResponse:
+        request.state.refusal = error.message
+        return error.response()
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UsageError)
     @app.exception_handler(Exception)
     async def _any(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return answered(request, as_api_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return validation_error(error.errors()).response()
+        return answered(request, validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code
         message = _body_problem(error.__cause__, request) if status == 400 else _status_line(status, request)
-        answer = ApiError(status, message).response()
+        answer = answered(request, ApiError(status, message))
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
@@ -113,7 +117,7 @@ def _status_line(status: int, request: Request) -> str:
     if status == 404:
         return f"{path}: there is no such address; allowed: those that GET /openapi.json lists"
     if status == 405:
-        return f"{path}: this address does not take this method"
+        return f"{path}: this address does not take this method; allowed: {', '.join(_methods(request))}"
     if status == 408:
         return "the request body did not arrive in time"
     if status == 413:
@@ -141,9 +145,7 @@ WORDING = (
     (r"(?:Input|String|List) should (?:be|have) ", ""),
     (r"greater than or equal to (\S+)", r"\1 or more"),
     (r"less than or equal to (\S+)", r"\1 or less"),
-    (r"greater than (\S+)", r"above \1"),
     (r"a valid integer.*", "a whole number"),
-    (r"a valid number.*", "a number"),
     (r"a valid string", "a text"),
     (r"a valid list", "a list"),
     (r"a valid boolean.*", "true or false"),
@@ -170,26 +172,40 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "string_unicode":
         what = f"{name}:" if name else "a field's name"
         return refused(f"{what} has a lone surrogate; allowed: valid Unicode", _without_indexes(place))
+    value, near = first["input"], ""
     if place[:1] == ["prompt"] and is_wrong_kind and len(field_errors) > 1:  # some addresses allow lists, too
-        return refused("prompt; allowed: a text, a list of texts, token ids, or lists of token ids", "prompt")
+        forms = "a text, a list of texts, token ids, or lists of token ids"
+        return refused(f"{sent('prompt', value)}; allowed: {forms}", "prompt")
     if not place and first["type"] == "model_attributes_type":
-        return refused("the request body; allowed: a JSON object, sent as application/json")
-    if first["type"].startswith("json_invalid"):
-        return refused("the request body is not valid JSON")
+        problem = "is not sent as application/json" if isinstance(value, bytes) else f"is {kind_of(value)}"
+        return refused(f"the request body {problem}; allowed: a JSON object, sent as application/json")
+    if first["type"] == "json_invalid":
+        reason = first["ctx"]["error"].removesuffix(" at")
+        return refused(f"the request body is not valid JSON at character {first['loc'][1]}: {reason}")
     if first["type"] == "missing":
         return refused(
             f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
         )
     same_place = [error for error in field_errors if _address(error) == place] if is_wrong_kind else [first]
     allowed = [_allowed(error) for error in same_place]
-    value, near = first["input"], ""
     if is_choice:
         near = did_you_mean(str(value), *QUOTED.findall(first["ctx"]["expected"]))
-    shown = "" if type(value) is str and (is_choice or source) else KINDS.get(type(value), "")
-    if shown and value in ("", [], {}):
-        shown = f"an empty {shown.split()[-1]}"
-    what = f"{name or 'request body'}: {shown}" if shown else f"{name}={shortened(json.dumps(value))}"
+    is_shown = is_choice or bool(source) or first["type"] in (NOT_IN_RANGE, "bool_type")
+    what = sent(name or "request body", value, is_text_shown=is_shown)
     return refused(f"{what}; allowed: {' or '.join(dict.fromkeys(allowed))}{near}", _without_indexes(place))
+
+
+def sent(name: str, value: Any, *, is_text_shown: bool = False) -> str:
+    """The beginning of a refusal: a field and its value. Of a text that a user may have written, only the kind."""
+    if type(value) in KINDS and not (is_text_shown and type(value) is str):
+        return f"{name}: {kind_of(value)}"
+    return f"{name}={shortened(json.dumps(value))}"
+
+
+def kind_of(value: Any) -> str:
+    """What a text, list or object is, in words; any other JSON value as it is written."""
+    kind = KINDS.get(type(value), "") or shortened(json.dumps(value))
+    return f"an empty {kind.split()[-1]}" if value in ("", [], {}) else kind
 
 
 def shortened(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import gc
 import logging
@@ -184,4 +185,6 @@ def _listening(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         why = (error.strerror or first_line(error)).partition(" (while ")[0]  # what follows repeats the address
         shown = f"[{host}]" if ":" in host else host
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            why += "; allowed: --port N with another port, or --port 0, which takes a free one"
         raise SlipstreamError(f"cannot listen on {shown}:{settings.port}: {why}") from error

@@ -5,6 +5,7 @@ version and metrics.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Coroutine
@@ -14,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from slipstream.apps.server.access import key_name
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_reading import check_extra, check_plain, rendered_messages
@@ -63,8 +65,8 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
         return JSONResponse(whole_answer)
     except Exception as error:
         refusal = as_api_error(error)
-        log_answer(live, refusal.status)
-        raise refusal from error
+        log_answer(live, refusal.status, refusal.message)
+        return refusal.response()
     finally:
         if not streaming:
             service.release(live)
@@ -75,18 +77,20 @@ def _over(service: Service, live: LiveRequest, status: int) -> None:
     service.release(live)
 
 
-def log_answer(live: LiveRequest, status: int) -> None:
-    """One line per request: numbers alone, no texts."""
+def log_answer(live: LiveRequest, status: int, reason: str = "") -> None:
+    """One line per request: numbers, the key's name and why it failed, but no prompts and answers."""
     rows = [job.row for job in live.jobs]
     log.info(
-        "request id=%s endpoint=%s status=%d rows=%d prompt_tokens=%d tokens=%d seconds=%.3f",
+        "request id=%s endpoint=%s status=%d key=%s rows=%d prompt_tokens=%d tokens=%d seconds=%.3f%s",
         live.id,
         live.endpoint,
         status,
+        key_name(live.owner),
         len(rows),
         sum(row.prompt_length for row in rows),
         sum(row.num_output_tokens for row in rows),
         time.monotonic() - live.arrived,
+        f" reason={json.dumps(reason)}" if reason else "",
     )
 
 
@@ -149,7 +153,8 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     check_model(service.facts.name, fields.model)
     check_extra(fields)
     if (fields.prompt is None) == (fields.messages is None):
-        raise refused("prompt and messages; allowed: one of them", "prompt")
+        what = "prompt and messages are missing" if fields.prompt is None else "prompt beside messages"
+        raise refused(f"{what}; allowed: one of them", "prompt")
     for name in ConversationFields.model_fields if fields.messages is None else ():
         if getattr(fields, name) is not None:
             raise refused(f"{name} beside prompt; allowed: beside messages", name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.apps.server.error_objects import misspelt, refused
+from slipstream.apps.server.error_objects import misspelt, refused, sent
 from slipstream.apps.server.schemas import (
     MAX_ROWS,
     THOUGHTS,
@@ -72,7 +72,8 @@ def _check_tool(place: str, tool: dict[str, Any]) -> None:
         raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'{near}", f"{place}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise refused(f"{place}.function; allowed: an object with a name and parameters", f"{place}.function")
+        what = f"{place}.function is missing" if function is None else sent(f"{place}.function", function)
+        raise refused(f"{what}; allowed: an object with a name and parameters", f"{place}.function")
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise refused(
@@ -80,7 +81,8 @@ def _check_tool(place: str, tool: dict[str, Any]) -> None:
             f"{place}.function.name",
         )
     if not isinstance(function.get("description", ""), str | None):
-        raise refused(f"{place}.function.description; allowed: a text", f"{place}.function.description")
+        what = sent(f"{place}.function.description", function["description"])
+        raise refused(f"{what}; allowed: a text", f"{place}.function.description")
     _check_parameters(f"{place}.function.parameters", function.get("parameters"))
     check_json(place, tool)
 
@@ -89,21 +91,26 @@ def check_json(place: str, value: Any) -> None:
     """Refuse values that templates and tokenizers cannot write: lone surrogates, and JSON that is nested too deep."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise refused(f"{place} has a lone surrogate; allowed: valid Unicode", place) from None
     except (ValueError, RecursionError):
-        raise refused(f"{place}; allowed: JSON of valid Unicode (no lone surrogates)", place) from None
+        raise refused(f"{place} is nested too deep; allowed: what JSON can write", place) from None
 
 
 def _check_parameters(place: str, parameters: Any) -> None:
     if parameters is None:
         return
     if not isinstance(parameters, dict):
-        raise refused(f"{place}; allowed: a JSON schema, which is an object", place)
+        raise refused(f"{sent(place, parameters)}; allowed: a JSON schema, which is an object", place)
     if parameters.get("type", "object") != "object":
         near = did_you_mean(str(parameters["type"]), "object")
         raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'{near}", place)
     properties = parameters.get("properties", {})
-    if not isinstance(properties, dict) or not all(isinstance(schema, dict | bool) for schema in properties.values()):
-        raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
+    if not isinstance(properties, dict):
+        raise refused(f"{sent(f'{place}.properties', properties)}; allowed: an object of JSON schemas", place)
+    for name, schema in properties.items():
+        if not isinstance(schema, dict | bool):
+            raise refused(f"{sent(f'{place}.properties.{name:.40}', schema)}; allowed: a JSON schema", place)
 
 
 def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter, ChatWriter, CompletionWriter
-from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.apps.server.error_objects import ApiError, misspelt, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.request_reading import (
     Rendered,
@@ -26,7 +26,13 @@ from slipstream.apps.server.request_reading import (
     sampling_params,
     wanted_logprobs,
 )
-from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.schemas import (
+    STRUCTURED_OUTPUTS,
+    ChatFields,
+    CompletionFields,
+    SamplingFields,
+    StructuredOutputs,
+)
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.constraints.constraint import Constraint
@@ -38,13 +44,6 @@ from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParse
 
 MAX_BYTES = 64 << 10  # of a schema, an expression or a grammar
 MAX_BYTES_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
-STRUCTURED_OUTPUTS = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
 LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # these and a constraint may leave no token
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
@@ -68,7 +67,7 @@ def form_field(fields: SamplingFields) -> str | None:
     if form is not None and form.json_schema is not None and form.type != "json_schema":
         name = "response_format.json_schema"
         raise refused(f"{name} with type {form.type!r}; allowed: with type 'json_schema'", name)
-    if fields.structured_outputs:
+    if fields.structured_outputs is not None and fields.structured_outputs.model_fields_set:
         names.append("structured_outputs")
     if form is not None and form.type != "text":
         names.append("response_format")
@@ -84,9 +83,8 @@ def compiles_slowly(fields: SamplingFields) -> bool:
     if form_field(fields) is None:
         return False
     has_tools = isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"
-    constraints = [
-        (STRUCTURED_OUTPUTS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()
-    ]
+    outputs = fields.structured_outputs or StructuredOutputs()
+    constraints = [(STRUCTURED_OUTPUTS.get(name, "grammar"), value) for name, value in outputs.sent.items()]
     if fields.response_format is not None and (named := fields.response_format.json_schema) is not None:
         constraints.append(("json_schema", named.json_schema))
     texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in constraints]
@@ -104,7 +102,7 @@ def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Co
         if field == "structured_outputs":
             if offered:
                 raise refused("structured_outputs with tools; allowed: with tool_choice 'none'", field)
-            return _vllm(fields.structured_outputs or {})
+            return _vllm(fields.structured_outputs or StructuredOutputs())
         if field == "tool_choice":
             assert isinstance(fields, ChatFields)
             return _calls(forced_tools(fields, tools), fields, tokenizer)
@@ -121,17 +119,19 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     assert form is not None
     if form.type == "json_object":
         return {"type": "object"}
-    schema = None if form.json_schema is None else form.json_schema.json_schema
-    if schema is None:
+    named = form.json_schema
+    if named is None or named.json_schema is None:
         name = "response_format.json_schema"
-        raise refused(f'{name}.schema; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}', name)
-    _bounded("response_format", schema)
-    return schema
+        near = "" if named is None else misspelt("schema", named.extra)
+        raise refused(
+            f'{name}.schema is missing; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}{near}', name
+        )
+    _bounded("response_format", named.json_schema)
+    return named.json_schema
 
 
-def _vllm(outputs: Mapping[str, Any]) -> Constraint:
-    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
-    chosen = {name: value for name, value in outputs.items() if value is not None and value is not False}
+def _vllm(outputs: StructuredOutputs) -> Constraint:
+    chosen = outputs.sent
     if len(chosen) != 1 or not set(chosen) <= set(STRUCTURED_OUTPUTS):
         names = ", ".join(sorted(chosen)) or "nothing"
         near = did_you_mean(names, *STRUCTURED_OUTPUTS)

@@ -6,15 +6,26 @@ Fields are OpenAI's, vLLM's at the top level, and Slipstream's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StrictBool,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_TOKENS = 1 << 24
 MAX_BIASES = 1024
 MAX_ROWS = 128  # texts of one request: prompts times n
 FAIL_FAST = Field(fail_fast=True)
+NOT_IN_RANGE = "not_in_range"  # type of the errors of `NumberRange`, whose messages say what is allowed
 # fields of other servers that would change no answer: they are ignored, and the log does not name them
 WITHOUT_EFFECT = frozenset(
     {
@@ -75,11 +86,34 @@ WHY: dict[int | str, str] = {
 }
 
 
-def _number(value: Any) -> Any:
-    """Refuse texts and booleans, which pydantic would take for numbers."""
-    if isinstance(value, bool | str):
-        raise PydanticCustomError("number_type", "Input should be a number")
-    return value
+@dataclass(frozen=True)
+class NumberRange:
+    """The bounds of a number, which a refusal names together. excludes_low: whether `low` itself is too low.
+
+    Booleans are refused, and texts unless `from_text`; pydantic would take both for numbers.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    excludes_low: bool = False
+    from_text: bool = False
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kind = "a whole number" if source is int else "a number"
+        above = f"above {self.low}, up to" if self.excludes_low else f"from {self.low} to"
+        allowed = kind if self.low is None else f"{kind} {above} {self.high}"
+
+        def validated(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+            try:
+                if not isinstance(value, bool if self.from_text else bool | str):
+                    return validate(value)
+            except ValidationError:
+                pass
+            raise PydanticCustomError(NOT_IN_RANGE, allowed)
+
+        bounds = {"gt" if self.excludes_low else "ge": self.low, "le": self.high}
+        schema: Any = {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
+        return core_schema.no_info_wrap_validator_function(validated, schema)
 
 
 def _few_biases(value: Any) -> Any:
@@ -89,7 +123,6 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-NUMBER = BeforeValidator(_number)
 TokenId = Annotated[int, Field(strict=True, ge=0, le=1 << 31)]
 # lists are read up to their first mistake: a body of a few MiB holds a million, each of which would become an error
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -187,6 +220,28 @@ class ResponseFormat(Fields):
     json_schema: NamedSchema | None = None
 
 
+class StructuredOutputs(Fields):
+    """vLLM's constraints of the answer, of which a request has one."""
+
+    json_schema: Annotated[
+        dict[str, Any] | str | None, Field(alias="json", description="A schema, or its JSON text.")
+    ] = None
+    json_object: Annotated[StrictBool | None, Field(description="Any JSON object.")] = None
+    regex: Annotated[str | None, Field(description="In Rust's syntax, without look-around.")] = None
+    choice: Annotated[list[str] | None, Field(fail_fast=True, description="The allowed texts.")] = None
+    grammar: Annotated[str | None, Field(description="In llguidance's variant of Lark.")] = None
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The constraints that are asked for, and unknown ones, by their names in the request."""
+        values = {sent: getattr(self, name) for sent, name in STRUCTURED_OUTPUTS.items()} | self.extra
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+# names in a request, and the attributes, which are named as those of `Constraint`
+STRUCTURED_OUTPUTS = {field.alias or name: name for name, field in StructuredOutputs.model_fields.items()}
+
+
 class SamplingFields(Fields):
     """What both endpoints share."""
 
@@ -194,21 +249,21 @@ class SamplingFields(Fields):
     SILENT = WITHOUT_EFFECT
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    n: Annotated[int, NUMBER, Field(ge=1, le=16)] | None = None
-    best_of: Annotated[int, NUMBER] | None = None
+    n: Annotated[int, NumberRange(1, 16)] | None = None
+    best_of: Annotated[int, NumberRange()] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, NUMBER, Field(ge=0, le=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, NUMBER, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, NUMBER, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, NUMBER, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, NUMBER, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
-    repetition_penalty: Annotated[float, NUMBER, Field(gt=0, le=100)] | None = None
+    max_tokens: Annotated[int, NumberRange(0, MAX_TOKENS)] | None = None
+    temperature: Annotated[float, NumberRange(0, 100)] | None = None
+    top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] | None = None
+    top_k: Annotated[int, NumberRange(-1, MAX_TOKENS)] | None = None
+    min_p: Annotated[float, NumberRange(0, 1)] | None = None
+    presence_penalty: Annotated[float, NumberRange(-100, 100)] | None = None
+    frequency_penalty: Annotated[float, NumberRange(-100, 100)] | None = None
+    repetition_penalty: Annotated[float, NumberRange(0, 100, excludes_low=True)] | None = None
     logit_bias: (
         Annotated[
-            dict[str, Annotated[float, NUMBER, Field(ge=-1e4, le=1e4)]],
+            dict[str, Annotated[float, NumberRange(-10_000, 10_000)]],
             BeforeValidator(_few_biases),
             Field(max_length=MAX_BIASES),
         ]
@@ -218,20 +273,20 @@ class SamplingFields(Fields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
-    min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, NumberRange(0, MAX_TOKENS)] | None = None
     ignore_eos: StrictBool | None = None
-    seed: Annotated[int, NUMBER, Field(ge=-1, le=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, NumberRange(-1, (1 << 63) - 1)] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Annotated[int, NUMBER, Field(ge=1, le=MAX_TOKENS)] | None = None
+    truncate_prompt_tokens: Annotated[int, NumberRange(1, MAX_TOKENS)] | None = None
     add_special_tokens: StrictBool | None = None
     return_token_ids: StrictBool | None = None
     return_tokens_as_token_ids: StrictBool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    num_draft_tokens: Annotated[int, NUMBER, Field(ge=0, le=64)] | None = None
+    num_draft_tokens: Annotated[int, NumberRange(0, 64)] | None = None
     prediction: PredictionFields | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     slipstream: SlipstreamOptions | None = None
 
 
@@ -240,7 +295,7 @@ class CompletionFields(SamplingFields):
 
     prompt: str | Annotated[list[str], FAIL_FAST] | Ids | Annotated[list[Ids], FAIL_FAST]
     echo: StrictBool | None = None
-    logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, NumberRange(0, 20)] | None = None
     suffix: str | None = None
 
 
@@ -312,9 +367,9 @@ class ChatFields(ConversationFields, SamplingFields):
     """Body of `POST /v1/chat/completions`: a conversation, whose next message is generated."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, NumberRange(1, MAX_TOKENS)] | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, NumberRange(0, 20)] | None = None
     parallel_tool_calls: StrictBool | None = None
 
 
