@@ -61,7 +61,8 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         return EXACT_FIT, calibration
     if reproducible == "auto" and calibration.cost > AFFORDABLE:
         log.info(
-            "texts may differ from plain decoding's in near-ties; reproducible=True prevents it, in %.1f times the time",
+            "texts may differ from plain decoding's in near-ties; reproducible=True prevents it, "
+            "in %.1f times the time",
             1 + calibration.cost,
         )
         return EXACT_FIT, calibration
