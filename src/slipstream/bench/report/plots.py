@@ -21,7 +21,7 @@ from slipstream.bench.arms import Arm, parse_arm
 from slipstream.bench.report.report_data import Data, acceptance, acceptance_at
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, parity_of, series_of
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +123,7 @@ def save(charts: Iterable[Chart], folder: Path) -> list[Path]:
                 file.write_bytes(_saved(chart, ending, "path"))
                 files.append(file)
     except OSError as error:
-        raise UsageError(f"plots cannot be written to {str(folder)!r}: {error.strerror}") from error
+        raise UsageError(f"plots cannot be written to {str(folder)!r}: {os_reason(error)}") from error
     return files
 
 

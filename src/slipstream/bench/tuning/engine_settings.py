@@ -17,7 +17,7 @@ from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.models.heads.head_files import (
     ASSISTANT,
     DFLASH,
@@ -202,7 +202,7 @@ def write_files(
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"folder {str(folder)!r} cannot be written: {error.strerror}") from error
+        raise UsageError(f"folder {str(folder)!r} cannot be written: {os_reason(error)}") from error
     return [folder / name for name in texts]
 
 
