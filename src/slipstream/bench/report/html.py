@@ -102,7 +102,7 @@ def _batches(data: Data) -> list[int]:
 
 
 def _overall(data: Data, batch: int) -> Table:
-    measures = ["acceptance rate", "acceptance per test", "tokens per forward"]
+    measures = ["acceptance rate", "alpha", "tokens per forward"]
     over_hf = over_hugging_face(data)
     hf = ["over Hugging Face"] if over_hf else []
     columns = ["arm", "tokens per second", "speed-up", "over", *hf, "texts", *measures]
