@@ -1,17 +1,20 @@
 """A hook of MkDocs that generates pages of the documentation from the code.
 
 `reference/cli.md` comes from the commands of the command line, `reference/settings.md` from the fields of
-`DecoderConfig` and `SamplingParams`; `reference/python.md` lists the names that mkdocstrings documents.
+`DecoderConfig` and `SamplingParams`; `reference/python.md` lists the names that mkdocstrings documents. `Docstrings` is
+an extension of griffe, which reads the docstrings for mkdocstrings.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import typer
+from griffe import Extension, Object
 
 from slipstream import SamplingParams
 from slipstream.apps import cli
@@ -20,23 +23,49 @@ from slipstream.config import DecoderConfig
 ROOT = Path(__file__).parents[1]
 PROJECT_FILES = ("contributing.md", "changelog.md", "security.md")
 PYTHON = (
-    "slipstream.decoder.SpeculativeDecoder",
-    "slipstream.sampling.params.SamplingParams",
-    "slipstream.constraints.constraint.Constraint",
-    "slipstream.text.results.Result",
+    "slipstream.SpeculativeDecoder",
+    "slipstream.SamplingParams",
+    "slipstream.Constraint",
+    "slipstream.Result",
     "slipstream.text.results.Stream",
-    "slipstream.text.results.Chunk",
-    "slipstream.text.results.Stats",
-    "slipstream.core.types.Draft",
-    "slipstream.core.types.Row",
+    "slipstream.Chunk",
+    "slipstream.Stats",
+    "slipstream.Draft",
+    "slipstream.Row",
     "slipstream.core.types.Traits",
-    "slipstream.core.rounds.Round",
-    "slipstream.core.interfaces.Drafter",
-    "slipstream.integrations.transformers.custom_generate.CustomGenerate",
-    "slipstream.bench.comparison.compare",
-    "slipstream.wiring.vocabulary_report.check_pair",
-    "slipstream.errors",
+    "slipstream.Round",
+    "slipstream.Drafter",
+    "slipstream.CustomGenerate",
+    "slipstream.compare",
+    "slipstream.check_pair",
+    "slipstream.SlipstreamError",
+    "slipstream.UsageError",
 )
+
+ARGUMENT = r"([a-z_]\w*(?:, [a-z_]\w*)*): "  # the beginning of "name, other_name: what they are."
+
+
+class Docstrings(Extension):
+    """Makes Markdown of docstrings, so that the page has one argument a line."""
+
+    def on_instance(self, *, obj: Object, **_: Any) -> None:
+        """Change the docstring of a module, class, function or attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = in_markdown(obj.docstring.value)
+
+
+def in_markdown(docstring: str) -> str:
+    """Sentences that begin a line become paragraphs, and arguments a list."""
+    written = ""
+    for line in re.sub(rf"(?<=[.;]) (?={ARGUMENT})", "\n", docstring).splitlines():
+        may_begin = not written or written.endswith((".", ":", ";", "\n"))
+        if may_begin and (argument := re.match(ARGUMENT, line)):
+            names = ", ".join(f"`{name}`" for name in argument[1].split(", "))
+            written = f"{written.rstrip(';')}\n\n- {names}: {line[argument.end() :]}"
+        else:
+            begins = written.endswith(".") or line.startswith("- ")
+            written += ("\n\n" if begins else "\n") + line
+    return written.strip()
 
 
 def on_files(files: Any, config: Any) -> Any:

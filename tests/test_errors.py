@@ -1,14 +1,16 @@
-"""A misspelt name is answered with the known name nearest to it."""
+"""A misspelt name is answered with the known name nearest to it; failures of files read alike everywhere."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from slipstream import SamplingParams, UsageError
-from slipstream.errors import did_you_mean
+from slipstream.errors import did_you_mean, os_reason
 from tests.support.chat_fakes import refused, toy
 from tests.support.command_line import run
 
@@ -54,3 +56,13 @@ def test_slash_commands_suggest_near_names() -> None:
     assert "did you mean 'nucleus'?" in refused(chat, "/sampling nuclues")
     assert "did you mean 'temperature'?" in refused(chat, "/set temprature 1")
     assert "did you mean 'ngram'?" in refused(chat, "/drafter ngarm")
+
+
+def test_a_missing_file_is_reported_in_the_same_words_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(tmp_path / "missing")
+    for command in (("report", missing), ("generate", "--target", "toy", "--prompt-file", missing)):
+        assert "cannot be read: no such file or directory" in run(capsys, monkeypatch, *command)[2], command[0]
+    assert os_reason(OSError(errno.EACCES, os.strerror(errno.EACCES))) == "permission denied"
+    assert os_reason(OSError("Odd")) == "odd"

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, ParamSpec, TypeGuard
 
-from slipstream.errors import UsageError, did_you_mean, first_line
+from slipstream.errors import UsageError, did_you_mean, first_line, os_reason
 
 P = ParamSpec("P")
 # What reading a JSON file raises: it is not there, not UTF-8, not JSON, nested too deeply, or has an endless number.
@@ -133,7 +133,9 @@ def why_unreadable(error: Exception) -> str:
         return f"it is not valid UTF-8 at byte {error.start}"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    if isinstance(error, OSError):
+        return os_reason(error)
+    reason = first_line(error)
     return reason[:1].lower() + reason[1:]
 
 
@@ -150,7 +152,7 @@ def save_json(what: str, file: Path, value: Any) -> None:
     try:
         file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{what} {str(file)!r} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{what} {str(file)!r} cannot be written: {os_reason(error)}") from error
 
 
 def why_no_file(path: Path) -> str | None:

@@ -47,3 +47,9 @@ def setting(default: Any, text: str) -> Any:
 def one_line(error: Exception) -> str:
     """The whole message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def os_reason(error: OSError) -> str:
+    """What the system says about an error, as the end of a sentence: no such file or directory."""
+    words = error.strerror or one_line(error)
+    return words[:1].lower() + words[1:]

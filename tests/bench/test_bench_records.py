@@ -104,10 +104,10 @@ def test_a_full_disk_is_one_line_and_loses_no_finished_run(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made: File exists"):
+    with pytest.raises(UsageError, match="cannot be made: file exists"):
         start(tmp_path / "file", HEADER)
     (tmp_path / "folder" / FILE).mkdir(parents=True)
-    with pytest.raises(SlipstreamError, match=r"cannot be (read|written): Is a directory"):
+    with pytest.raises(SlipstreamError, match=r"cannot be (read|written): is a directory"):
         start(tmp_path / "folder", HEADER)
 
 

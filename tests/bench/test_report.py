@@ -33,6 +33,7 @@ from slipstream.bench.report.report_data import (
     sampled_texts,
     total_ratio,
 )
+from slipstream.bench.result_tables import FIGURES
 from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
@@ -70,8 +71,8 @@ class Reader(HTMLParser):
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
-        self._inside = tag in ("td", "th")
-        if self._inside:
+        if tag in ("td", "th"):
+            self._inside = True
             self.tables[-1][-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
@@ -112,11 +113,30 @@ def test_every_kind_of_chart_is_drawn_and_names_its_units(folder: Path) -> None:
     kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
     assert {c.name for c in drawn} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
     assert all("Texts: " in chart.caption for chart in drawn if chart.name.startswith("speed"))
-    for chart in drawn:
-        assert re.search(r"\(times\)|\(tokens\)", chart.x_label) and "95 % bootstrap intervals" in chart.caption
+    assert all(re.search(r"\(times\)|\(tokens\)", chart.x_label) for chart in drawn)
+    for chart in (chart for chart in drawn if not chart.name.startswith("acceptance_by_position")):
+        assert "95 % bootstrap intervals" in chart.caption
         points = [p for line in chart.lines for p in line.points]
         assert points and all(p.low is None or (p.high is not None and p.low <= p.high) for p in points)
         assert any(p.low is not None for p in points)
+
+
+def test_acceptance_by_position_shows_positions_and_intervals_of_which_enough_is_known() -> None:
+    for num_prompts, has_bars in ((3, False), (10, True)):
+        drafting = [run for accepted in (2, 8) for run in timed("auto", [1.0] * num_prompts, accepted=accepted)]
+        drafting = [replace(run, repeat=number // num_prompts) for number, run in enumerate(drafting)]
+        for run in drafting:
+            run.stats["drafted_per_position"] = [10, 10, 10, int(run.prompts == ["chat/0"])]
+            run.stats["accepted_per_position"] = [run.stats["num_accepted_tokens"], 4, 3, 1]
+        runs = [*timed("none", [2.0] * num_prompts, drafted=0), *drafting]
+        data = Data(
+            Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "auto": "none"}
+        )
+        (chart,) = (chart for chart in charts(data) if chart.name.startswith("acceptance_by_position"))
+        (line,) = chart.lines
+        assert [(point.x, point.value) for point in line.points] == [(1, 0.5), (2, 0.4), (3, 0.3)]
+        assert [point.low is not None for point in line.points] == [has_bars] * 3
+        assert ("95 % bootstrap intervals" in chart.caption) == has_bars
 
 
 def test_charts_by_draft_length_begin_with_plain_decoding(folder: Path) -> None:
@@ -224,7 +244,7 @@ def test_every_number_of_the_headline_is_in_a_table() -> None:
     data = folder_of(("none", [2.0, 3.0]), ("auto", [1.0, 1.1]), ("hf", [4.0, 8.0]))
     page = render(data, [], None)
     rows = {row[0]: row for row in Reader(page).tables[0]}
-    assert rows["arm"][4] == "over Hugging Face"
+    assert rows["arm"][3] == "over Hugging Face"
     ratios = re.findall(r"[\d.]+x|\([\d.]+ to [\d.]+\)", headline(data))
     assert len(ratios) == 4 and all(any(part in cell for cell in rows["auto"]) for part in ratios)
     assert "Batch size 1, 2 prompts" in page
@@ -326,15 +346,26 @@ def test_names_and_texts_of_the_runs_are_escaped(page: str) -> None:
 
 def test_every_speed_stands_beside_the_verdict_on_its_texts(page: str) -> None:
     overall = Reader(page).tables[0]
-    assert overall[0][:5] == ["arm", "tokens per second", "speed-up", "over", "texts"]
+    assert overall[0][:5] == ["arm", "tokens per second", "speed-up", "texts", "acceptance rate"]
     rows = {row[0]: row for row in overall[1:]}
-    assert rows["plain"][4] == "4 reference" and rows["ngram, 2 tokens"][4] == "4 identical"
+    assert rows["plain"][3] == "4 reference" and rows["ngram, 2 tokens"][3] == "4 identical"
     assert re.fullmatch(r"\d+\.\d \(\d+\.\d to \d+\.\d\)", rows["model, 3 tokens"][1])
-    assert (
-        re.fullmatch(r"\d+\.\d\dx \(.+ to .+\)", rows["model, 3 tokens"][2]) and rows["model, 3 tokens"][3] == "plain"
-    )
-    families = next(table for table in Reader(page).tables if table[0] == ["arm", "chat", NASTY])
-    assert all(cell.endswith("; 2 of 2") for row in families[1:5] for cell in row[1:])
+    assert re.fullmatch(r"\d+\.\d\dx \(.+ to .+\)", rows["model, 3 tokens"][2]) and rows["plain"][2] == "1.00x"
+    assert "speed-ups are over plain</p>" in page
+    families = next(table for table in Reader(page).tables if table[0][0] == "family")
+    assert [row[0] for row in families[1:]] == ["chat", NASTY] and families[0][1:] == [row[0] for row in overall[1:]]
+    assert all(cell.endswith("; 2 of 2") for row in families[1:] for cell in row[1:5])
+
+
+def test_the_report_and_the_terminal_call_figures_by_the_same_names(page: str) -> None:
+    columns = Reader(page).tables[0][0]
+    assert {name.replace("\n", " ") for name in FIGURES} - {"tok/s"} < set(columns)
+
+
+def test_a_column_says_what_speed_ups_are_over_if_they_differ() -> None:
+    data = folder_of(("none", [2.0, 3.0]), ("auto", [1.0, 1.1]), ("none~1", [2.0, 2.0]))
+    data = replace(data, references=data.references | {"none~1": "none~1"})
+    assert Reader(render(data, [], None)).tables[0][0][3] == "over"
 
 
 def test_lossy_arms_are_marked_as_lossy(page: str) -> None:
@@ -371,7 +402,8 @@ def test_the_report_shows_prompts_beside_answers_and_the_command(tmp_path: Path)
         replace(data, header=replace(data.header, command="slipstream bench --arms 'a b'")), [], ToyTokenizer()
     )
     assert 'aria-label="Prompt">So the heron ate &lt;b&gt;fish&lt;/b&gt;</div>' in page
-    assert "slipstream bench --arms &#39;a b&#39;</code>" in page and 'id="drafts"' in page
+    shown = re.sub(r"</?span[^>]*>", "", page)
+    assert ">slipstream bench --arms &#39;a b&#39;</code>" in shown and 'id="drafts"' in page
     lines = (folder / "runs.jsonl").read_text().splitlines(keepends=True)
     old = {name: value for name, value in json.loads(lines[0]).items() if name not in ("prompts", "command")}
     (folder / "runs.jsonl").write_text(json.dumps(old) + "\n" + "".join(lines[1:]))

@@ -327,7 +327,7 @@ def test_a_damaged_file_is_refused_wherever_it_is_cut_or_changed(tmp_path: Path)
 def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
     check_refusal(tmp_path / "none.npz", "does not exist")
     check_refusal(tmp_path, "cannot be read")
-    with pytest.raises(SlipstreamError, match="cannot be written: No such file"):
+    with pytest.raises(SlipstreamError, match="cannot be written: no such file"):
         SuffixStore(SIZE, 100).save(tmp_path / "no" / "s.npz")
     with pytest.raises(UsageError, match="no path"):
         SuffixDrafter(SIZE).save()
@@ -353,6 +353,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(SlipstreamError, match="cannot be written: No space left"):
+    with pytest.raises(SlipstreamError, match="cannot be written: no space left"):
         SuffixStore(SIZE, 100).save(path)
     assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 1

@@ -349,7 +349,7 @@ def test_a_conversion_without_a_cache_folder_is_refused(
 @pytest.mark.parametrize("name", ["a prompt in a model's place " * 20, "./" + "d" * 300, "a/b/" + "c" * 5000])
 def test_a_name_that_no_file_can_have_is_refused_in_one_line(name: str) -> None:
     for load in (SpeculativeDecoder, inspect_vocabulary, lambda draft: SpeculativeDecoder("toy", draft)):
-        with pytest.raises(UsageError, match=r"cannot be looked up: File name too long; Available here: .*smollm2"):
+        with pytest.raises(UsageError, match=r"cannot be looked up: file name too long; Available here: .*smollm2"):
             load(name)
 
 

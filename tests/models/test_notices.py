@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-from slipstream.models.notices import announce, is_silenced
+from slipstream.models.notices import OneLineProgress, TimeLeft, announce, is_silenced
 
 LOG = logging.getLogger("slipstream")
 LOADS = "from slipstream import SpeculativeDecoder; SpeculativeDecoder('toy')"
@@ -43,3 +45,20 @@ def test_a_notice_goes_to_the_log_if_one_is_set_up_or_else_to_stderr(
         assert is_silenced()
         announce("to nobody")
     assert len(caplog.records) == 1 and capsys.readouterr().err == "" and not is_silenced()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_progress_stays_on_one_line_and_says_which_time_it_shows(width: int) -> None:
+    console = Console(width=width, color_system=None)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeLeft()
+    progress = OneLineProgress(*columns, console=console, get_time=iter(range(100)).__next__)
+    task = progress.add_task("downloading SmolLM2-135M-Instruct (once)", total=97_600_000)
+    progress.update(task, advance=12_300_000)
+    progress.update(task, advance=12_300_000)
+    for end in ("left", "in all"):
+        with console.capture() as captured:
+            console.print(progress)
+        (line,) = captured.get().splitlines()
+        assert len(line) <= width
+        assert width < 80 or ("/97.6 MB" in line and "MB/s" in line and line.rstrip().endswith(end))
+        progress.update(task, completed=97_600_000)

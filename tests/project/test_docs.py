@@ -210,3 +210,7 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> N
         assert fetched == [], page.name
     commands = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
     assert "--max-tokens" in commands and "slipstream models check" in commands
+    python = re.sub(r"<[^>]+>", "", (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8"))
+    assert "slipstream.SpeculativeDecoder" in python and "slipstream.decoder.SpeculativeDecoder" not in python
+    assert re.search(r"^tokenizer: needed only with loaded models and text prompts$", python, flags=re.MULTILINE)
+    assert re.search(r"^draft_tokenizer: ", python, flags=re.MULTILINE), "one argument a line"

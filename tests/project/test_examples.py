@@ -217,6 +217,13 @@ def test_saved_outputs_are_complete_and_clean(path: Path) -> None:
     assert counts == list(range(1, len(code) + 1)), "not saved by a run from top to bottom"
     kinds = [(o.output_type, o.get("name")) for cell in code for o in cell.outputs]
     assert all(kind != "error" and name != "stderr" for kind, name in kinds)
+    results = [
+        o.data["text/plain"]
+        for cell in code
+        for o in cell.outputs
+        if "Result(" in o.get("data", {}).get("text/plain", "")
+    ]
+    assert all(re.fullmatch(r"Result\('.*', \d+ tokens, [\d.]+ per forward, \w+\)", text) for text in results)
     assert not leaks(run.text_outputs(saved) + "\n".join(cell.source for cell in saved.cells))
 
 

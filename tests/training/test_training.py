@@ -279,7 +279,7 @@ def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
         return replaced(path)
 
     monkeypatch.setattr(module, "replaced", full)
-    with pytest.raises(SlipstreamError, match=r"No space left on device; .*training.pt holds step \d+$"):
+    with pytest.raises(SlipstreamError, match=r"no space left on device; .*training.pt holds step \d+$"):
         train(tmp_path, num_steps=16)
     monkeypatch.setattr(module, "replaced", replaced)
     train(tmp_path, num_steps=16)
@@ -398,7 +398,7 @@ def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly
     made.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} that the"):
         train(folder, num_steps=16)
-    with pytest.raises(SlipstreamError, match=r"texts.jsonl': File exists; nothing was kept yet"):
+    with pytest.raises(SlipstreamError, match=r"texts.jsonl': file exists; nothing was kept yet"):
         train(made, num_steps=16)
 
 

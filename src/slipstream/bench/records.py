@@ -26,7 +26,7 @@ from slipstream.bench.plan import BenchPrompt, Key
 from slipstream.checks import UNREADABLE, why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cpu.processor import memory_bytes, processor
 from slipstream.sampling.params import SamplingParams
 from slipstream.version import __version__
@@ -126,7 +126,7 @@ def start(folder: Path, header: Header) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+        raise UsageError(f"folder {str(folder)!r} cannot be made: {os_reason(error)}") from error
     _write(folder / FILE, {"kind": "header"} | asdict(header), anew=True)
 
 
@@ -145,7 +145,7 @@ def _whole_lines(path: Path) -> list[str]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{str(path)!r} cannot be read: {os_reason(error)}") from error
     return [line.decode() for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
@@ -157,7 +157,7 @@ def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
             durable_files.append(file, data)
     except OSError as error:
         raise SlipstreamError(
-            f"{str(path)!r} cannot be written: {error.strerror}; the finished runs in it stay"
+            f"{str(path)!r} cannot be written: {os_reason(error)}; the finished runs in it stay"
         ) from error
 
 

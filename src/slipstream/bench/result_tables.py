@@ -35,8 +35,8 @@ class Cell:
     tone: Literal["", "good", "best", "slower", "bad", "faint"] = ""
 
     def __str__(self) -> str:
-        """As in a sentence: the interval in brackets."""
-        return f"{self.text} ({self.low} to {self.high})" if self.low else self.text
+        """As in a sentence: the interval in brackets, if it is one."""
+        return f"{self.text} ({self.low} to {self.high})" if self.low != self.high else self.text
 
 
 def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from slipstream.checks import is_text, why_no_file, why_no_folder
 from slipstream.constraints.grammar_text import nesting
 from slipstream.durable_files import replaced
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, first_line, os_reason
 from slipstream.tokenization.tokenizer import check_text
 
 ROWS = 1024  # read and written at a time
@@ -155,7 +155,7 @@ class FileLines:
                     if line.strip():
                         yield _parsed(number, line)
         except OSError as error:
-            raise UsageError(f"{self.name!r} cannot be read: {error.strerror}") from error
+            raise UsageError(f"{self.name!r} cannot be read: {os_reason(error)}") from error
 
 
 @dataclass(frozen=True)

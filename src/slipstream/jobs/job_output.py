@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from slipstream.durable_files import append, cut, locked, sync
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 
 BEGINNINGS = (b'{"id":', b'{"line":')  # of the lines that jobs write
 ROW_PREFIX = "batch_req_"  # of the ids of OpenAI's lines
@@ -41,12 +41,12 @@ class JobOutput:
             new = not path.exists()
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by `close`
         except OSError as error:
-            raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+            raise UsageError(f"{str(path)!r} cannot be written: {os_reason(error)}") from error
         try:
             lock = locked(path.with_name(f".{path.name}.lock"))
         except OSError as error:
             self._file.close()
-            raise UsageError(f"{str(path)!r} cannot be locked: {error.strerror}") from error
+            raise UsageError(f"{str(path)!r} cannot be locked: {os_reason(error)}") from error
         if lock is None:
             self._file.close()
             raise SlipstreamError(f"{str(path)!r} is being written by another process")
@@ -68,7 +68,7 @@ class JobOutput:
             append(self._file, data)
         except OSError as error:
             raise SlipstreamError(
-                f"{str(self.path)!r} cannot be written: {error.strerror}; the lines in it stay"
+                f"{str(self.path)!r} cannot be written: {os_reason(error)}; the lines in it stay"
             ) from error
 
     def close(self) -> None:
@@ -150,14 +150,14 @@ class ErrorFile:
                 _check(path)
                 path.unlink()
         except OSError as error:
-            raise UsageError(f"the error file {str(path)!r} cannot be written: {error.strerror}") from error
+            raise UsageError(f"the error file {str(path)!r} cannot be written: {os_reason(error)}") from error
 
     def add(self, line: Mapping[str, Any]) -> None:
         try:
             with open(self.path, "ab") as file:
                 file.write(line_bytes(line))
         except OSError as error:
-            raise SlipstreamError(f"the error file {str(self.path)!r} cannot be written: {error.strerror}") from error
+            raise SlipstreamError(f"the error file {str(self.path)!r} cannot be written: {os_reason(error)}") from error
 
 
 def _check(path: Path) -> None:

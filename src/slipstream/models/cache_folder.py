@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, os_reason
 
 log = logging.getLogger("slipstream")
 
@@ -36,7 +36,7 @@ def writable(name: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         raise SlipstreamError(
             f"{name} must be converted, but the cache folder {folder} cannot be written "
-            f"({error.strerror or str(error)}); set SLIPSTREAM_MODELS to a folder that can"
+            f"({os_reason(error)}); set SLIPSTREAM_MODELS to a folder that can"
         ) from error
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 log = logging.getLogger("slipstream")
 
@@ -35,6 +37,28 @@ def announce(message: str) -> None:
         print(f"slipstream: {message}", file=sys.stderr, flush=True)
 
 
+class OneLineProgress(Progress):
+    """A progress display that stays on one line: in a narrow terminal its bar becomes shorter."""
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        """The columns, of which only bars may shrink."""
+        table = super().make_tasks_table(tasks)
+        for shown, column in zip(table.columns, self.columns, strict=True):
+            shown.no_wrap = not isinstance(column, BarColumn)
+        return table
+
+
+class TimeLeft(TimeRemainingColumn):
+    """The time that is left, and at the end the time that all took."""
+
+    def __init__(self) -> None:
+        super().__init__(elapsed_when_finished=True)
+
+    def render(self, task: Task) -> Text:
+        """For example "0:01:05 left"."""
+        return super().render(task).append(" in all" if task.finished else " left")
+
+
 @contextmanager
 def progress_bar(description: str, message: str, *columns: ProgressColumn, **task: Any) -> Iterator[Progress]:
     """Show a progress bar on standard error until the block ends; if that is no terminal, announce `message` instead.
@@ -42,15 +66,12 @@ def progress_bar(description: str, message: str, *columns: ProgressColumn, **tas
     columns: what to show after the description and the bar; task: arguments of `Progress.add_task`. The yielded
     `Progress` has this one task.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
     console = Console(stderr=True)
     is_shown = console.is_terminal and not is_silenced()
     if not is_shown:
         announce(message)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), *columns
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+    with OneLineProgress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         progress.add_task(description, **task)
         yield progress
 

@@ -13,17 +13,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import TaskProgressColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 
 from slipstream.checks import is_number, is_whole
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.processor import processor
 from slipstream.models.exclusive_use import autocast_types
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
-from slipstream.models.notices import progress_bar, warn_slower
+from slipstream.models.notices import TimeLeft, progress_bar, warn_slower
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.timing import DraftTimes
 
@@ -108,7 +108,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     if cached is not None:
         return cached
     description = f"measuring how {loaded.name!r} runs here (once)"
-    columns = TaskProgressColumn(), TimeRemainingColumn()
+    columns = TaskProgressColumn(), TimeLeft()
     with progress_bar(description, f"{description} ...", *columns, total=1.0) as bar:
         task = bar.task_ids[0]
         calibration = calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, completed=share))
@@ -237,5 +237,5 @@ def _save(identity: str, values: dict[str, Any]) -> None:
             "the calibration is not saved and will be measured at every start: %s: %s; "
             "set SLIPSTREAM_MODELS to a folder that can be written",
             cache_folder() / FOLDER,
-            error.strerror,
+            os_reason(error),
         )

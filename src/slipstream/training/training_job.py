@@ -24,7 +24,7 @@ from slipstream.bench.speed_model.probe import measure_costs
 from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.durable_files import locked, replaced
-from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
 from slipstream.models.weights.resolve import resolve
@@ -336,7 +336,7 @@ class TrainingJob:
             raise SlipstreamError(f"{error}; {self.saved}") from error
         except OSError as error:
             place = error.filename or self.settings.folder
-            raise SlipstreamError(f"{str(place)!r}: {error.strerror or one_line(error)}; {self.saved}") from error
+            raise SlipstreamError(f"{str(place)!r}: {os_reason(error)}; {self.saved}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from rich.cells import cell_len
+from rich.table import Table
 
 from slipstream.apps.cli.consoles import Stream, WordWrap
 from slipstream.apps.cli.tables import print_legend
@@ -53,3 +54,15 @@ def test_colours_are_explained_only_where_they_are_shown(colours: str | None, no
     written = io.StringIO()
     print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), [])
     assert ("Colours: " in written.getvalue()) == shown
+
+
+def test_only_terminals_get_tables_padded_with_blanks() -> None:
+    table = Table("name", "meaning", box=None, title="words")
+    table.add_row("arm", "one setting of a benchmark\n\nand no more")
+    printed = []
+    for is_terminal in (False, True):
+        written = io.StringIO()
+        Stream(file=written, width=60, color_system=None, force_terminal=is_terminal).print(table, "a  b ", sep="\n")
+        printed.append(written.getvalue().splitlines())
+    assert printed[0] == [line.rstrip() for line in printed[1]] != printed[1]
+    assert printed[0][-4:] == [" arm   one setting of a benchmark", "", "       and no more", "a  b"]

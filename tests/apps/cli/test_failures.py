@@ -162,7 +162,7 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         process = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
     lines = [line for line in process.stderr.splitlines() if line.startswith("error:")]
-    assert process.returncode == 1 and lines == ["error: standard output: No space left on device"]
+    assert process.returncode == 1 and lines == ["error: standard output: no space left on device"]
     assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
 
 

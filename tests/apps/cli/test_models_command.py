@@ -12,6 +12,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
+from slipstream.apps.cli.models import PAIRS
 from tests.support.command_line import run
 from tests.support.vocabularies import TEXT, speaking, tokenizer
 
@@ -116,7 +117,7 @@ def test_the_list_has_both_caches_and_the_toy_under_a_header(
         ["qwen", "2", "MB", "2", "hours", "ago", "slipstream"],
         ["toy", "-", "-", "built", "in"],
     ]
-    assert "--model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B" in err
+    assert "for --model and --draft" in err and "Qwen/Qwen3-8B Qwen/Qwen3-0.6B" in " ".join(err.split())
     report = json.loads((caches / "models.json").read_text())
     assert [model["architecture"] for model in report["models"]] == ["", "Qwen2ForCausalLM"]
 
@@ -155,3 +156,12 @@ def test_pull_names_what_cannot_be_pulled_and_skips_duplicate_formats(
     code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")
     assert code == 0 and err.endswith(f"org/absent is in {caches}\n")
     assert "*.gguf" in asked["org/absent"] and "*.safetensors" not in asked["org/absent"]
+
+
+def test_pairs_that_fit_together_fit_on_a_line_of_80_columns(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    code, _, err = run(capsys, monkeypatch, "models")
+    pairs = [line for line in err.splitlines() if "/" in line]
+    assert code == 0 and len(pairs) == len(PAIRS) and max(map(len, pairs)) <= 80

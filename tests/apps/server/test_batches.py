@@ -467,7 +467,7 @@ def test_an_unwritable_batch_folder_is_reported_and_keeps_its_files(
         kept = sorted(files.glob("*.jsonl"))
         monkeypatch.setattr("slipstream.apps.server.batch_store._write", full)
         for call in (lambda: client.files.create(file=("x", b"{}"), purpose="batch"), lambda: _batch(client, file)):
-            with pytest.raises(openai.InternalServerError, match="cannot be used: No space left on device") as refusal:
+            with pytest.raises(openai.InternalServerError, match="cannot be used: no space left on device") as refusal:
                 call()
             assert refusal.value.status_code == 507
         assert sorted(files.glob("*.jsonl")) == kept
@@ -503,7 +503,7 @@ def test_paths_of_the_server_are_in_its_log_but_in_no_answer(
     with server.openai() as client:
         failed = ended(server, client, begun(client, LINES[:2]))
     message = failed.errors.data[0].message
-    why = {"input": "No such file or directory", "output": "Is a directory", "locked": "Is a directory"}
+    why = {"input": "no such file or directory", "output": "is a directory", "locked": "is a directory"}
     expected = f"the batch folder cannot be used: {why[fault]}" if fault in why else "internal error; the server's log"
     assert failed.status == "failed" and message.startswith(expected)
     assert str(store.folder) not in failed.model_dump_json() and ".jsonl" not in message

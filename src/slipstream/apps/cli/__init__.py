@@ -24,7 +24,7 @@ CORES = bind_threads(os.environ)  # before PyTorch is imported
 from slipstream.apps.cli.application import app  # noqa: E402
 from slipstream.apps.cli.command_classes import COMMANDS  # noqa: E402
 from slipstream.apps.cli.consoles import out, print_error  # noqa: E402
-from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
+from slipstream.errors import SlipstreamError, UsageError, os_reason  # noqa: E402
 from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
 
@@ -72,7 +72,7 @@ def main() -> None:
     except SlipstreamError as error:
         _exit(str(error), 1)
     except OSError as error:  # printing failed; commands report failures of their files themselves
-        _exit(f"{error.filename or 'standard output'}: {error.strerror or first_line(error)}", 1)
+        _exit(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
     except (KeyboardInterrupt, typer.Abort):
         _exit("interrupted", 130)
 

@@ -18,7 +18,7 @@ from slipstream.apps.cli.command_classes import definition_lines
 from slipstream.apps.cli.consoles import err, out, print_error, write_raw
 from slipstream.apps.cli.flags import MODELS, PROMPTS, Models, Structure, flags, option
 from slipstream.config import DecoderConfig
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
@@ -179,7 +179,7 @@ def _check_terminal(history: Path) -> None:
         history.parent.mkdir(parents=True, exist_ok=True)
         history.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise UsageError(f"--history {str(history)!r} cannot be written: {error.strerror}") from error
+        raise UsageError(f"--history {str(history)!r} cannot be written: {os_reason(error)}") from error
 
 
 def _lines(session: PromptSession[str]) -> Iterator[str]:

@@ -14,26 +14,30 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.segment import Segment
 from rich.text import Text
 
+from slipstream.models.notices import OneLineProgress, TimeLeft
 from slipstream.text.terminal_text import harmless
 
 PIPE_COLUMNS = 120  # width of tables in files and pipes
 WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"  # scripts whose lines are broken between any two characters
+PADDING = re.compile(r" +\n")
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 
 
 class Stream(Console):
     """A console that raises an error when its pipe is closed, as after any other failure to write.
 
-    Texts are never markup, and their control characters become pictures: see `harmless`.
+    Texts are never markup, and their control characters become pictures: see `harmless`. In files and pipes, lines of
+    tables are not padded with blanks.
     """
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments to print, without control characters."""
-        for segment in super().render(renderable, options):
+        segments = super().render(renderable, options)
+        for segment in segments if self.is_terminal else _unpadded(segments):
             yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
     def on_broken_pipe(self) -> NoReturn:
@@ -43,6 +47,22 @@ class Stream(Console):
     def sentence(self, text: str | Text, style: str | None = None) -> None:
         """Print a text for people: broken at words on a terminal, in one line elsewhere."""
         self.print(text, style=style, soft_wrap=not self.is_terminal)
+
+
+def _unpadded(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Segments without blanks at the ends of lines."""
+    blanks = ""  # held back, since the line may end after them
+    for segment in segments:
+        if segment.control:
+            yield segment
+            continue
+        text = PADDING.sub("\n", blanks + segment.text)
+        written = text.rstrip(" ")
+        blanks = text[len(written) :]
+        if written:
+            yield Segment(written, segment.style)
+    if blanks:
+        yield Segment(blanks)
 
 
 def _open_closed_streams() -> None:
@@ -172,7 +192,7 @@ def print_error(message: str) -> None:
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
     """A bar with these columns on standard error, which is shown on terminals only and vanishes at its end."""
-    return Progress(*columns, console=err, disable=not err.is_terminal, transient=True)
+    return OneLineProgress(*columns, console=err, disable=not err.is_terminal, transient=True)
 
 
 class RunBar:
@@ -181,9 +201,9 @@ class RunBar:
     def __init__(self, total: int) -> None:
         self._started = -1
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(
+        self._progress = OneLineProgress(
             *columns,
-            TimeRemainingColumn(),
+            TimeLeft(),
             console=err,
             disable=not err.is_terminal,
             transient=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from slipstream.apps.cli.application import interruptible, load_decoder, warn_lossy
 from slipstream.apps.cli.consoles import err
@@ -27,6 +27,7 @@ from slipstream.bench.summary import ArmSummary, wrong_texts
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.heads.head_files import EMBEDDED_NAME
+from slipstream.models.notices import OneLineProgress, TimeLeft
 from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.model_pair import has_embedded_head
@@ -122,9 +123,8 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequen
     """Pass the runs on, with a progress bar on a terminal, elsewhere with a line per finished group of prompts."""
     if earlier:
         err.print(f"{len(earlier)} of {len(planned)} measurements are in the folder already")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, *times, console=err, disable=not err.is_terminal) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
+    with OneLineProgress(*columns, console=err, disable=not err.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(planned), completed=len(earlier))
         groups = _Groups(planned, earlier)
         for run in runs:

@@ -47,9 +47,11 @@ def models(context: typer.Context, json_file: Json = None) -> None:
     width = max(len(name) for name, *_ in (("NAME",), *lines))
     for name, num_bytes, modified, place in (("NAME", "SIZE", "MODIFIED", "CACHE"), *lines):
         out.print(f"{name:{width}}  {num_bytes:>7}  {modified:15}  {place}", soft_wrap=True)
-    err.print(f"\nTargets and draft models that fit together{'' if stored else f', beside {EMBEDDED}, the default'}:")
+    beside = "" if stored else f", beside {EMBEDDED}, the default"
+    err.sentence(f"\nPairs for --model and --draft that fit together{beside}:")
+    width = max(len(target) for target, _ in PAIRS)
     for target, draft in PAIRS:
-        err.print(f"  --model {target} --draft {draft}", soft_wrap=True)
+        err.print(f"  {target:{width}}  {draft}", soft_wrap=True)
     err.sentence("`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.")
     write_json(json_file, {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]})
 

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.durable_files import locked, replaced, sync
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, first_line, os_reason
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 255  # characters of a file's name
@@ -256,7 +256,7 @@ def write_errors_named() -> Iterator[None]:
 
 def folder_fault(error: OSError) -> str:
     """An error of the folder in words for clients, which do not learn where the folder is."""
-    return f"the batch folder cannot be used: {error.strerror or type(error).__name__}"
+    return f"the batch folder cannot be used: {os_reason(error)}"
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def _usable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
+        raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {os_reason(error)}") from error
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:

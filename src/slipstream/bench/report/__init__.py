@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.bench.report.html import render
 from slipstream.bench.report.plots import charts, require_matplotlib, save
 from slipstream.bench.report.report_data import load
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.tokenization.tokenizer import Tokenizer
 
 __all__ = ["REPORT", "require_matplotlib", "write_report"]
@@ -32,5 +32,5 @@ def write_report(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     try:
         file.write_text(render(data, drawn, tokenizer), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{str(file)!r} cannot be written: {os_reason(error)}") from error
     return file

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slipstream.bench.arms import Arm, parse_arm
-from slipstream.bench.report.report_data import Data, acceptance, acceptance_at
+from slipstream.bench.report.headline import FEW_PROMPTS
+from slipstream.bench.report.report_data import Data, acceptance, acceptance_at, drafted_at
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, parity_of, series_of
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +61,7 @@ _STYLE: dict[str, Any] = {
     "errorbar.capsize": 2.0,
 }
 FEWEST_POINTS = 3  # of a chart; tables show fewer better
+FEWEST_DRAFTED = 20  # tokens of a repeat at a position of the draft; fewer say nothing about the position
 MOST = 6  # arms in one picture
 INTERVALS = "Bars are 95 % bootstrap intervals over prompts"
 T = TypeVar("T")
@@ -123,7 +125,7 @@ def save(charts: Iterable[Chart], folder: Path) -> list[Path]:
                 file.write_bytes(_saved(chart, ending, "path"))
                 files.append(file)
     except OSError as error:
-        raise UsageError(f"plots cannot be written to {str(folder)!r}: {error.strerror}") from error
+        raise UsageError(f"plots cannot be written to {str(folder)!r}: {os_reason(error)}") from error
     return files
 
 
@@ -336,17 +338,29 @@ def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]
             longest[replace(parse_arm(arm.arm), name="", num_draft_tokens=None)] = arm
         drafting = [arm for arm in drafting if arm in longest.values()]
     for number, part in enumerate(_parts(drafting), 1):
-        lines = tuple(Line(data.label(arm.arm), _positions(data, arm), look) for look, arm in enumerate(part))
+        lines = _filled(Line(data.label(arm.arm), _positions(data, arm), look) for look, arm in enumerate(part))
+        if not lines:
+            continue
         name, title = _numbered("acceptance_by_position", "Acceptance by position", number, len(drafting))
-        caption = f"Accepted of the tokens drafted at each position. {INTERVALS}."
+        has_bars = any(point.low is not None for line in lines for point in line.points)
+        intervals = (
+            f"{INTERVALS}, where there are {FEW_PROMPTS} or more." if has_bars else "Too few prompts for intervals."
+        )
+        caption = f"Accepted of the tokens drafted at each position, if {FEWEST_DRAFTED} or more were. {intervals}"
         label = "accepted / drafted"
         yield Chart(name, title, caption, "position in the draft (tokens)", label, lines, share=True)
 
 
 def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
-    runs = data.runs_of(arm.arm, arm.batch)
-    shares = [(place, acceptance_at(runs, place)) for place in range(len(arm.acceptance_by_position))]
-    return tuple(_point(place + 1, ratio) for place, ratio in shares if ratio is not None)
+    """The positions at which enough was drafted, with intervals where enough prompts have drafts that long."""
+    runs, points = data.runs_of(arm.arm, arm.batch), []
+    repeats = len({run.repeat for run in runs})
+    for place in range(len(arm.acceptance_by_position)):
+        drafted, ratio = drafted_at(runs, place), acceptance_at(runs, place)
+        if ratio is not None and sum(drafted) >= FEWEST_DRAFTED * repeats:
+            is_sure = sum(tokens > 0 for tokens in drafted) >= FEW_PROMPTS
+            points.append(_point(place + 1, ratio if is_sure else Estimate(ratio.value)))
+    return tuple(points)
 
 
 def _point(x: float, estimate: Estimate) -> Point:

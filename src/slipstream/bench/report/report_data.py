@@ -113,6 +113,11 @@ def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
     return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
 
 
+def drafted_at(runs: Sequence[Run], place: int) -> list[float]:
+    """Tokens drafted at one place of the draft in each prompt (or group of prompts), all repeats together."""
+    return list(_by_prompt(runs, _at("drafted_per_position", place)).values())
+
+
 def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
     return total_ratio(list(_by_prompt(runs, above).values()), list(_by_prompt(runs, below).values()))
 

@@ -18,7 +18,7 @@ from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.models.heads.head_files import (
     ASSISTANT,
     DFLASH,
@@ -242,7 +242,7 @@ def write_files(
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"folder {str(folder)!r} cannot be written: {error.strerror}") from error
+        raise UsageError(f"folder {str(folder)!r} cannot be written: {os_reason(error)}") from error
     return [folder / name for name in texts]
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from slipstream.checks import why_unreadable
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
 from slipstream.durable_files import replaced
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 
 FORMAT = "slipstream suffix store 1"
 FIELDS = ("format", "vocab_size", "tokenizer", "lengths", "tokens")
@@ -102,7 +102,7 @@ class SuffixStore:
             with replaced(path) as partial, partial.open("wb") as file:
                 np.savez(file, **dict(zip(FIELDS, values, strict=True)))
         except OSError as error:
-            raise SlipstreamError(f"store {str(path)!r} cannot be written: {error.strerror or error}") from error
+            raise SlipstreamError(f"store {str(path)!r} cannot be written: {os_reason(error)}") from error
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Seed with the texts of a file; one of another vocabulary or tokenizer is refused."""

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder, users_cache_folder
 from slipstream.models.cpu.processor import (
     ISA,
@@ -272,7 +272,7 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
                     library.unlink(missing_ok=True)
                     return ctypes.CDLL(str(built(private, os.environ, recipe)))
         except OSError as error:
-            reasons[folder] = f"{folder} cannot be written ({error.strerror})" if error.strerror else str(error)
+            reasons[folder] = f"{folder} cannot be written ({os_reason(error)})" if error.strerror else str(error)
     raise NoKernelsError("; ".join(reasons.values()))
 
 

@@ -32,12 +32,12 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from slipstream.durable_files import locked
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.notices import announce, progress_bar
+from slipstream.models.notices import TimeLeft, announce, progress_bar
 from slipstream.models.weights.model_files import EMBEDDED, is_converted
 from slipstream.version import __version__
 
@@ -225,9 +225,9 @@ def _continue(url: str, partial: Path, settings: Settings) -> None:
 
 def _bar(url: str, begin: int, size: int) -> AbstractContextManager[Progress]:
     """A progress bar of the bytes."""
-    model, columns = "SmolLM2-135M-Instruct", (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    message = f"downloading {model} from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ..."
-    return progress_bar(f"downloading {model} (once)", message, *columns, total=size or None, completed=begin)
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeLeft()
+    message = f"downloading SmolLM2-135M-Instruct from {urlsplit(url).hostname} ({size / 1e6:.0f} MB, once) ..."
+    return progress_bar(f"downloading {EMBEDDED} (once)", message, *columns, total=size or None, completed=begin)
 
 
 def _open(url: str, settings: Settings, headers: Mapping[str, str]) -> Any:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress, TimeRemainingColumn
+from rich.progress import Progress
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.notices import progress_bar
+from slipstream.models.notices import TimeLeft, progress_bar
 from slipstream.models.weights.gguf_configuration import prepared, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
@@ -128,7 +128,7 @@ def _tensors_shown_by(progress: Progress) -> Iterator[None]:
 def _bar(name: str) -> Iterator[Progress]:
     """A progress bar of the tensors read, and none of transformers' own."""
     message = f"converting {name!r} to safetensors (once) ..."
-    with quietly(), progress_bar(f"converting {name!r} (once)", message, TimeRemainingColumn()) as progress:
+    with quietly(), progress_bar(f"converting {name!r} (once)", message, TimeLeft()) as progress:
         yield progress
 
 

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.weights.model_files import MAGIC
@@ -368,7 +368,7 @@ def _read_part(file: Path) -> GGUFHeader:
             f"model {str(file)!r} could not be read as GGUF: a value of unknown type {one_line(error)}"
         ) from error
     except OSError as error:
-        raise SlipstreamError(f"model {str(file)!r} could not be read: {error.strerror or one_line(error)}") from error
+        raise SlipstreamError(f"model {str(file)!r} could not be read: {os_reason(error)}") from error
     _check_layout(file, part.tensors)
     return part
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.weights.hub import hub_or_cached
 from slipstream.models.weights.model_files import (
@@ -59,7 +59,7 @@ def place_of(source: str, subfolder: str = "") -> str:
         is_cached = "/" not in source and (cache_folder() / source / "config.json").is_file()
         looks_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     except OSError as error:  # a name may be too long, a folder closed to the user
-        raise UsageError(f"model {source!r:.80} cannot be looked up: {error.strerror}; {models_at_hand()}") from None
+        raise UsageError(f"model {source!r:.80} cannot be looked up: {os_reason(error)}; {models_at_hand()}") from None
     if is_cached:
         return str(_cached(source))
     if looks_local:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.weights.model_files import EMBEDDED, is_gguf, list_models, not_loaded
 
@@ -115,7 +115,7 @@ def remove_model(name: str) -> StoredModel:
     try:
         model.remove()
     except OSError as error:
-        raise SlipstreamError(f"model {name!r} could not be removed from {model.folder}: {error.strerror}") from error
+        raise SlipstreamError(f"model {name!r} could not be removed from {model.folder}: {os_reason(error)}") from error
     return model
 
 
