@@ -147,7 +147,9 @@ def test_option_that_the_model_cannot_serve_is_refused(
 def test_text_without_a_tokenizer_and_chat_without_a_template_are_refused(
     bare: SpeculativeDecoder, toy: SpeculativeDecoder
 ) -> None:
-    refused("^prompt is text, but model .* has no tokenizer", bare, "the heron")
+    # the caller of a loaded model left the tokenizer out; no file is missing
+    allowed = r"allowed: tokenizer=AutoTokenizer.from_pretrained\(\.\.\.\), or a list of token ids$"
+    refused(f"^prompt is text, but model .* has no tokenizer; {allowed}", bare, "the heron")
     refused("no chat template", toy, [{"role": "user", "content": "hello"}])
 
 
@@ -450,7 +452,7 @@ def test_encode_and_decode_mirror_each_other(decoder: SpeculativeDecoder) -> Non
     assert templated == decoder.generate("hello", PARAMS).prompt_token_ids
     result = decoder.generate("hello", PARAMS)
     assert decoder.decode(result.token_ids) == result.text
-    with pytest.raises(UsageError, match="has no tokenizer; allowed: "):
+    with pytest.raises(UsageError, match="has no tokenizer; allowed: with tokenizer=AutoTokenizer"):
         SpeculativeDecoder(shared("llama")).decode([3])
 
 
