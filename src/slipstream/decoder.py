@@ -348,7 +348,10 @@ class SpeculativeDecoder(EngineAccess):
         """The text of token ids, without special tokens."""
         with self._use:
             if self.tokenizer is None:
-                raise UsageError(f"model {self.target.name!r} has no tokenizer; allowed: with tokenizer=...")
+                raise UsageError(
+                    f"model {self.target.name!r} has no tokenizer; "
+                    "allowed: with tokenizer=AutoTokenizer.from_pretrained(...)"
+                )
             return self.tokenizer.decode(read_ids(token_ids, self.target.backend.vocab_size))
 
     def forget(self) -> None:

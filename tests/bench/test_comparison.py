@@ -44,6 +44,11 @@ def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
+def test_compare_needs_no_params() -> None:
+    (comparison,) = compare(SpeculativeDecoder("toy", drafter="ngram"), ["The heron"])
+    assert len(comparison.runs["plain"].token_ids) <= SamplingParams().max_tokens
+
+
 def test_compare_accepts_plain_texts_as_prompts() -> None:
     params = SamplingParams(max_tokens=6)
     named, texts = (

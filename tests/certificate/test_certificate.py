@@ -79,6 +79,12 @@ def test_an_option_that_ignores_the_draft_is_caught(name: str, monkeypatch: pyte
     assert texts.option(name).outcome == "FAIL"
 
 
+def test_the_stop_string_of_its_check_comes_after_drafts() -> None:
+    texts = TextChecks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=4), PROMPTS, max_tokens=40, budget=0.0)
+    finding = texts.option("stop")
+    assert finding.outcome == "pass" and int(finding.detail.split()[-3]) >= 4  # of "..., N tokens drafted"
+
+
 def test_a_distribution_test_without_drafts_is_reported_as_powerless() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
     failed = [check.name for check in checks(decoder) if check.failed]

@@ -26,6 +26,12 @@ def with_probs(draft: Draft, change: Callable[[Any], Any]) -> Draft:
     return replace(draft, probs=change(torch.nn.functional.one_hot(draft.tokens, VOCAB).float()))
 
 
+def lists_of(draft: Draft, change: Callable[[int], Any]) -> Draft:
+    """The draft, made again from lists of changed token ids."""
+    lists = [row[:length] for row, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+    return Draft.from_lists([[change(token) for token in tokens] for tokens in lists], draft.tokens.device)
+
+
 WRONG: dict[str, tuple[str, Callable[[Draft], Draft]]] = {
     "floats": ("returned tokens .* of torch.float32", lambda d: replace(d, tokens=d.tokens.float())),
     "flags": ("returned tokens .* of torch.bool", lambda d: replace(d, tokens=d.tokens.bool())),
@@ -37,6 +43,10 @@ WRONG: dict[str, tuple[str, Callable[[Draft], Draft]]] = {
     "no record of a row": ("returned rows=", lambda d: replace(d, rows=(RowDraft(),) * (len(d.lengths) + 1))),
     "records of no kind": ("returned rows=", lambda d: replace(d, rows=(3,) * len(d.lengths))),  # type: ignore[arg-type]
     "a tensor of parents": ("returned parents=", lambda d: replace(d, parents=torch.zeros(d.tokens.shape))),  # type: ignore[arg-type]
+    "floats in lists": ("returned tokens .* of torch.float32", lambda d: lists_of(d, lambda token: token + 0.5)),
+    "far out": (r"drafted token 10995116278\d\d; allowed: 0 to 60", lambda d: replace(d, tokens=d.tokens + 2**40)),
+    "below 0": ("drafted token -", lambda d: replace(d, tokens=d.tokens - 2**40)),
+    "one too many": (f"drafted token {VOCAB}; allowed: 0 to 60", lambda d: lists_of(d, lambda token: VOCAB)),
     "logits": ("returned probs with the sum -", lambda d: with_probs(d, lambda probs: probs * 100 - 50)),
     "no number": ("returned probs with the sum nan", lambda d: with_probs(d, lambda probs: probs * torch.nan)),
     "half a probability": ("returned probs with the sum 0.5", lambda d: with_probs(d, lambda probs: probs / 2)),
@@ -119,6 +129,29 @@ def test_an_error_without_a_message_or_with_several_lines_is_one_line() -> None:
         return decoder.generate(PROMPTS, PARAMS)[1].error
 
     assert raised(MemoryError()) == "MemoryError" and raised(ValueError("one\n  two")) == "one two"
+
+
+def test_what_stands_beyond_a_rows_length_is_no_drafted_token() -> None:
+    @dataclass
+    class Padding:
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+            return Draft(torch.tensor([[3, -1, VOCAB]] * len(rows)), tuple(min(1, length) for length in lengths))
+
+    decoder = SpeculativeDecoder(shared("llama"), drafter=Padding(), num_draft_tokens=4)
+    assert [result.error for result in decoder.generate(PROMPTS, PARAMS)] == [None] * 3
+
+
+def test_drafts_that_are_too_long_are_reported_with_one_figure(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass
+    class Long:
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+            return Draft.from_lists([[3] * (length + 2) for length in lengths], sampler.device)
+
+    with pytest.raises(UsageError, match=r"^drafter Long returned \d+ tokens for row 0") as refusal:
+        SpeculativeDecoder(shared("llama"), drafter=Long()).generate(PROMPTS[0], GREEDY)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the engine starts again with empty caches: {refusal.value}"
+    ]
 
 
 def rule(**changes: Any) -> Rule:

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
+from slipstream.integrations.transformers.generate_options import _warn_once
 from slipstream.models.hf.prepared_inputs import cache_name
 from tests.support.hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
 from tests.support.markers import needs_transformers, subcases
@@ -250,6 +251,36 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(message: str) -> No
     with pytest.raises(UsageError, match=message) as error:
         shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("num_beams", "num_beams=2 .*; allowed: None, 1, or a call without custom_generate$"),
+        ("output_scores", r"None, False, logprobs=\.\.\. of SpeculativeDecoder.generate, or a call without custom_gen"),
+        ("output_logits", r"None, False, logprobs=\.\.\. of SpeculativeDecoder.generate, or a call without custom_gen"),
+        ("output_attentions", "; allowed: None, False, or a call without custom_generate$"),
+    ],
+)
+def test_the_refusal_of_an_option_names_an_alternative(name: str, ending: str) -> None:
+    with pytest.raises(UsageError, match=ending):
+        shared("llama").generate(**batch() | GREEDY | REFUSALS[name], custom_generate=custom_generate)
+
+
+def test_options_of_assisted_generation_are_named_once_as_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()
+    options = batch((9,)) | GREEDY | {"custom_generate": custom_generate}
+    plain = shared("llama").generate(**options)
+    assert caplog.text == ""
+    for _ in range(2):
+        looked_up = shared("llama").generate(**options, prompt_lookup_num_tokens=7)
+        assert torch.equal(plain, looked_up)
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompt_lookup_num_tokens=7 has no effect with slipstream.custom_generate, which takes drafter='ngram', "
+        "num_draft_tokens=..."
+    ]
+    shared("llama").generate(**options, draft=perturbed("llama"), num_assistant_tokens=5)
+    assert caplog.records[-1].getMessage().startswith("num_assistant_tokens=5 has no effect")
 
 
 def test_a_draft_model_drafts_for_several_sequences_of_a_prompt() -> None:

@@ -128,7 +128,9 @@ def test_file_names_are_checked_before_anything_is_written(decoder: SpeculativeD
     ):
         with pytest.raises(UsageError, match=why):
             decoder.batch(source, output, errors=errors)
-    with pytest.raises(UsageError, match=r"absent.jsonl' cannot be read; allowed: a file with one request per line"):
+    with pytest.raises(
+        UsageError, match=r"absent.jsonl' cannot be read: no such file; allowed: a file with one request per line"
+    ):
         decoder.batch(tmp_path / "absent.jsonl", tmp_path / "out.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 

@@ -448,7 +448,7 @@ def test_a_model_without_a_language_head_is_refused() -> None:
 
 
 def test_an_unknown_device_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"device='abacus'.*allowed: auto, cpu, cuda") as error:
+    with pytest.raises(UsageError, match=r"^device='abacus'; allowed: auto, cpu, cuda, cuda:N$") as error:
         SpeculativeDecoder(str(folder), device="abacus")
     one_line(error)
     if not torch.cuda.is_available():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import UsageError
-from slipstream.text.prompt_sets import builtin_prompts, read_prompts, spread
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts, spread, titles
 
 FAMILIES = ("chat", "code", "code edit", "summary", "question answering", "translation", "maths", "extraction")
 
@@ -38,6 +38,16 @@ def test_built_in_prompts_are_unique_and_of_usual_length() -> None:
 def test_prompts_about_a_text_have_at_least_forty_words() -> None:
     grounded = ("code edit", "summary", "question answering", "translation", "extraction")
     assert all(len(p.prompt.split()) >= 40 for p in builtin_prompts() if p.category in grounded)
+
+
+def test_prompts_of_one_category_are_told_apart_by_their_first_words(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Name ten rivers of Europe."}\n{"prompt": "Name a bird."}\n')
+    prompts = read_prompts(file)
+    assert titles(prompts, 20) == ["Name ten rivers ...", "Name a bird."]
+    assert titles([*prompts, NamedPrompt("What is 2 + 2?", "maths"), NamedPrompt("Say hi.")]) == [
+        *("prompts", "prompts", "maths", "Say hi."),
+    ]
 
 
 def test_families_and_limits_choose_from_the_set() -> None:

@@ -206,7 +206,7 @@ def test_a_report_can_be_written_as_json_and_lines() -> None:
     assert first == f"draft 'LlamaForCausalLM' for target 'toy': {report.conclusion}"
     assert len(others) == 2 * len(report.findings) and not any("\n" in printed for printed in others)
     for finding, line, follows in zip(report.findings, others[::2], others[1::2], strict=True):
-        mark = {True: "same", False: "different", None: "unknown"}[finding.same]
+        mark = finding.amount or {True: "same", False: "different", None: "unknown"}[finding.same]
         assert line.split()[: len(finding.subject.split()) + 1] == [*finding.subject.split(), mark]
         assert line.endswith(finding.found) and follows.strip() == finding.follows
 
@@ -228,6 +228,7 @@ def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: 
     assert report.verdict.startswith("Works: ") and report.verdict.endswith(
         "have the same tokens. No extra rejections."
     )
+    assert compare_vocabularies(info, info).verdict.startswith("Works, but hardly saves time: ")
 
 
 def test_a_folder_without_weights_tokenizer_or_generation_config_is_inspected(folder: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def student_quantile(freedom: int) -> float:
 def compare(
     decoder: SpeculativeDecoder,
     prompts: Sequence[NamedPrompt | str],
-    params: SamplingParams,
+    params: SamplingParams | None = None,
     *,
     chat: bool = True,
     with_hf: bool = False,
@@ -113,6 +113,7 @@ def compare(
     if isinstance(prompts, str):
         raise UsageError(f"prompts={prompts!r:.60}; allowed: a list of prompts")
     texts = [NamedPrompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    params = SamplingParams() if params is None else params
     report = on_run or (lambda doing: None)
     arms = [arm for name, arm in ARMS.items() if name != HF or with_hf]
     lineup = Lineup(decoder, arms, params, chat=chat)

@@ -43,14 +43,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logit_bias": {},
     "bad_words": {},
     "min_tokens": {"min_tokens": 12},
-    "stop": {"stop": ["e,", "blue"]},
+    "stop": {},
     "all together": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
 }
 # added to these options, from the token ids of the text without them: a fixed list might name no token of that text
-COMPUTED_OPTIONS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
-    "logit_bias": lambda text: {"logit_bias": dict.fromkeys(text[2::5], -30.0)},
-    "bad_words": lambda text: {"bad_words": [text[start : start + 2] for start in range(1, len(text) - 1, 4)]},
-    "min_tokens": lambda text: {"stop_token_ids": sorted(set(text[8:]))},
+COMPUTED_OPTIONS: dict[str, Callable[[SpeculativeDecoder, list[int]], dict[str, Any]]] = {
+    "logit_bias": lambda _, text: {"logit_bias": dict.fromkeys(text[2::5], -30.0)},
+    "bad_words": lambda _, text: {"bad_words": [text[start : start + 2] for start in range(1, len(text) - 1, 4)]},
+    "min_tokens": lambda _, text: {"stop_token_ids": sorted(set(text[8:]))},
+    # most of the text, which thus ends late, after drafts
+    "stop": lambda decoder, text: {"stop": decoder.decode(text[: 3 * len(text) // 4]) or PATTERN},
 }
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
 Outcome = Literal["pass", "FAIL", "not applicable"]
@@ -207,7 +209,7 @@ class TextChecks:
         params = SamplingParams(max_tokens=self._length(OPTION_TOKENS), seed=7)
         if name in COMPUTED_OPTIONS:
             text = self._plain.generate(PATTERN, params, chat=False).token_ids
-            option = option | COMPUTED_OPTIONS[name](text)
+            option = option | COMPUTED_OPTIONS[name](self.decoder, text)
         return self._finding([self._pair(self._seeded, [PATTERN], [replace(params, **option)], chat=False)])
 
     def _length(self, planned: int) -> int:

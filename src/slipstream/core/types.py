@@ -137,7 +137,9 @@ class Draft:
         if not width:
             return replace(Draft.empty(len(proposals), device), rows=rows)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
-        tokens = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
+        tokens = torch.tensor(padded).to(
+            device, non_blocking=True
+        )  # floats stay floats, which the check of drafts names
         return Draft(tokens, tuple(map(len, proposals)), rows=rows)
 
 

@@ -86,7 +86,7 @@ def check_name(text: str) -> None:
     name, allowed = text.partition(":")[0], ["auto", *names()]
     if name not in allowed:
         near = did_you_mean(name, *allowed)
-        raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or a Drafter object{near}")
+        raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or in Python a Drafter object{near}")
     if ":" in text and name not in ARGUMENTS:
         raise UsageError(f"drafter={text!r}; allowed: {name!r} without an argument")
     if text.endswith(":"):

@@ -256,8 +256,10 @@ class JobFiles:
         for name, file in written.items():
             _check(name, file, others)
             others[name] = file
-        if isinstance(source, str | Path) and not Path(source).is_file():
-            raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
+        if isinstance(source, str | Path) and not (file := Path(source)).is_file():
+            why = "it is not an ordinary file" if file.exists() else "no such file"
+            why = "it is a folder" if file.is_dir() else why
+            raise UsageError(f"{str(source)!r} cannot be read: {why}; allowed: a file with one request per line")
         lines = lines_of(source)
         if isinstance(source, str | Path) and next(iter(lines), None) is None:
             raise UsageError(f"{str(source)!r} holds no requests; allowed: at least one line")

@@ -23,14 +23,21 @@ class NamedPrompt:
     category: str = "prompt"
     prediction: str | None = None
 
-    def title(self, columns: int = 28) -> str:
-        """A short name: its category if it has one, else its first words."""
-        return shorten(self.prompt, columns, placeholder=" ...") if self.category == "prompt" else self.category
-
     def __post_init__(self) -> None:
         check_text("prompt", self.prompt)
         if self.prediction is not None:
             check_text("prediction", self.prediction)
+
+
+def titles(prompts: Sequence[NamedPrompt], columns: int = 28) -> list[str]:
+    """A short name for each: its category, or its first words if all prompts are of one category."""
+    has_categories = len({prompt.category for prompt in prompts}) > 1
+    return [
+        prompt.category
+        if has_categories and prompt.category != "prompt"
+        else shorten(prompt.prompt, columns, placeholder=" ...")
+        for prompt in prompts
+    ]
 
 
 def named_prompt(source: str, text: str, category: str = "prompt") -> NamedPrompt:

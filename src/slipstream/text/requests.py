@@ -239,9 +239,11 @@ class RequestReader:
             return list(prompt)
         tokenizer = self.target.tokenizer
         if tokenizer is None:
+            python = "tokenizer=AutoTokenizer.from_pretrained(...), or a list of token ids"
+            folder = f"put tokenizer.json into its folder (the command line needs it), or in Python {python}"
             raise UsageError(
-                f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into "
-                "its folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
+                f"prompt is text, but model {self.target.name!r} has no tokenizer; "
+                f"allowed: {folder if self.target.view is None else python}"
             )
         if isinstance(prompt, str):
             check_text("prompt", prompt)

@@ -74,10 +74,16 @@ class NamedModel(Protocol):
 
 
 class RunningModel(NamedModel, Protocol):
-    """A loaded model. backend: knows the sizes of its vocabulary and its context."""
+    """A loaded model.
+
+    backend: knows the sizes of its vocabulary and its context. view: None unless the caller has loaded the model.
+    """
 
     @property
     def backend(self) -> Backend: ...
+
+    @property
+    def view(self) -> object: ...
 
 
 @dataclass(frozen=True)

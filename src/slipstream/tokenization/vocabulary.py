@@ -14,12 +14,17 @@ SPECIAL = ("bos", "eos", "pad")
 
 @dataclass(frozen=True)
 class VocabularyInfo:
-    """A model's vocabulary, known without its weights. head_size: how many logits it has, padding included."""
+    """A model's vocabulary, known without its weights.
+
+    head_size: how many logits it has, padding included. num_weights: about how many weights a token takes; None:
+    unknown.
+    """
 
     name: str
     head_size: int
     end_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
+    num_weights: int | None = None
 
     @staticmethod
     def of(model: RunningModel) -> VocabularyInfo:

@@ -84,9 +84,10 @@ def users_draft(
     rows: Sequence[Row],
     propose: Propose,
 ) -> Draft:
-    """The draft of a user's drafter; UsageError if it changed a text, or its probabilities are no distribution.
+    """The draft of a user's drafter.
 
-    Its ids are clamped to the target's vocabulary: -1 for "none" becomes 0, a draft that is just likely to be rejected.
+    UsageError if it changed a text, drafted what is no token of the target, or its probabilities are no distribution.
+    What stands beyond a row's length does not count, and is clamped to the vocabulary.
     """
     texts = [row.tokens[:] for row in rows]
     try:
@@ -97,9 +98,13 @@ def users_draft(
             row.tokens[:] = text
     if changed:
         raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
+    drafted = torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
+    tokens = draft.tokens[drafted]
+    wrong_tokens = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(wrong_tokens):
+        raise UsageError(f"drafter {name} drafted token {int(wrong_tokens[0])}; allowed: 0 to {vocab_size - 1}")
     if draft.probs is not None:
-        columns = torch.arange(draft.width, device=draft.tokens.device)
-        probs = draft.probs[columns < draft.lengths_on_device].float()
+        probs = draft.probs[drafted].float()
         sums = probs.sum(-1)
         wrong = (sums - 1).abs() > NEAR_ONE
         wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft

@@ -147,8 +147,8 @@ class GuardedEngine(Engine):
         """Raise `error`, with which a step failed, unless a plain row can be decoded, if need be with empty caches."""
         try:
             self._decode_probe()
-        except Exception as again:
-            log.warning("the engine starts again with empty caches: %s", first_line(again))
+        except Exception:  # perhaps of the same cause, with other figures: the first is the one to report
+            log.warning("the engine starts again with empty caches: %s", first_line(error))
             for session in self.sessions:
                 session.forget()
             try:

@@ -24,12 +24,14 @@ from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
+from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
+from slipstream.models.model_size import larger, num_weights_read
 from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
@@ -40,6 +42,7 @@ from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 OF_MODELS = ("draft_dtype", "draft_vocabulary", "draft_context")  # settings that draft heads do not have
+QUANTISED = 3  # a forward reads this much less of a draft model that was quantised at load, about
 
 log = logging.getLogger("slipstream")
 
@@ -412,7 +415,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
             if (trained_for := files.trained_for(target.name)) is not None:
                 log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
             tried = None if files.source == EMBEDDED_NAME else remembered_agreement(head, target)
-            if tried is not None and tried.best is not None:
+            if tried is not None and tried.is_warning:
                 log.warning("%s", tried.line(head.name, target.name))
             return head
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
@@ -428,7 +431,28 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
         raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    return load(draft, options, tokenizer)
+    model = load(draft, options, tokenizer)
+    _warn_of_size(target, model)
+    return model
+
+
+def _warn_of_size(target: Loaded, draft: Loaded) -> None:
+    """Warn of a draft model whose forwards read as much as the target's.
+
+    One that drafts several tokens in a forward may save time at any size.
+    """
+    if target.model is None or draft.model is None or parallel_mask(draft) is not None:
+        return
+    sizes = [num_weights_read(loaded.model.config.get_text_config()) for loaded in (target, draft)]
+    reads = [(size or 0) * _bytes_per_weight(loaded) for size, loaded in zip(sizes, (target, draft), strict=True)]
+    if reads[1] >= reads[0] and (comparison := larger(*sizes)):
+        log.warning("draft model %r hardly saves time: it %s", draft.name, comparison)
+
+
+def _bytes_per_weight(loaded: Loaded) -> float:
+    model = loaded.model if loaded.view is None else loaded.view.model
+    dtype: torch.dtype = model.dtype
+    return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTISED)
 
 
 def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
+from slipstream.models.model_size import larger
 from slipstream.text.prompt_sets import builtin_prompts
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.tokenization.vocabulary import SPECIAL, VocabularyInfo, differences, usable
@@ -29,12 +30,21 @@ CHAT_PROBE = [{"role": "user", "content": "Hello!"}]
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: its subject, whether both are the same (None: unknown), what was found and what follows."""
+    """One comparison: its subject, whether both are the same (None: unknown), what was found and what follows.
+
+    amount: the result of an estimate, which is neither the same nor different.
+    """
 
     subject: str
     same: bool | None
     found: str
     follows: str
+    amount: str = ""
+
+    @property
+    def mark(self) -> str:
+        """The result in a word."""
+        return self.amount or {True: "same", False: "different", None: "unknown"}[self.same]
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class BridgeEstimate:
                 "a draft token ends",
                 f"a draft model that guessed every word would have {1 - self.kept:.1%} of its tokens rejected, and "
                 f"brings {self.per_step:.2f} tokens per step",
+                amount=f"{1 - self.kept:.1%}",
             ),
         ]
 
@@ -87,7 +98,7 @@ class VocabularyReport:
     """Whether `draft` can draft for `target`, and why. differing: the first SHOWN of `num_differing` tokens.
 
     head_sizes: the target's number of logits and the draft's. bridge: what to expect of drafts through bytes, where
-    the vocabularies differ and can be read so.
+    the vocabularies differ and can be read so. warning: why a usable draft model hardly saves time; empty if it may.
     """
 
     target: str
@@ -99,19 +110,21 @@ class VocabularyReport:
     differing: tuple[str, ...]
     findings: tuple[Finding, ...]
     bridge: BridgeEstimate | None = None
+    warning: str = ""
 
     @property
     def verdict(self) -> str:
         """The answer in a sentence or two, for a pair that is usable."""
         same = next(finding.same for finding in self.findings if finding.subject == "tokens")
+        slow = ", but hardly saves time" if self.warning else ""
         if self.bridge is not None:
             return (
-                f"Works, through text: the vocabularies differ, so drafts of {self.draft!r} are translated into tokens "
-                f"of {self.target!r}. Expect about {1 - self.bridge.kept:.1%} extra rejections."
+                f"Works, through text{slow}: the vocabularies differ, so drafts of {self.draft!r} are translated into "
+                f"tokens of {self.target!r}. Expect about {1 - self.bridge.kept:.1%} extra rejections."
             )
         if same is None:
-            return f"Works if both have the same tokens, which cannot be checked: {self.findings[0].found}."
-        return f"Works: {self.draft!r} and {self.target!r} have the same tokens. No extra rejections."
+            return f"Works{slow} if both have the same tokens, which cannot be checked: {self.findings[0].found}."
+        return f"Works{slow}: {self.draft!r} and {self.target!r} have the same tokens. No extra rejections."
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -124,8 +137,7 @@ class VocabularyReport:
         """The report for people: the conclusion, then two lines per finding."""
         lines = [f"draft {self.draft!r} for target {self.target!r}: {self.conclusion}"]
         for finding in self.findings:
-            mark = {True: "same", False: "different", None: "unknown"}[finding.same]
-            lines += [f"  {finding.subject:15} {mark:10} {finding.found}", f"  {'':26} {finding.follows}"]
+            lines += [f"  {finding.subject:15} {finding.mark:10} {finding.found}", f"  {'':26} {finding.follows}"]
         return lines
 
 
@@ -159,9 +171,10 @@ def compare_vocabularies(
     elif a.tokenizer is not None and b.tokenizer is not None:
         findings += _encodings(a.tokenizer, b.tokenizer)
     sizes, shown = (a.head_size, b.head_size), tuple((differing or [])[:SHOWN])
-    count = len(differing or [])
+    count, comparison = len(differing or []), larger(a.num_weights, b.num_weights)
+    warning = f"draft model {b.name!r} {comparison}" if comparison else ""
     return VocabularyReport(
-        a.name, b.name, same or bridge is not None, conclusion, sizes, count, shown, tuple(findings), bridge
+        a.name, b.name, same or bridge is not None, conclusion, sizes, count, shown, tuple(findings), bridge, warning
     )
 
 

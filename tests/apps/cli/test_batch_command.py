@@ -141,7 +141,7 @@ def test_failed_lines_are_reported_with_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
+        (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read: no such file; allowed: a file with"),
         (("empty.jsonl", "out.jsonl"), "error: 'empty.jsonl' holds no requests; allowed: at least one line"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),

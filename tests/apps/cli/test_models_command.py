@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer, models
 
 from slipstream.apps.cli.models import PAIRS
 from tests.support.command_line import run
+from tests.support.tiny_models import fresh
+from tests.support.tiny_models import tokenizer as spoken
 from tests.support.vocabularies import TEXT, speaking, tokenizer
 
 STORY = "\n".join(TEXT)
@@ -40,14 +43,31 @@ def test_models_check_says_how_vocabularies_are_bridged_and_what_it_costs(
     report = json.loads(file.read_text())
     assert code == 0 and "usable through bytes, verified by match" in out
     assert (
-        out.startswith("Works, through text: ") and f"about {1 - report['bridge']['kept']:.1%} extra rejections." in out
+        out.startswith("Works, through text") and f"about {1 - report['bridge']['kept']:.1%} extra rejections." in out
     )
     assert report["usable"] and 0.5 < report["bridge"]["kept"] <= 1 and 0 < report["bridge"]["aligned"] < 1
+    assert re.search(rf"estimated loss +{1 - report['bridge']['kept']:.1%} ", out)  # not "unknown"
     assert "<|end|>, <|model|>, <|user|>" in out and "by the draft model's own template" in out
     assert f"{1 - report['bridge']['kept']:.1%} of its tokens rejected" in " ".join(out.split())
     code, out, err = run(capsys, monkeypatch, *check, "--json", str(file))
-    assert code == 0 and len(out.splitlines()) == 1 and err == "-v shows what was compared\n"
+    assert code == 0 and len(out.splitlines()) == 2 and err == "-v shows what was compared\n"
     assert json.loads(file.read_text())["bridge"] != report["bridge"]  # another text, another estimate
+
+
+def test_models_check_warns_of_a_draft_model_that_is_larger_than_its_target(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, layers in (("small", 1), ("large", 3)):
+        fresh("llama", num_hidden_layers=layers).save_pretrained(tmp_path / name)
+        spoken().save_pretrained(tmp_path / name)
+    small, large, file = str(tmp_path / "small"), str(tmp_path / "large"), tmp_path / "report.json"
+    code, out, _ = run(capsys, monkeypatch, "models", "check", small, large, "--json", str(file))
+    verdict, warning = out.splitlines()
+    assert code == 0 and verdict.startswith("Works, but hardly saves time: ")
+    assert warning.startswith(f"Warning: draft model {large!r} is larger than its target, with about ")
+    assert json.loads(file.read_text())["warning"] == warning.removeprefix("Warning: ").removesuffix(".")
+    code, out, _ = run(capsys, monkeypatch, "models", "check", large, small)
+    assert code == 0 and out.startswith("Works: ") and "Warning" not in out
 
 
 def test_an_unusable_pair_is_one_line_that_names_both_models(

@@ -91,6 +91,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--drafter", "ngarm"), "did you mean 'ngram'?"),
     ((*GENERATE, "--drafter", "sufix"), "did you mean 'suffix'?"),
     ((*GENERATE, "--drafter", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary"),
+    ((*GENERATE, "--drafter", "magic"), "token_recycling, or in Python a Drafter object"),
     ((*GENERATE, "--drafter", "auto:3"), "drafter='auto:3'; allowed: 'auto' without an argument"),
     ((*GENERATE, "--drafter", "none:"), "drafter='none:'; allowed: 'none' without an argument"),
     ((*GENERATE, "--drafter", "ngram:"), "drafter='ngram:'; allowed: ngram[:N]"),
@@ -154,7 +155,7 @@ WRITTEN: list[Case] = [
     (("train", *TOY, "--out", "x", "--steps", "0"), "--steps '0'; allowed: 1 or more"),
     (("train", *TOY, "--out", "x", "--prompts", "absent.txt"), "--prompts 'absent.txt' cannot be read"),
     (("train", *TOY, "--out", "x", "--prompts", "absent.jsonl"), "'absent.jsonl' cannot be read"),
-    (("train", *TOY, "--out", "x"), "--target 'toy' has no hidden states that a head could read; allowed: a model of"),
+    (("train", *TOY, "--out", "x"), "--model 'toy' has no hidden states that a head could read; allowed: a model of"),
     (("train", *TOY, "--out", "x", "--drafter", "ngram"), "unknown option '--drafter'"),
     # empty values, and files that are not what they should be
     ((*GENERATE, "--json", ""), "--json ''; allowed: --json FILE"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import SpeculativeDecoder
 from slipstream.models.heads import head_check
-from slipstream.models.heads.head_check import agreement
+from slipstream.models.heads.head_check import HeadAgreement, agreement
 from slipstream.models.heads.head_files import head_files
 from slipstream.models.heads.load import load_head
 from slipstream.models.heads.network import HeadNetwork
@@ -137,6 +137,15 @@ def test_a_wrong_declaration_causes_one_warning_with_both_shares(
     declared_as(folder, eagle_aux_hidden_state_layer_ids=[3, 4, 6])
     (line,) = decode()
     assert line.count("%") == 2 and "\n" not in line and "with layers [2, 3, 5]" in line and repr(str(folder)) in line
+
+
+def test_a_head_that_guesses_nothing_is_warned_of() -> None:
+    useless, useful = HeadAgreement(0.004), HeadAgreement(0.4)
+    assert useless.line("head", "target") == (
+        "draft head 'head' guesses 0% of the tokens of 'target', too few to save time"
+    )
+    assert useless.is_warning and not useful.is_warning
+    assert useful.line("head", "target") == "draft head 'head' guesses 40% of the tokens of 'target'"
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def compare_command(
     decoder = load_decoder(models, config)
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import BATCH, compare, compare_batch, num_runs, summarise
+    from slipstream.text.prompt_sets import titles
     from slipstream.text.round_view import time_split
 
     comparisons: list[Comparison] = []
@@ -77,7 +78,9 @@ def compare_command(
         ):
             comparisons.append(comparison)
             with bar.hidden():
-                _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
+                number = len(comparisons)
+                title = f"{number}/{len(prompts)} {titles(prompts, 60)[number - 1]}"
+                _print_progress(decoder, comparison, title, debug=debug)
     if not debug:
         tables.print_legend(err, comparisons)
     summary = summarise(comparisons)
@@ -102,14 +105,14 @@ def _check_hf(models: Models, params: SamplingParams) -> None:
         raise no_hf_model(ARMS[HF], models.target)
 
 
-def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number: str, *, debug: bool) -> None:
+def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, title: str, *, debug: bool) -> None:
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE
     from slipstream.text.round_view import round_lines
 
     result = comparison.runs[SPECULATIVE].result
     assert result is not None
-    err.sentence(f"{number} {comparison.prompt.title(60)}", style="bold")
+    err.sentence(title, style="bold")
     if debug:
         err.sentence(round_lines(result.rounds, decoder.tokenizer))
     elif decoder.tokenizer is not None:

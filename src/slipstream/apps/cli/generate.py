@@ -24,7 +24,7 @@ from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structu
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt, titles
 from slipstream.tokenization.tokenizer import check_text
 
 if TYPE_CHECKING:
@@ -119,11 +119,12 @@ def _batch(
     rows = [row for group in groups for row in group]
     _run(decoder, rows)
     results: list[dict[str, Any]] = []
+    names = titles(prompts, 60)
     for i, row in enumerate(rows):
         number, k = divmod(i, params.n)
         name = f"{number + 1}.{k + 1}" if params.n > 1 else f"{number + 1}"
         name += f", seed {row.seed}" if params.temperature else ""
-        out.sentence(f"--- {name}: {prompts[number].title(60)}", style="bold")
+        out.sentence(f"--- {name}: {names[number]}", style="bold")
         report = _report(decoder, row, params, debug) | {"seed": row.seed}
         if k:
             results[-1]["alternatives"].append(report)

@@ -108,6 +108,8 @@ def check(
     write_json(json_file, report.to_dict())
     if report.usable:
         out.sentence(report.verdict)
+    if report.usable and report.warning:
+        out.sentence(f"Warning: {report.warning}.")
     for line in report.lines() if verbose else []:
         _print_finding(line)
     if not report.usable:
@@ -151,7 +153,7 @@ def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path |
         if tried is None
         else tried.line(draft, target)
     )
-    out.print(("Works badly: " if tried and tried.meant else "Works: ") + line, soft_wrap=True)
+    out.print(("Works badly: " if tried and tried.is_warning else "Works: ") + line, soft_wrap=True)
     return True
 
 

@@ -30,6 +30,7 @@ from slipstream.bench.sweep_grid import Series, best_of, label
 from slipstream.certificate.checks import Check
 from slipstream.certificate.parity import verdict
 from slipstream.text.detokenizer import TextStream
+from slipstream.text.prompt_sets import titles
 from slipstream.text.results import Result
 from slipstream.text.round_view import percent
 from slipstream.tokenization.tokenizer import Tokenizer
@@ -97,11 +98,12 @@ def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
     texts = ("text", "HF's text") if HF in arms else ("text",)
     columns = ("prompt", *(f"{arm}\ntok/s" for arm in arms), *figures, *texts)
     rows = []
-    for comparison in comparisons:
+    names = titles([comparison.prompt for comparison in comparisons])
+    for name, comparison in zip(names, comparisons, strict=True):
         run = comparison.runs[SPECULATIVE]
         assert run.result is not None
         stats = run.result.stats
-        row = [comparison.prompt.title(), *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
+        row = [name, *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
         row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", percent(stats.acceptance_rate)]
         row += [f"{stats.block_efficiency:.2f}", verdict(run.difference)]
         rows.append([*row, verdict(comparison.runs[HF].difference)] if HF in arms else row)

@@ -136,7 +136,7 @@ def _job(options: TrainOptions) -> TrainingJob:
     job = TrainingJob(settings)
     if is_toy(options.target):
         raise UsageError(
-            f"--target {options.target!r} has no hidden states that a head could read; allowed: a model of transformers"
+            f"--model {options.target!r} has no hidden states that a head could read; allowed: a model of transformers"
         )
     if options.prompts is None:
         refuse_without_template(inspect_vocabulary(options.target).tokenizer, options.target)

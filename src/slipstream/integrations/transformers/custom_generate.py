@@ -26,6 +26,7 @@ from slipstream.integrations.transformers.generate_options import (
     read_prompts,
     refuse_options,
     refuse_row_hooks,
+    warn_of_unread_options,
 )
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
 from slipstream.models.hf.model_view import unwrapped
@@ -52,7 +53,8 @@ class CustomGenerate:
     - `stop_strings` in a `GenerationConfig` reach no callable; `stop_strings=` and a `StopStringCriteria` do.
     - `use_cache`, static and offloaded caches change nothing: the KV cache is Slipstream's own. The model keeps it, and
       the draft model, for later calls, as long as the model itself lives. `past_key_values` of the output is None.
-    - `prompt_lookup_num_tokens` and an assistant model's own settings are not read: they concern speed only.
+    - `prompt_lookup_num_tokens`, `num_assistant_tokens` and the like are not read, as they concern speed only; the log
+      names them once, and what to write instead. An assistant model's own settings are not read either.
     - Where `max_time` or a criterion stops rows of a batch that has no end token, they run on until the last one stops,
       as in `generate`; with a pad token, rows stopped by `max_time` are padded instead.
     - The output with `return_dict_in_generate` has two more attributes: `slipstream_stats` (`Stats` of all rows) and
@@ -117,6 +119,7 @@ class CustomGenerate:
         )
         criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
         refuse_options(generation_config, logits_processor, criteria)
+        warn_of_unread_options(generation_config)
         prompts = read_prompts(model, input_ids, model_kwargs)
         if from_caller.streamer is not None and len(prompts) > 1:
             raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")

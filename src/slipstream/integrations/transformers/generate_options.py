@@ -6,9 +6,10 @@ It refuses, by name, what cannot be honoured, and knows neither decoders nor mod
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from slipstream.text.requests import MEDIA
 
 Criterion = Callable[[Tensor, None], Any]
 
+log = logging.getLogger("slipstream")
+
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ENCODED = "mm_encoder_outputs"  # images and videos as `generate` has encoded them, by kind
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
@@ -53,6 +56,17 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (None, False),
     "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
 }
+ALONE = "a call without custom_generate"  # what honours every option
+LOGPROBS = "logprobs=... of SpeculativeDecoder.generate"
+INSTEAD = {"output_scores": LOGPROBS, "output_logits": LOGPROBS}  # what to use for an option here
+# options of assisted generation: the values that say nothing (the last is `generate`'s default), and what to write here
+UNREAD: dict[str, tuple[tuple[object, ...], str]] = {
+    "prompt_lookup_num_tokens": ((None,), "drafter='ngram', num_draft_tokens=..."),
+    "assistant_early_exit": ((None,), "drafter='layer_skip:...'"),
+    "num_assistant_tokens": ((None, 20), "num_draft_tokens=..."),
+    "num_assistant_tokens_schedule": ((None, "constant"), "num_draft_tokens='heuristic'"),
+    "assistant_confidence_threshold": ((None, 0.4), "num_draft_tokens='confidence:...'"),
+}
 
 
 def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[Any]) -> None:
@@ -60,12 +74,32 @@ def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[An
     for name, allowed in ALLOWED.items():
         value = getattr(config, name, None)
         if value not in allowed:
-            values = ", ".join(map(repr, allowed))
-            raise UsageError(f"{name}={value!r} cannot be combined with slipstream.custom_generate; allowed: {values}")
+            *values, last = (*map(repr, allowed), *filter(None, [INSTEAD.get(name)]), ALONE)
+            raise UsageError(
+                f"{name}={value!r} cannot be combined with slipstream.custom_generate; "
+                f"allowed: {', '.join(values)}, or {last}"
+            )
     if any(type(processor) is hf.UnbatchedClassifierFreeGuidanceLogitsProcessor for processor in processors):
-        raise UsageError("logits_processor: classifier-free guidance runs the model itself; allowed: other processors")
+        raise UsageError(
+            f"logits_processor: classifier-free guidance runs the model itself; allowed: other processors, or {ALONE}"
+        )
     if any(type(criterion) is hf_stopping.ConfidenceCriteria for criterion in criteria):
-        raise UsageError("stopping_criteria: ConfidenceCriteria reads scores; allowed: criteria that read input_ids")
+        raise UsageError(
+            f"stopping_criteria: ConfidenceCriteria reads scores; allowed: criteria that read input_ids, or {ALONE}"
+        )
+
+
+def warn_of_unread_options(config: Any) -> None:
+    """Warn in the log of options of assisted generation, which change the speed there and nothing here."""
+    for name, (neutral, instead) in UNREAD.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            _warn_once(f"{name}={value!r} has no effect with slipstream.custom_generate, which takes {instead}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def refuse_row_hooks(model: Any) -> None:

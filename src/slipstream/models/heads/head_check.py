@@ -25,6 +25,7 @@ from slipstream.models.toy import FABLE
 
 LENGTH = 160  # tokens of the text
 CLEAR = 3.0  # a clear difference, in standard deviations of the difference between two equally good settings
+USELESS = 0.05  # a smaller share of right guesses brings less than the head's own forwards cost
 QUESTION = "Tell me a fable about a heron."
 
 
@@ -39,11 +40,16 @@ class HeadAgreement:
     best: float | None = None
     meant: str = ""
 
+    @property
+    def is_warning(self) -> bool:
+        """Whether the head drafts badly: other settings are better, or it guesses next to nothing."""
+        return self.best is not None or self.declared < USELESS
+
     def line(self, head: str, target: str) -> str:
         """The result in one line."""
         shares = f"draft head {head!r} guesses {self.declared:.0%} of the tokens of {target!r}"
         if self.best is None:
-            return shares
+            return f"{shares}, too few to save time" if self.is_warning else shares
         return f"{shares} as its config.json says, but {self.best:.0%} with {self.meant}: its config.json may be wrong"
 
 

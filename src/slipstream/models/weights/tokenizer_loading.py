@@ -9,6 +9,7 @@ from pathlib import Path
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.generation_settings import read_end_ids
 from slipstream.models.loaded import LoadOptions, is_toy
+from slipstream.models.model_size import num_weights_read
 from slipstream.models.toy import load_toy
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
@@ -69,7 +70,8 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
-    return VocabularyInfo(source, head_size, read_end_ids(source, ends, head_size), load_tokenizer(source, place))
+    ends, tokenizer = read_end_ids(source, ends, head_size), load_tokenizer(source, place)
+    return VocabularyInfo(source, head_size, ends, tokenizer, num_weights_read(config))
 
 
 def _described(source: str) -> str:

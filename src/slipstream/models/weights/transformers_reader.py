@@ -113,8 +113,13 @@ def device_named(device: str) -> torch.device:
     """The device of this name. Raises `UsageError` for one that this machine does not have."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    allowed = "allowed: auto, cpu, cuda, cuda:N"
     try:
-        return torch.empty(0, device=device).device
+        named = torch.device(device)
+    except RuntimeError:  # it lists every kind of device that there is
+        raise UsageError(f"device={device!r}; {allowed}") from None
+    try:
+        return torch.empty(0, device=named).device
     except (RuntimeError, AssertionError) as error:
         # a C++ stack follows the first line
-        raise UsageError(f"device={device!r}: {first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error
+        raise UsageError(f"device={device!r}: {first_line(error)}; {allowed}") from error

@@ -1,0 +1,55 @@
+"""How large a model is, estimated from its configuration: what a forward of one token reads of its weights.
+
+Known before a model is loaded, and for models whose weights are packed. It tells a draft model that is larger than its
+target; times of forwards are measured elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+GATED = 3  # matrices of a feed-forward layer; of most architectures
+
+
+def num_weights_read(config: Any) -> int | None:
+    """About how many weights a token takes: of attention, feed-forward layers (of a mixture, the experts that a token
+    goes to) and the output layer. None for configurations that do not say.
+
+    config: of the text model.
+    """
+    layers, width, heads, vocabulary = (
+        _size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    )
+    if layers is None or width is None or heads is None or vocabulary is None:
+        return None
+    head_size = _size(config, "head_dim") or width // heads
+    key_value_heads = _size(config, "num_key_value_heads") or heads
+    experts = _size(config, "num_experts_per_tok")
+    inner = _size(config, "intermediate_size") or 4 * width
+    if experts is not None:
+        inner = experts * (_size(config, "moe_intermediate_size") or inner)
+    layer = 2 * width * head_size * (heads + key_value_heads) + GATED * width * inner
+    return layers * layer + width * vocabulary
+
+
+def larger(target: int | None, draft: int | None) -> str:
+    """How a draft model compares with its target in weights, if it is no smaller; else, and if unknown, empty."""
+    if target is None or draft is None or draft < target:
+        return ""
+    weights = f"about {_in_words(draft)} weights per token"
+    if draft == target:
+        return f"is as large as its target, with {weights}"
+    return f"is larger than its target, with {weights} against {_in_words(target)}"
+
+
+def _in_words(number: int) -> str:
+    return f"{number / 1e6:,.0f} million" if number >= 1e6 else f"{number:,}"
+
+
+def _size(config: Any, name: str) -> int | None:
+    """A number of a configuration; None where it has none, or another one in each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers, of a field that differs from layer to layer
+        return None
+    return value if type(value) is int and value > 0 else None
