@@ -114,7 +114,8 @@ class SpeculativeDecoder(EngineAccess):
         if self.WARNS_OF_UNREAD_SETTINGS:
             warn_of_unread_settings(models.target)
         self._open(models, config, drafter, rule=None)
-        if draft is not None and isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model:
+        is_unused = isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model
+        if draft is not None and self.draft is not None and is_unused:
             log.warning("the draft model is loaded but not used: drafter=%r needs none", self._drafter_name)
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, num_weights, quantised
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, formats_of, num_weights, quantised
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
@@ -243,6 +243,8 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{bfloat16_version()} " if any(isinstance(module, KernelLinear) for module in model.modules()) else ""
+    if formats := formats_of(model):
+        exact += f"{formats} "
     if arithmetic := arithmetic_of(model):
         exact = f"{block_version()} {arithmetic} "
     fused = "fused " if any(is_fused(module) for module in model.modules()) else ""

@@ -109,6 +109,15 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
         assert results[0].token_ids == reference(target, PROMPT, 24)
 
 
+def test_the_times_of_a_draft_model_are_kept_by_its_precision(tmp_path: Path) -> None:
+    shared("llama").save_pretrained(tmp_path)
+    fingerprints = {
+        SpeculativeDecoder(shared("llama"), str(tmp_path), draft_dtype=dtype).draft.fingerprint
+        for dtype in ("int4", "int8", "bfloat16", "float32")
+    }
+    assert len(fingerprints) == 4
+
+
 @pytest.mark.slow
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)

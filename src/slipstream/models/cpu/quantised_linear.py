@@ -69,6 +69,13 @@ def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> 
     return QuantisedLinear(linear, bits, library, memory)
 
 
+def formats_of(model: nn.Module) -> str:
+    """The formats of a model's quantised layers, in one word; empty if there are none."""
+    return "+".join(
+        sorted({module.part.block.name for module in model.modules() if isinstance(module, QuantisedLinear)})
+    )
+
+
 def fits(linear: nn.Linear) -> bool:
     """Whether the kernels take a layer of this shape."""
     return linear.in_features % INPUTS == 0
