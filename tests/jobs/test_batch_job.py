@@ -104,12 +104,12 @@ REFUSED = [
     ),
     ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors are code, which is not read from files"),
     (chat("o1", "x", model="gpt-9"), "model 'gpt-9' is not served here; allowed: 'toy'"),
-    (chat("o2", "x", temperature=-1), "temperature=-1; allowed: 0 or more"),
+    (chat("o2", "x", temperature=-1), "temperature=-1; allowed: a number from 0 to 100"),
     (chat("o3", "x", stream=True), "stream=true in a batch; allowed: false"),
     (chat("o4", "x") | {"url": "/v1/embeddings"}, "url='/v1/embeddings'; allowed: /v1/chat/completions, /v1/c"),
     (chat("o5", "x") | {"method": "GET"}, "method='GET'; allowed: 'POST'"),
     (chat("o6", "x") | {"prompt": "x"}, "unknown field 'prompt'; allowed: custom_id, method, url, body"),
-    ({"custom_id": "o7", "url": "/v1/completions"}, "body; allowed: a JSON object, the request"),
+    ({"custom_id": "o7", "url": "/v1/completions"}, "body is missing; allowed: a JSON object, the request"),
     (chat("o8", "x", slipstream={"rounds": True}), "slipstream: rounds are not reported in a batch"),
 ]  # fmt: skip
 

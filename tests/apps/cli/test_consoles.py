@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.table import Table
 
+from slipstream import SamplingParams, SpeculativeDecoder, compare
 from slipstream.apps.cli.consoles import Stream, WordWrap
 from slipstream.apps.cli.tables import print_legend
 
@@ -48,11 +49,20 @@ def test_a_word_longer_than_a_line_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("colours", "no_color", "shown"), [("standard", False, True), ("standard", True, False), (None, False, False)]
+    ("colours", "no_color", "drafter", "shown"),
+    [
+        ("standard", False, "ngram", True),
+        ("standard", False, "none", False),
+        ("standard", True, "ngram", False),
+        (None, False, "ngram", False),
+    ],
 )
-def test_colours_are_explained_only_where_they_are_shown(colours: str | None, no_color: bool, shown: bool) -> None:
-    written = io.StringIO()
-    print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), [])
+def test_colours_are_explained_only_where_they_are_shown(
+    colours: str | None, no_color: bool, drafter: str, shown: bool
+) -> None:
+    decoder, written = SpeculativeDecoder("toy", drafter=drafter), io.StringIO()
+    comparisons = list(compare(decoder, ["a fish, a fish, a fish,"], SamplingParams(max_tokens=8)))
+    print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), comparisons)
     assert ("Colours: " in written.getvalue()) == shown
 
 
