@@ -137,9 +137,8 @@ class Draft:
         if not width:
             return replace(Draft.empty(len(proposals), device), rows=rows)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
-        tokens = torch.tensor(padded).to(
-            device, non_blocking=True
-        )  # floats stay floats, which the check of drafts names
+        # no dtype is given, so that floats stay floats, which the check of drafts refuses by name
+        tokens = torch.tensor(padded).to(device, non_blocking=True)
         return Draft(tokens, tuple(map(len, proposals)), rows=rows)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, compare
-from slipstream.apps.cli.application import draft_name
+from slipstream.apps.cli.application import announce_loading, draft_name
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.measuring import draft_before_loading
 from slipstream.config import DecoderConfig
@@ -355,6 +355,14 @@ def test_the_embedded_head_drafts_for_every_drafter_that_takes_a_draft_model_and
     assert draft_name(Models(draft="none"), decoder) is None
     named = loaded().with_draft("smollm2_head")
     assert named.draft is not None and named.draft.name == "smollm2_head" and named.with_draft("none").draft is None
+
+
+@pytest.mark.parametrize(("draft", "names"), [(None, "smollm2"), ("none", "smollm2"), ("toy:2", "smollm2 and toy:2")])
+def test_the_line_about_loading_names_the_draft_model_if_there_is_one(
+    draft: str | None, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce_loading(Models(draft=draft))
+    assert capsys.readouterr().err.strip() == f"loading {names} ..."
 
 
 @pytest.mark.parametrize(

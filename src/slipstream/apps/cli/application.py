@@ -27,6 +27,7 @@ from slipstream.config import DecoderConfig
 from slipstream.core.limits import check_rule
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
+from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, parse_prompts, read_prompts
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:
 
 def announce_loading(models: Models) -> None:
     """Say what is loaded. Work that is done once per machine (download, conversion, calibration) shows its own bars."""
-    err.sentence(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
+    draft = f" and {models.draft}" if models.draft not in (None, NO_DRAFT) else ""
+    err.sentence(f"loading {models.target}{draft} ...", style="dim")
 
 
 def warn_lossy(acceptance: str) -> None:
