@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.loaded import PLAN, WHICH_FILES, LoadOptions
 from slipstream.models.quantised_models import load_in_blocks
 from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
+from slipstream.models.weights.quantised_checkpoint import METHODS
 from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.safetensors_files import check_not_quantised
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     READER_ERRORS,
     auto_class,
     check_weights,
     device_named,
+    is_applied_by_transformers,
     quietly,
 )
 
@@ -44,6 +47,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     try:
         with quietly():
             config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
+            _check_quantisation(source, folder, config, options)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
             if device is not None and device.type == "cuda" and not is_quantised(config, options):
                 arguments["device_map"] = {"": device}  # weights go straight to the GPU, not through the host's memory
@@ -55,6 +59,19 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     if device is not None and not getattr(model, "is_quantized", False):
         model = model.to(device)
     return folder, model
+
+
+def _check_quantisation(source: str, folder: str, config: Any, options: LoadOptions) -> None:
+    """Refuse quantised weights that transformers would read as if they were plain ones."""
+    quantisation = getattr(config, "quantization_config", None)
+    if "quantization_config" in options.extra or is_applied_by_transformers(quantisation):
+        if not is_quantised(config, options):
+            check_not_quantised(source, folder, options.files)
+        return
+    raise SlipstreamError(
+        f"model {source!r} is quantised by a method that is not read: quant_method of its quantization_config is "
+        f"{quantisation.get('quant_method')!r}; allowed: {', '.join(METHODS)} and what transformers reads"
+    )
 
 
 def is_quantised(config: Any, options: LoadOptions) -> bool:

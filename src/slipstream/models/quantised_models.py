@@ -21,7 +21,7 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.quantised_linear import BITS, FORMATS, pieces, rows_of_blocks
 from slipstream.models.cpu.structs import INPUTS
-from slipstream.models.hf.block_model import check_kernels, empty_model, fill
+from slipstream.models.hf.block_model import check_kernels, empty_model, fill, is_mixture
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
@@ -29,6 +29,7 @@ from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantised_checkpoint import (
+    MODELOPT_FILE,
     CheckpointTensors,
     PackedMatrices,
     Scheme,
@@ -44,6 +45,7 @@ from slipstream.models.weights.transformers_reader import (
     device_named,
     extra_bias,
     from_config,
+    is_applied_by_transformers,
     quietly,
 )
 
@@ -173,15 +175,16 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
 
     Raises `UsageError` where the options ask to quantise a model that cannot be quantised.
     """
-    if options.rounding == "none" and _for_transformers(options):
+    if options.rounding == "none" and options.for_reader:
         return None
     folder = resolve(source, options.extra)
     config = _configuration(folder, options)
-    scheme = scheme_of(source, config)
     parts = [part for part in PARTS if isinstance(config.get(part), dict)]
     if options.rounding == "none":
-        if parts:  # transformers renames the weights of such models as it reads them
+        # transformers renames the weights of models with more parts as it reads them
+        if parts or (_for_transformers(options) and is_applied_by_transformers(config.get("quantization_config"))):
             return None
+        scheme = scheme_of(source, config)
         return None if scheme is None else QuantisedCheckpoint(source, folder, options.files, scheme)
     if not config and adapter_at(source, folder, options.files) is not None:
         raise UsageError(
@@ -212,10 +215,18 @@ def _for_transformers(options: LoadOptions) -> bool:
 
 
 def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
-    """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built."""
+    """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built.
+
+    ModelOpt may write the settings of its quantisation into a file of their own.
+    """
     try:
-        file = file_of(folder, CONFIG, options.files)
-        config = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        config, modelopt = (
+            {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+            for file in (file_of(folder, name, options.files) for name in (CONFIG, MODELOPT_FILE))
+        )
+        if modelopt and isinstance(config, dict) and config.get("quantization_config") is None:
+            quantisation = {"quant_method": "modelopt", MODELOPT_FILE: True} | modelopt["quantization"]
+            return config | {"quantization_config": quantisation}
     except READER_ERRORS:
         return {}
     return config if isinstance(config, dict) else {}
@@ -295,13 +306,23 @@ class QuantisedCheckpoint(_Checkpoint):
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
-        matrices = self._matrices()
-        model = fill(self._empty(), CheckpointTensors(matrices), activations)
+        matrices, empty = self._matrices(), self._empty()
+        if is_mixture(empty):
+            raise NotInBlocksError("it is a mixture of experts")
+        model = fill(empty, CheckpointTensors(matrices), activations)
+        matrices.files.used |= matrices.of_activations()
         matrices.files.check_unused()
+        self._warn_of_activations()
         return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        return self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
+        folder, model = self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
+        self._warn_of_activations()
+        return folder, model
+
+    def _warn_of_activations(self) -> None:
+        if self.scheme.rounds_activations:
+            log.warning("%s: activations are not rounded as its quantisation describes, only its weights", self.name)
 
 
 class RoundedTensors:
@@ -348,6 +369,10 @@ class RoundedCheckpoint(_Checkpoint):
     quantise: str
 
     def _tensors(self, model: Any) -> tuple[RoundedTensors, CheckpointFiles]:
+        if is_mixture(model):
+            raise UsageError(
+                f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts; allowed: 'none'"
+            )
         files = CheckpointFiles(self.source, self.folder, self.files)
         outermost = (model.get_input_embeddings(), model.get_output_embeddings())
         wide = {f"{name}.weight" for name, module in model.named_modules() if any(module is x for x in outermost)}

@@ -34,7 +34,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("bits", 3, r"quantization_config.bits of config.json is 3; allowed: 2, 4, 8"),
+        ("bits", 5, r"quantization_config.bits of config.json is 5; allowed: 2, 3, 4, 8"),
         ("group_size", 0, r"quantization_config.group_size of config.json is 0; allowed: a whole number from 1, or -1"),
         ("checkpoint_format", "marlin", r"checkpoint_format of config.json is 'marlin'; allowed: gptq, gptq_v2"),
     ],
@@ -50,7 +50,7 @@ def test_unknown_settings_are_refused(key: str, value: object, message: str, che
 DAMAGE = {
     "qweight": (lambda t: t[:-1], r"qweight' is \[31, 256\]; allowed: \[32, 256\], by config.json"),
     "scales": (lambda t: t.int(), r"scales' is of type int32; allowed: bfloat16, float16, float32"),
-    "qzeros": (lambda t: t | 15, r"qzeros' stores 15, a zero point of 16; allowed: 0 to 15"),
+    "qzeros": (lambda t: t[:, 1:], r"qzeros' is \[4, 31\]; allowed: \[4, 32\], by config.json"),
     "g_idx": (lambda t: t + 9, r"g_idx' names groups from 9 to 12; allowed: 0 to 3"),
 }
 

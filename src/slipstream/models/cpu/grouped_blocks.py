@@ -32,7 +32,7 @@ class NotInBlocksError(Exception):
 class GroupedMatrix:
     """Weights [outputs, inputs] as codes.
 
-    bits: 2, 4 or 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
+    bits: 2, 3, 4 or 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
     minima: float32 [outputs, groups] or None; group: how many inputs share a scale. owners: [inputs], the group of each
     input; None if groups are successive inputs.
     """
@@ -65,6 +65,8 @@ class GroupedMatrix:
             raise NotInBlocksError(
                 f"has {inputs} inputs in groups of {self.group}; computed with: multiples of {INPUTS}"
             )
+        if self.bits not in CENTRE:
+            raise NotInBlocksError(f"has {self.bits} bits; computed with: {', '.join(map(str, CENTRE))} bits")
         matrix = self._divided()
         fits_float16 = matrix.minima is None and torch.equal(matrix.scales.half().float(), matrix.scales)
         centred = bool((matrix.zeros == CENTRE[self.bits]).all())

@@ -191,6 +191,11 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         raise UsageError(
             f"draft={MTP!r}, but the files of {named!r} have no MTP layers; allowed: a draft model or none"
         )
+    if quantised := [name for layer in layer_tensors for name in layer.quantised]:
+        raise UsageError(
+            f"draft={MTP!r}: the MTP layers of {files.source!r} are quantised, tensor {quantised[0]!r}; allowed: "
+            "MTP layers in floating point, or another draft model"
+        )
     decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
     if norm is None:

@@ -71,6 +71,11 @@ def empty_model(
     return model
 
 
+def is_mixture(model: Any) -> bool:
+    """True for a mixture of experts, of which transformers keeps the experts of a layer in one tensor."""
+    return any(parameter.dim() == 3 and ".experts." in name for name, parameter in model.named_parameters())
+
+
 def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     """Give an empty model its tensors, in blocks where they are matrices. activations: "int8" or "int15".
 

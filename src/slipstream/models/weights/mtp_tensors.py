@@ -20,6 +20,7 @@ PARTS = {  # of a layer, beside its decoder layer
     "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
 }
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
+OF_QUANTISED = re.compile(r"\.(?:qweight|qzeros|scales|g_idx|_?weight_\w+|input_scale)$")  # beside or for ".weight"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 
 
@@ -33,37 +34,43 @@ class LayerTensors:
     parts: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
+    quantised: list[str] = field(default_factory=list)  # codes, scales and zero points of its matrices
 
     @property
     def names(self) -> list[str]:
-        return [*self.parts.values(), *self.block.values(), *self.copies]
+        return [*self.parts.values(), *self.block.values(), *self.copies, *self.quantised]
 
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
     """The MTP layers among a checkpoint's tensors, in order. num_layers: the target's own."""
-    layers, of_all = dict[int, LayerTensors](), dict[str, str]()
+    layers, of_all, quantised_of_all = dict[int, LayerTensors](), dict[str, str](), list[str]()
     for name in names:
-        if match := IN_LAYERS.fullmatch(name):
+        weight = OF_QUANTISED.sub(".weight", name)
+        if match := IN_LAYERS.fullmatch(weight):
             number = int(match[1])
-        elif match := AFTER_LAYERS.fullmatch(name):
+        elif match := AFTER_LAYERS.fullmatch(weight):
             number = int(match[1]) - num_layers
-        elif (match := OF_ALL.fullmatch(name)) and match[1] in PART_OF:
+        elif (match := OF_ALL.fullmatch(weight)) and match[1] in PART_OF:
             of_all[PART_OF[match[1]]] = name
+            quantised_of_all += [name] if name != weight else []
             continue
         else:
             continue
         if number < 0:
             continue
         layer = layers.setdefault(number, LayerTensors())
+        if name != weight:
+            layer.quantised.append(name)
         if match[2] in PART_OF:
             layer.parts[PART_OF[match[2]]] = name
         elif match[2] in SHARED:
             layer.copies.append(name)
-        else:
+        elif name == weight:
             layer.block[match[2]] = name
     in_order = [layers[number] for number in sorted(layers)]
     for layer in in_order:
         layer.parts = of_all | layer.parts
+        layer.quantised += quantised_of_all
     return [layer for layer in in_order if layer.parts.keys() == PARTS.keys()]
 
 

@@ -1,12 +1,14 @@
-"""Checkpoints quantised by GPTQ, AWQ, compressed-tensors or torchao: their settings and their matrices.
+"""Checkpoints quantised by GPTQ, AWQ, compressed-tensors, torchao or to FP8: their settings and their matrices.
 
-The layouts are those that gptqmodel, AutoAWQ, compressed-tensors 0.20 and torchao 0.18 write; none of these packages is
-needed. What a checkpoint leaves in floating point (norms, embeddings, mostly the output layer) stays as it is.
+The layouts are those that AutoGPTQ, gptqmodel 7.7, AutoAWQ, compressed-tensors 0.20, torchao 0.18 and ModelOpt 0.47
+write; none of these packages is needed. What a checkpoint leaves in floating point (norms, embeddings, mostly the
+output layer) stays as it is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,30 +19,42 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import CENTRE, GroupedMatrix, NotInBlocksError, number_format
+from slipstream.models.cpu.structs import BlockFormat
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles
 
-METHODS = ("gptq", "awq", "compressed-tensors", "torchao")
+FP8_METHODS = ("modelopt", "fp8", "fbgemm_fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "torchao", *FP8_METHODS)
 BITS = (2, 4, 8)
-PACKED = "pack-quantized"  # the format of compressed-tensors
+GPTQ_BITS = (2, 3, 4, 8)
+# the formats of compressed-tensors: codes in 32-bit words, or one number of 8 bits per weight
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt writes its settings, mostly beside config.json
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# tensors that only say how activations, keys and values are to be rounded
+OF_ACTIVATIONS = re.compile(r"(?:input|output|activation|prob_output|[qkv])_(?:scale|scale_ub|zero_point)")
 WORD = (torch.int32,)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs of a word of AWQ, from its lowest bits on
 TORCHAO = ("Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor")
 ROUNDS_INPUTS = ("activation_quantization", "act_quant_kwargs")  # of torchao, where activations are rounded too
-WEIGHT = ".weight"
+WEIGHT, SCALES = ".weight", (".weight_scale", ".weight_scale_inv")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are quantised. method: of `METHODS`; bits: of the codes; group: inputs that share a scale, 0 for all.
+    """How weights are quantised. Bits and groups of methods other than GPTQ and AWQ differ by tensor."""
 
-    zeros_from: what a stored zero point of 0 means, 1 in the first format of GPTQ. For compressed-tensors and torchao
-    bits and group are 0: they differ by tensor.
-    """
-
-    method: str
+    method: str  # of `METHODS`
     bits: int = 0
-    group: int = 0
-    zeros_from: int = 0
+    group: int = 0  # how many inputs share a scale; 0 for all
+    less: int = 0  # what the first format of GPTQ subtracts from zero points before it stores them
+    subtracts_words: bool = False  # whether it does so from whole words, so that a zero point of 0 borrows from the next
+    symmetric: bool = False  # whether GPTQ's zero points are all in the middle
+    layers: tuple[tuple[str, Scheme], ...] = ()  # of layers whose name a pattern matches; the first match counts
+    blocks: tuple[tuple[int, int], ...] = ()  # rectangles of outputs and inputs that may share a scale
+    rounds_activations: bool = False  # whether activations, keys or values are to be rounded too
+
+    def of(self, module: str) -> Scheme:
+        return next((scheme for pattern, scheme in self.layers if re.match(pattern, module)), self)
 
 
 class _Settings:
@@ -64,13 +78,14 @@ class _Settings:
         return max(value, 0)
 
     def wrong(self, name: str, value: Any, allowed: str) -> SlipstreamError:
+        place = MODELOPT_FILE if MODELOPT_FILE in self._config else "config.json"
         return SlipstreamError(
-            f"model {self._source!r}: quantization_config.{name} of config.json is {value!r}; allowed: {allowed}"
+            f"model {self._source!r}: quantization_config.{name} of {place} is {value!r}; allowed: {allowed}"
         )
 
 
 def scheme_of(source: str, config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a model's configuration; None if it is not quantised, or by an unknown method.
+    """The scheme of a model's configuration; None if it is not quantised, or by a method that is not read here.
 
     Raises `SlipstreamError` for unknown settings of a known method.
     """
@@ -79,36 +94,89 @@ def scheme_of(source: str, config: Mapping[str, Any]) -> Scheme | None:
         return None
     method, read = str(quantisation["quant_method"]), _Settings(source, quantisation)
     if method == "gptq":
-        form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-        return Scheme(method, read.one_of("bits", BITS), read.group(), int(form == "gptq"))
+        return _gptq_scheme(source, quantisation)
     if method == "awq":
-        name = "format" if "format" in quantisation else "version"
-        read.one_of(name, ("gemm",), "gemm")
+        for name in ("version", "format", "checkpoint_format"):
+            read.one_of(name, ("gemm",), "gemm")
         return Scheme(method, read.one_of("bits", (4,), 4), read.group())
     if method == "compressed-tensors":
-        _check_packed(read, quantisation)
-    return Scheme(method)
+        return _compressed_scheme(read, quantisation)
+    if method == "modelopt":
+        read.one_of("quant_algo", ("fp8", "fp8_per_channel_per_token"))
+    size = quantisation.get("weight_block_size")
+    if size is not None and not _is_block(size):
+        raise read.wrong("weight_block_size", size, "two whole numbers from 1")
+    return Scheme(method, blocks=() if size is None else (tuple(size),), rounds_activations=method in FP8_METHODS)
 
 
-def _check_packed(read: _Settings, quantisation: Mapping[str, Any]) -> None:
+def _gptq_scheme(source: str, quantisation: Mapping[str, Any]) -> Scheme:
+    """The scheme of GPTQ. `dynamic` has settings of layers by patterns; those that begin with "-:" are not quantised."""
+    read = _Settings(source, quantisation)
+    form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    read.one_of("format", (form,), form)
+    dynamic, layers = quantisation.get("dynamic") or {}, list[tuple[str, Scheme]]()
+    try:
+        for pattern, changes in dynamic.items():
+            if not pattern.startswith("-:"):
+                layer = _gptq_scheme(source, {**quantisation, **changes, "dynamic": None})
+                layers.append((re.compile(pattern.removeprefix("+:")).pattern, layer))
+    except (AttributeError, TypeError, re.error):
+        raise read.wrong("dynamic", dynamic, "settings by regular expressions") from None
+    writer = (quantisation.get("meta") or {}).get("quantizer") or ""
+    return Scheme(
+        "gptq",
+        read.one_of("bits", GPTQ_BITS),
+        read.group(),
+        less=int(form == "gptq"),
+        subtracts_words="gptqmodel" in str(writer),
+        symmetric=quantisation.get("sym") is True,
+        layers=tuple(layers),
+    )
+
+
+def _compressed_scheme(read: _Settings, quantisation: Mapping[str, Any]) -> Scheme:
     groups = quantisation.get("config_groups") or {}
     if not isinstance(groups, Mapping):
         raise read.wrong("config_groups", groups, "a mapping")
-    read.one_of("format", (PACKED, "mixed-precision"))
-    for name in ("transform_config", "kv_cache_scheme"):
-        if quantisation.get(name):
-            raise read.wrong(name, quantisation[name], "none: only weights are quantised, and not rotated on the way")
+    read.one_of("format", (*FORMATS, "mixed-precision"))
+    if quantisation.get("transform_config"):
+        raise read.wrong("transform_config", quantisation["transform_config"], "none: weights that are not rotated")
+    blocks, rounds = set[tuple[int, int]](), bool(quantisation.get("kv_cache_scheme"))
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or weights.get("type", "int") != "int":
-            raise read.wrong(f"config_groups.{name}.weights", weights, "weights of type int")
-        if group.get("format", PACKED) not in (PACKED, None):
-            raise read.wrong(f"config_groups.{name}.format", group["format"], PACKED)
-        if weights.get("num_bits") not in BITS:
-            raise read.wrong(f"config_groups.{name}.weights.num_bits", weights.get("num_bits"), "2, 4, 8")
-        for which in ("input_activations", "output_activations"):
-            if group.get(which) is not None:
-                raise read.wrong(f"config_groups.{name}.{which}", group[which], "null: only weights are quantised")
+        if not isinstance(weights, Mapping) or weights.get("type", "int") not in ("int", "float"):
+            raise read.wrong(f"config_groups.{name}.weights", weights, "weights of type int or float")
+        if group.get("format") not in (*FORMATS, None):
+            raise read.wrong(f"config_groups.{name}.format", group["format"], ", ".join(FORMATS))
+        bits = BITS if weights.get("type", "int") == "int" else (8,)
+        if weights.get("num_bits") not in bits:
+            raise read.wrong(
+                f"config_groups.{name}.weights.num_bits", weights.get("num_bits"), ", ".join(map(str, bits))
+            )
+        if _is_block(size := weights.get("block_structure")):
+            blocks.add(tuple(size))
+        rounds |= any(group.get(which) is not None for which in ("input_activations", "output_activations"))
+    return Scheme("compressed-tensors", blocks=tuple(sorted(blocks)), rounds_activations=rounds)
+
+
+def _is_block(size: Any) -> bool:
+    return isinstance(size, list | tuple) and len(size) == 2 and all(type(side) is int and side > 0 for side in size)
+
+
+@dataclass(frozen=True)
+class FloatMatrix:
+    """Weights [outputs, inputs] as floating-point numbers of 8 bits with scales."""
+
+    numbers: Tensor
+    scales: Tensor  # float32 [outputs, groups]
+    group: int  # how many inputs share a scale
+
+    def values(self) -> Tensor:
+        """[outputs, inputs] float32: the weights, rounded at most once."""
+        return self.numbers.float() * self.scales[:, torch.arange(self.numbers.shape[1]) // self.group]
+
+    def in_blocks(self) -> tuple[BlockFormat, Any]:
+        raise NotInBlocksError(f"is of type {str(self.numbers.dtype).removeprefix('torch.')}; computed with: integers")
 
 
 @dataclass(frozen=True)
@@ -118,66 +186,77 @@ class PackedMatrices:
     files: CheckpointFiles
     scheme: Scheme
 
-    def of(self, module: str, shape: tuple[int, int]) -> GroupedMatrix | None:
+    def of(self, module: str, shape: tuple[int, int]) -> GroupedMatrix | FloatMatrix | None:
         """The matrix [outputs, inputs] of a layer; None if the layer is not quantised.
 
         Raises `SlipstreamError` where its tensors are missing, damaged or not known.
         """
-        key, read = self._reader(module)
-        return read(module, *shape) if key in self.files else None
+        readers = (read for ending, read in self._readers().items() if f"{module}.{ending}" in self.files)
+        read = next(readers, None)
+        return None if read is None else read(module, *shape)
 
     def modules(self) -> dict[str, tuple[int, int]]:
         """The quantised layers, with their outputs and inputs."""
-        ending = self._reader("")[0]
+        parted = (name.rpartition(".") for name in self.files.shapes)
+        names = {module: None for module, _, ending in parted if ending in self._readers()}
+        shapes = {module: self._shape(module) for module in names}
+        return {module: shape for module, shape in shapes.items() if shape is not None}
+
+    def of_activations(self) -> set[str]:
+        """The tensors that only say how activations are to be rounded, if the settings say that they are."""
+        if not self.scheme.rounds_activations:
+            return set()
+        return {name for name in self.files.shapes if OF_ACTIVATIONS.fullmatch(name.rpartition(".")[2])}
+
+    def _readers(self) -> dict[str, Callable[[str, int, int], GroupedMatrix | FloatMatrix]]:
+        """Readers by the tensor that shows that a layer is quantised."""
         return {
-            name.removesuffix(ending): self._shape(name.removesuffix(ending), name)
-            for name in self.files.shapes
-            if name.endswith(ending)
-        }
+            "gptq": {"qweight": self._gptq},
+            "awq": {"qweight": self._awq},
+            "compressed-tensors": {"weight_packed": self._compressed, "weight_scale": self._scaled},
+            "torchao": {"_weight_qdata": self._torchao},
+        }.get(self.scheme.method, {"weight_scale_inv": self._scaled, "weight_scale": self._scaled})
 
-    def tensors_of(self, module: str) -> list[str]:
-        """The tensors that belong to a quantised layer, its bias aside."""
-        return [
-            name
-            for name in self.files.shapes
-            if name.rpartition(".")[0] == module and name.rpartition(".")[2] not in ("weight", "bias")
-        ]
-
-    def _reader(self, module: str) -> tuple[str, Callable[[str, int, int], GroupedMatrix]]:
-        ending, read = {
-            "gptq": ("qweight", self._gptq),
-            "awq": ("qweight", self._awq),
-            "compressed-tensors": ("weight_packed", self._compressed),
-            "torchao": ("_weight_qdata", self._torchao),
-        }[self.scheme.method]
-        return f"{module}.{ending}", read
-
-    def _shape(self, module: str, name: str) -> tuple[int, int]:
-        """Outputs and inputs of a layer, from its tensors."""
-        shape, method = self.files.shapes[name], self.scheme.method
+    def _shape(self, module: str) -> tuple[int, int] | None:
+        """Outputs and inputs of a layer, from its tensors; None if it has scales only."""
+        method, names = self.scheme.method, (f"{module}.{ending}" for ending in (*self._readers(), "weight"))
+        name = next((name for name in names if name in self.files and not name.endswith(SCALES)), None)
+        if name is None:
+            return None
+        shape = self.files.shapes[name]
         if len(shape) != 2:
             raise self.files.wrong(name, f"is {list(shape)}", "two dimensions")
         if method == "gptq":
-            return shape[1], shape[0] * 32 // self.scheme.bits
+            return shape[1], shape[0] * 32 // self.scheme.of(module).bits
         if method == "awq":
             return shape[1] * 8, shape[0]
-        if method == "compressed-tensors":
+        if name.endswith("weight_packed"):
             stored = self.files.tensor(f"{module}.weight_shape", (2,), (torch.int64, torch.int32)).tolist()
             return int(stored[0]), int(stored[1])
-        return shape[0], shape[1] * (2 if self._kind(module) == "Int4Tensor" else 1)
+        return shape[0], shape[1] * (2 if method == "torchao" and self._kind(module) == "Int4Tensor" else 1)
 
     def _gptq(self, module: str, outputs: int, inputs: int) -> GroupedMatrix:
-        bits, group = self.scheme.bits, self.scheme.group or inputs
-        groups, words = -(-inputs // group), 32 // bits
-        codes = self._words(f"{module}.qweight", (inputs // words, outputs), bits, 0)
-        zeros = self._words(f"{module}.qzeros", (groups, outputs // words), bits, 1) + self.scheme.zeros_from
-        if bool((zeros >= 1 << bits).any()):
-            raise self.files.wrong(
-                f"{module}.qzeros", f"stores {(1 << bits) - 1}, a zero point of {1 << bits}", f"0 to {(1 << bits) - 1}"
-            )
+        scheme = self.scheme.of(module)
+        bits, group = scheme.bits, scheme.group or inputs
+        groups = -(-inputs // group)
+        codes = self._words(f"{module}.qweight", (inputs * bits // 32, outputs), bits, 0)
+        zeros = self._gptq_zeros(f"{module}.qzeros", (groups, outputs * bits // 32), scheme)
         scales = self.files.tensor(f"{module}.scales", (groups, outputs), FLOATS).float()
         owners = self._owners(f"{module}.g_idx", inputs, group, groups)
         return _matrix(bits, codes.T, scales.T, zeros.T, group, owners)
+
+    def _gptq_zeros(self, name: str, shape: tuple[int, int], scheme: Scheme) -> Tensor:
+        """[groups, outputs]: zero points. Files of the first format, read with `sym`, may be labelled as the second."""
+        bits, middle = scheme.bits, 1 << (scheme.bits - 1)
+        if scheme.subtracts_words and scheme.less and not scheme.symmetric and bits != 3:
+            return self._words(name, shape, bits, 1, add=sum(1 << shift for shift in range(0, 32, bits)))
+        stored = self._words(name, shape, bits, 1)
+        if not scheme.symmetric:
+            return (stored + scheme.less) & ((1 << bits) - 1)
+        if not any(bool((stored == number).all()) for number in (middle - 1, middle)):
+            found = f"stores {int(stored.min())} to {int(stored.max())}, although quantization_config.sym is true"
+            raise self.files.wrong(name, found, f"{middle - 1} throughout, or {middle} throughout")
+        return torch.full_like(stored, middle)
 
     def _owners(self, name: str, inputs: int, group: int, groups: int) -> Tensor | None:
         """The group of each input; None where groups are runs of neighbouring inputs."""
@@ -229,6 +308,36 @@ class PackedMatrices:
         owners = self._owners(f"{module}.weight_g_idx", inputs, inputs // groups, groups)
         return _matrix(bits, codes, scales, zeros, inputs // groups, owners)
 
+    def _scaled(self, module: str, outputs: int, inputs: int) -> GroupedMatrix | FloatMatrix:
+        """A matrix of 8-bit numbers with one scale in all, one per output, per group of inputs, or per block."""
+        numbers = self.files.tensor(f"{module}{WEIGHT}", (outputs, inputs), (*FLOAT8, torch.int8))
+        name = next(name for name in (f"{module}.{ending}" for ending in self._readers()) if name in self.files)
+        scales, group = self._spread(name, self.files.tensor(name, None, FLOATS).float(), outputs, inputs)
+        if numbers.dtype != torch.int8:
+            return FloatMatrix(numbers, scales, group)
+        zeros, zero = torch.full(scales.shape, CENTRE[8]), f"{module}.weight_zero_point"
+        if zero in self.files:
+            points = self.files.tensor(zero, None, (torch.int8,)).int()
+            zeros = zeros + self._spread(zero, points, outputs, inputs)[0].expand_as(zeros)
+        return _matrix(8, numbers.int() + CENTRE[8], scales, zeros, group)
+
+    def _spread(self, name: str, numbers: Tensor, outputs: int, inputs: int) -> tuple[Tensor, int]:
+        """[outputs, groups] of numbers per matrix, output, group or block, and how many inputs a group has."""
+        if numbers.numel() == 1:
+            return numbers.view(1, 1).expand(outputs, 1), inputs
+        shape = tuple(numbers.shape)
+        for height, width in self.scheme.blocks:
+            if shape == (-(-outputs // height), -(-inputs // width)):
+                return numbers.repeat_interleave(height, 0)[:outputs], width
+        if shape in ((outputs,), (outputs, 1)):
+            return numbers.view(-1, 1), inputs
+        if len(shape) == 2 and shape[0] == outputs and shape[1] and inputs % shape[1] == 0:
+            return numbers, inputs // shape[1]
+        sizes = "".join(f", one per block of {height} x {width}" for height, width in self.scheme.blocks)
+        raise self.files.wrong(
+            name, f"is {list(shape)}", f"one for all of {[outputs, inputs]}, one per output or group{sizes}"
+        )
+
     def _kind(self, module: str) -> str:
         """The class of a torchao tensor. Raises `SlipstreamError` for unknown ones."""
         name = f"{module}.weight"
@@ -274,12 +383,19 @@ class PackedMatrices:
         matrix = _matrix(bits, codes, scales, shift + CENTRE[bits], inputs // scales.shape[1])
         return replace(matrix, minima=minima)
 
-    def _words(self, name: str, shape: tuple[int, int], bits: int, along: int) -> Tensor:
-        """Unpack the codes of int32 words, the lowest bits first, into neighbours along dimension `along`."""
-        words = self.files.tensor(name, shape, WORD)
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        codes = (words.unsqueeze(along + 1) >> shifts.view(-1, *([1] * (1 - along)))) & ((1 << bits) - 1)
-        return codes.flatten(along, along + 1)
+    def _words(self, name: str, shape: tuple[int, int], bits: int, along: int, add: int = 0) -> Tensor:
+        """Unpack the codes of int32 words, the lowest bits first, into neighbours along dimension `along`.
+
+        Codes of 3 bits may begin in one word and end in the next. add: to each word, which wraps around.
+        """
+        words = self.files.tensor(name, shape, WORD) + add
+        step = bits if 32 % bits == 0 else 1
+        shifts = torch.arange(0, 32, step, dtype=torch.int32).view(-1, *([1] * (1 - along)))
+        codes = ((words.unsqueeze(along + 1) >> shifts) & ((1 << step) - 1)).flatten(along, along + 1)
+        if step == bits:
+            return codes
+        places = torch.arange(bits, dtype=torch.int32).view(-1, *([1] * (1 - along)))
+        return (codes.unflatten(along, (-1, bits)) << places).sum(along + 1, dtype=torch.int32)
 
 
 def _matrix(
@@ -297,7 +413,6 @@ class CheckpointTensors:
         self._matrices, self._files = matrices, matrices.files
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        self._files.used.add(parameter)
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
@@ -305,7 +420,6 @@ class CheckpointTensors:
         matrix = self._matrices.of(module, shape)
         if matrix is None:
             return self._numbers(parameter, shape, library)
-        self._files.used.update(self._matrices.tensors_of(module))
         try:
             block, rows = matrix.in_blocks()
         except NotInBlocksError as error:
@@ -317,7 +431,6 @@ class CheckpointTensors:
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix that was not quantised."""
-        self._files.used.add(parameter)
         dtype = self._files.rows(parameter, shape, FLOATS, 0, 1).dtype
         try:
             block = number_format(dtype, shape[1])
@@ -333,14 +446,10 @@ class CheckpointTensors:
 def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, Tensor]:
     """All weights of a checkpoint in floating point, by the names of the model's parameters."""
     files, weights = matrices.files, dict[str, Tensor]()
-    packed_names = set[str]()
     for module, shape in matrices.modules().items():
         matrix = matrices.of(module, shape)
-        if matrix is None:
-            raise SlipstreamError(f"model {files.source!r}: layer {module!r} has no quantised weights")
+        assert matrix is not None  # `modules` has found it
         weights[f"{module}{WEIGHT}"] = matrix.values().to(dtype)
-        packed_names.update(matrices.tensors_of(module))
-    for name in files.shapes:
-        if name not in packed_names:
-            weights[name] = files.tensor(name, None, FLOATS).to(dtype)
+    for name in [name for name in files.shapes if name not in files.used | matrices.of_activations()]:
+        weights[name] = files.tensor(name, None, FLOATS).to(dtype)
     return weights

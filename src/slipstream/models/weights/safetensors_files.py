@@ -18,6 +18,7 @@ from slipstream.models.weights.transformers_reader import READER_ERRORS, extra_b
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = ("BF16", "F16", "F32", "F64", "I64", "BOOL")  # types of matrices that are not quantised
 MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
@@ -35,12 +36,13 @@ def located(files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CheckpointFiles:
-    """The tensors of a model's safetensors files. shapes: by name; used: names that callers have marked as read."""
+    """The tensors of a model's safetensors files. shapes: by name; used: names that were read or marked as read."""
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         """source: as the user named the model; folder: the folder or hub id that it is; options: see `file_of`."""
         self.source, self.metadata = source, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds = dict[str, str]()  # types of numbers, as safetensors calls them
         self.used = set[str]()
         self._files: dict[str, Any] = {}
         for file in _paths(source, folder, options):
@@ -52,7 +54,8 @@ class CheckpointFiles:
                 reason = one_line(error)
                 raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
             for name, entry in header.items():
-                self.shapes[name], self._files[name] = tuple(entry["shape"]), opened
+                self.shapes[name], self.kinds[name] = tuple(entry["shape"]), str(entry["dtype"])
+                self._files[name] = opened
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -74,13 +77,15 @@ class CheckpointFiles:
             raise self.wrong(name, "is missing", "the tensors of the architecture that config.json names")
         if shape is not None and self.shapes[name] != shape:
             raise self.wrong(name, f"is {list(self.shapes[name])}", f"{list(shape)}, by config.json")
+        self.used.add(name)
         if not self.shapes[name]:
             tensor: Tensor = self._files[name].get_tensor(name)
         else:
             tensor = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
         if tensor.dtype not in dtypes:
             raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, dtypes)))
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        numbers = tensor.float() if tensor.itemsize == 1 else tensor  # PyTorch tests no 8-bit numbers
+        if tensor.is_floating_point() and not bool(torch.isfinite(numbers).all()):
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
         return tensor
 
@@ -114,6 +119,23 @@ class CheckpointFiles:
                 f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
             ) from error
         return header
+
+
+def check_not_quantised(source: str, folder: str, options: Mapping[str, Any]) -> None:
+    """Refuse matrices of integers or of 8-bit numbers, which transformers would take for the weights themselves.
+
+    Files without matrices in safetensors are not looked at. Masks have four dimensions.
+    """
+    if not any(file_of(folder, name, options) for name in (SINGLE, INDEX)):
+        return
+    files = CheckpointFiles(source, folder, options)
+    for name, shape in files.shapes.items():
+        if len(shape) in (2, 3) and files.kinds[name] not in PLAIN:
+            raise files.wrong(
+                name,
+                f"is of type {files.kinds[name]}, but config.json has no quantization_config that says what it means",
+                f"{', '.join(PLAIN)}, or a quantization_config with its quant_method",
+            )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

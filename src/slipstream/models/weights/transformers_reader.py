@@ -57,6 +57,14 @@ def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
     return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
 
 
+def is_applied_by_transformers(quantisation: Any) -> bool:
+    """True for a `quantization_config` that transformers applies, or refuses with its own message."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    return method in (None, "bitsandbytes") or method in AUTO_QUANTIZER_MAPPING
+
+
 def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = False) -> None:
     """Refuse weights that do not fit the configuration: transformers fills what is missing with random numbers.
 
