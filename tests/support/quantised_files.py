@@ -154,7 +154,10 @@ def with_minima(matrix: Rounded, dtype: torch.dtype) -> Rounded:
 
 def pack_int8(name: str, matrix: Rounded, dtype: torch.dtype) -> dict[str, Tensor]:
     """As compressed-tensors' int-quantized."""
-    packed = {f"{name}.weight": tensor(matrix.codes - 128, torch.int8), f"{name}.weight_scale": tensor(matrix.scales, dtype)}
+    packed = {
+        f"{name}.weight": tensor(matrix.codes - 128, torch.int8),
+        f"{name}.weight_scale": tensor(matrix.scales, dtype),
+    }
     if (matrix.zeros != 128).any():
         packed[f"{name}.weight_zero_point"] = tensor(matrix.zeros - 128, torch.int8)
     return packed
@@ -180,8 +183,9 @@ PACKERS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "int-quantized": pack_int8,
     "float-quantized": pack_float8,
     "fp8": lambda name, matrix, _: pack_float8(name, matrix, torch.float32, "scale_inv"),
-    "fbgemm_fp8": lambda name, matrix, _: pack_float8(name, matrix, torch.float32)
-    | {f"{name}.input_scale_ub": torch.tensor([1200.0])},
+    "fbgemm_fp8": lambda name, matrix, _: (
+        pack_float8(name, matrix, torch.float32) | {f"{name}.input_scale_ub": torch.tensor([1200.0])}
+    ),
     "modelopt": pack_modelopt,
 }
 BLOCKS = {"float-quantized": (1, 0), "fp8": (96, 64), "fbgemm_fp8": (1, 0), "modelopt": (0, 0)}  # outputs and inputs

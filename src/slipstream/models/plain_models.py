@@ -63,14 +63,15 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
 
 def _check_quantisation(source: str, folder: str, config: Any, options: LoadOptions) -> None:
     """Refuse quantised weights that transformers would read as if they were plain ones."""
-    quantisation = getattr(config, "quantization_config", None)
+    quantisation: Any = getattr(config, "quantization_config", None)
     if "quantization_config" in options.extra or is_applied_by_transformers(quantisation):
         if not is_quantised(config, options):
             check_not_quantised(source, folder, options.files)
         return
     raise SlipstreamError(
-        f"model {source!r} is quantised by a method that is not read: quant_method of its quantization_config is "
-        f"{quantisation.get('quant_method')!r}; allowed: {', '.join(METHODS)} and what transformers reads"
+        f"model {source!r}: quantization_config.quant_method of config.json is {quantisation['quant_method']!r}, which "
+        "transformers does not read; allowed: its own methods or, for language models without load_options, "
+        f"{', '.join(METHODS)}"
     )
 
 

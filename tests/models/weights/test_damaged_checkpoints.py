@@ -93,14 +93,17 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: C
     ("change", "message"),
     [
         ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "quantization_config.transform_config"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "quantization_config.kv_cache_scheme"),
         (
-            {"config_groups": {"all": {"weights": {"num_bits": 4}, "output_activations": {"num_bits": 8}}}},
-            "quantization_config.config_groups.all.output_activations",
+            {"config_groups": {"all": {"weights": {"num_bits": 3}}}},
+            "quantization_config.config_groups.all.weights.num_bits",
+        ),
+        (
+            {"config_groups": {"all": {"weights": {"num_bits": 4, "type": "float"}}}},
+            "quantization_config.config_groups.all.weights.num_bits",
         ),
     ],
 )
-def test_schemes_that_change_more_than_weights_are_refused(change: dict[str, object], message: str) -> None:
+def test_schemes_that_rotate_weights_or_have_other_bits_are_refused(change: dict[str, object], message: str) -> None:
     known = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     plain = known | {"config_groups": {"all": {"weights": {"num_bits": 4}}}, "transform_config": None}
     assert scheme_of("m", {"quantization_config": plain}) is not None

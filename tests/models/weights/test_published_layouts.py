@@ -1,4 +1,4 @@
-"""Checkpoints laid out as each quantiser publishes them run as the model of their dequantised weights, or are refused."""
+"""Checkpoints laid out as quantisers publish them run as the model of their dequantised weights, or are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from slipstream import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
@@ -16,15 +17,18 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from tests.support.markers import mostly_slow
-from tests.support.quantised_files import MIXTURES, Checkpoint, write_checkpoint
+from tests.support.quantised_files import MIXTURES, Checkpoint, words, write_checkpoint
 from tests.support.tiny_models import reference
 
 PROMPT = [5, 9, 11, 5, 9, 11, 5]
 INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-DYNAMIC = {"-:.*o_proj.*": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 32, "sym": True}, "q_proj": {"bits": 2}}
-DYNAMIC["model.*q_proj"] = {"bits": 2}
+DYNAMIC = {
+    "-:.*o_proj.*": {},
+    r"+:.*\.down_proj": {"bits": 8, "group_size": 32, "sym": True},
+    "model.*q_proj": {"bits": 2},
+}
 BRAIN = torch.bfloat16
 WRITERS: dict[str, dict[str, Any]] = {
     "gptq-2": {"form": "gptq", "bits": 2, "group": 64},
@@ -137,7 +141,115 @@ def test_mixtures_of_experts_are_unpacked(
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_a_mixture_is_not_quantised_at_load(name: str, tmp_path: Path) -> None:
-    MIXTURES_MODEL = __import__("transformers").AutoModelForCausalLM.from_config(MIXTURES[name]())
-    MIXTURES_MODEL.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="quantize='int4', but model .* is a mixture of experts; allowed: 'none'"):
+    transformers.AutoModelForCausalLM.from_config(MIXTURES[name]()).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"quantize='int4', but model .* is a mixture of experts; allowed: 'none'"):
         load(str(tmp_path), LoadOptions(rounding="int4"))
+
+
+def test_modelopt_settings_in_a_file_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = write_checkpoint(tmp_path / "made", "modelopt")
+    describe(checkpoint, None)
+    file = checkpoint.folder / "hf_quant_config.json"
+    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        assert_dequantised(checkpoint)
+    assert any("activations are not rounded as its quantisation describes" in r.message for r in caplog.records)
+    file.write_text(json.dumps({"quantization": settings | {"quant_algo": "NVFP4"}}))
+    with pytest.raises(
+        SlipstreamError, match=r"quantization_config.quant_algo of hf_quant_config.json is 'nvfp4'; allowed: fp8"
+    ):
+        load(str(checkpoint.folder), LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("awq", {"version": "gemv"}, "quantization_config.version of config.json is 'gemv'; allowed: gemm"),
+        ("awq", {"version": "marlin"}, "quantization_config.version of config.json is 'marlin'; allowed: gemm"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "quantization_config.checkpoint_format .* is 'gemv_fast'"),
+        ("gptq", {"format": "gptq_p"}, "quantization_config.format of config.json is 'gptq_p'; allowed: gptq"),
+        ("gptq", {"format": "gptq_v2"}, "quantization_config.format of config.json is 'gptq_v2'; allowed: gptq"),
+        ("gptq", {"dynamic": {"+:(": {"bits": 8}}}, "quantization_config.dynamic of config.json is .*regular expr"),
+        ("compressed-tensors", {"format": "nvfp4-pack-quantized"}, "format of config.json is 'nvfp4-pack-quantized'"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size of config.json is \[128\]; allowed: two whole"),
+        ("fp8", {"weight_block_size": [64, 64]}, r"weight_scale_inv' is \[3, \d\]; allowed: .* per block of 64 x 64"),
+        ("fp8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo of config.json is 'nvfp4'"),
+        ("fp8", {"quant_method": "mine"}, "quantization_config.quant_method of config.json is 'mine', which"),
+        ("fp8", {"quant_method": None}, "no `quant_method`"),
+        ("fp8", None, r"weight' is of type F8_E4M3, but config.json has no quantization_config"),
+        ("int-quantized", None, r"weight' is of type I8, but config.json has no quantization_config"),
+        ("gptq", None, r"qweight' is of type I32, but config.json has no quantization_config"),
+    ],
+)
+def test_quantisations_that_nobody_applies_are_refused(
+    form: str, change: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "made", form, num_hidden_layers=1)
+    known = settings_of(checkpoint)["quantization_config"]
+    folder = describe(checkpoint, None if change is None else known | change)
+    for options in (LoadOptions(), LoadOptions("float32")):
+        with pytest.raises(SlipstreamError, match=message):
+            load(folder, options)
+    if change is None or change.get("quant_method"):  # transformers' reader does not know these, either
+        with pytest.raises(SlipstreamError, match=r"which transformers does not read|has no quantization_config"):
+            load(folder, LoadOptions(extra={"low_cpu_mem_usage": True}))
+
+
+@pytest.mark.parametrize("form", ["float-quantized", "int-quantized", "fp8", "modelopt"])
+def test_scales_without_their_numbers_and_numbers_without_their_scales_are_refused(form: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "made", form, num_hidden_layers=1)
+    tensors, name = checkpoint.tensors(), "model.layers.0.mlp.up_proj.weight"
+    scale = next(key for key in tensors if key.startswith(f"{name}_scale"))
+    folder = checkpoint.change(tensors | {name: torch.ones(512, 256, dtype=BRAIN)})
+    with pytest.raises(SlipstreamError, match=f"tensor '{name}' is of type bfloat16; allowed: float8_e4m3fn, float8"):
+        load(folder, LoadOptions())
+    del tensors[scale]
+    folder = checkpoint.change(tensors)
+    with pytest.raises(SlipstreamError, match=f"tensor '{name}' is of type (float8_e4m3fn|int8); allowed: bfloat16"):
+        load(folder, LoadOptions("float32"))
+
+
+@pytest.mark.parametrize("bits", mostly_slow([2, 3, 4, 8], 4))
+@pytest.mark.parametrize(("form", "label"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq"), ("gptq_v2", None)])
+def test_symmetric_zero_points_are_read_whatever_the_label(
+    form: str, label: str | None, bits: int, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(
+        tmp_path / "made",
+        form,
+        bits=bits,
+        symmetric=True,
+        num_hidden_layers=1,
+        quantisation={"checkpoint_format": label},
+    )
+    assert_dequantised(checkpoint)
+
+
+def test_zero_points_that_are_not_symmetric_as_the_settings_say_are_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "made", num_hidden_layers=1, quantisation={"sym": True})
+    with pytest.raises(
+        SlipstreamError,
+        match=r"proj\.qzeros' stores \d+ to \d+, although quantization_config.sym is true; allowed: 7 throughout, or 8",
+    ):
+        load(str(checkpoint.folder), LoadOptions())
+
+
+@pytest.mark.parametrize("writer", ["autogptq", "gptqmodel"])
+@pytest.mark.parametrize("bits", mostly_slow([2, 4, 8], 4))
+def test_zero_points_of_zero_wrap_around(writer: str, bits: int, tmp_path: Path) -> None:
+    """AutoGPTQ's kernels wrap each zero point around; gptqmodel subtracts from whole words, and adds to them again."""
+    checkpoint = write_checkpoint(tmp_path / "made", "gptq_v2", bits=bits, num_hidden_layers=1)
+    tensors, name = checkpoint.tensors(), "model.layers.0.mlp.up_proj"
+    zeros = torch.randint(0, 1 << bits, (2, 512), generator=torch.Generator().manual_seed(1)).numpy()
+    zeros[:, ::5] = 0
+    packed = words(zeros, bits) - sum(1 << shift for shift in range(0, 32, bits))
+    if writer == "autogptq":
+        packed = words((zeros - 1) % (1 << bits), bits)
+    settings = settings_of(checkpoint)["quantization_config"] | {"meta": {"quantizer": [f"{writer}:7.0.0"]}}
+    weights = list[torch.Tensor]()
+    for form, stored in (("gptq", packed), ("gptq_v2", words(zeros, bits))):
+        folder = checkpoint.change(tensors | {f"{name}.qzeros": stored})
+        describe(checkpoint, settings | {"checkpoint_format": form})
+        weights.append(load_unpacked(folder, LoadOptions("float32")).model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(*weights)

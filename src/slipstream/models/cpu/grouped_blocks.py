@@ -32,7 +32,7 @@ class NotInBlocksError(Exception):
 class GroupedMatrix:
     """Weights [outputs, inputs] as codes.
 
-    bits: 2, 3, 4 or 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
+    bits: up to 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
     minima: float32 [outputs, groups] or None; group: how many inputs share a scale. owners: [inputs], the group of each
     input; None if groups are successive inputs.
     """

@@ -47,7 +47,9 @@ class Scheme:
     bits: int = 0
     group: int = 0  # how many inputs share a scale; 0 for all
     less: int = 0  # what the first format of GPTQ subtracts from zero points before it stores them
-    subtracts_words: bool = False  # whether it does so from whole words, so that a zero point of 0 borrows from the next
+    subtracts_words: bool = (
+        False  # whether it does so from whole words, so that a zero point of 0 borrows from the next
+    )
     symmetric: bool = False  # whether GPTQ's zero points are all in the middle
     layers: tuple[tuple[str, Scheme], ...] = ()  # of layers whose name a pattern matches; the first match counts
     blocks: tuple[tuple[int, int], ...] = ()  # rectangles of outputs and inputs that may share a scale
@@ -110,7 +112,7 @@ def scheme_of(source: str, config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _gptq_scheme(source: str, quantisation: Mapping[str, Any]) -> Scheme:
-    """The scheme of GPTQ. `dynamic` has settings of layers by patterns; those that begin with "-:" are not quantised."""
+    """The scheme of GPTQ. `dynamic` has settings of layers by patterns; "-:" marks layers that stay as they are."""
     read = _Settings(source, quantisation)
     form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     read.one_of("format", (form,), form)
@@ -153,7 +155,8 @@ def _compressed_scheme(read: _Settings, quantisation: Mapping[str, Any]) -> Sche
             raise read.wrong(
                 f"config_groups.{name}.weights.num_bits", weights.get("num_bits"), ", ".join(map(str, bits))
             )
-        if _is_block(size := weights.get("block_structure")):
+        size: Any = weights.get("block_structure")
+        if _is_block(size):
             blocks.add(tuple(size))
         rounds |= any(group.get(which) is not None for which in ("input_activations", "output_activations"))
     return Scheme("compressed-tensors", blocks=tuple(sorted(blocks)), rounds_activations=rounds)
@@ -210,12 +213,16 @@ class PackedMatrices:
 
     def _readers(self) -> dict[str, Callable[[str, int, int], GroupedMatrix | FloatMatrix]]:
         """Readers by the tensor that shows that a layer is quantised."""
-        return {
-            "gptq": {"qweight": self._gptq},
-            "awq": {"qweight": self._awq},
-            "compressed-tensors": {"weight_packed": self._compressed, "weight_scale": self._scaled},
-            "torchao": {"_weight_qdata": self._torchao},
-        }.get(self.scheme.method, {"weight_scale_inv": self._scaled, "weight_scale": self._scaled})
+        match self.scheme.method:
+            case "gptq":
+                return {"qweight": self._gptq}
+            case "awq":
+                return {"qweight": self._awq}
+            case "compressed-tensors":
+                return {"weight_packed": self._compressed, "weight_scale": self._scaled}
+            case "torchao":
+                return {"_weight_qdata": self._torchao}
+        return {"weight_scale_inv": self._scaled, "weight_scale": self._scaled}
 
     def _shape(self, module: str) -> tuple[int, int] | None:
         """Outputs and inputs of a layer, from its tensors; None if it has scales only."""
@@ -450,6 +457,8 @@ def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, 
         matrix = matrices.of(module, shape)
         assert matrix is not None  # `modules` has found it
         weights[f"{module}{WEIGHT}"] = matrix.values().to(dtype)
-    for name in [name for name in files.shapes if name not in files.used | matrices.of_activations()]:
-        weights[name] = files.tensor(name, None, FLOATS).to(dtype)
+    read = files.used | matrices.of_activations()
+    for name in files.shapes:
+        if name not in read:
+            weights[name] = files.tensor(name, None, FLOATS).to(dtype)
     return weights
