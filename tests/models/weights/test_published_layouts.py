@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from slipstream import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
@@ -17,7 +18,18 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from tests.support.markers import mostly_slow
-from tests.support.quantised_files import MIXTURES, Checkpoint, words, write_checkpoint
+from tests.support.mtp_cases import write_target
+from tests.support.quantised_files import (
+    BLOCKS,
+    MIXTURES,
+    PACKERS,
+    Checkpoint,
+    rounded,
+    scaled,
+    settings,
+    words,
+    write_checkpoint,
+)
 from tests.support.tiny_models import reference
 
 PROMPT = [5, 9, 11, 5, 9, 11, 5]
@@ -253,3 +265,33 @@ def test_zero_points_of_zero_wrap_around(writer: str, bits: int, tmp_path: Path)
         describe(checkpoint, settings | {"checkpoint_format": form})
         weights.append(load_unpacked(folder, LoadOptions("float32")).model.layers[0].mlp.up_proj.weight)
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("form", mostly_slow(MIXED_FORMS, "compressed-tensors"))
+@pytest.mark.parametrize("kind", mostly_slow(["mimo", "qwen3_5", "glm4_moe"], "mimo"))
+def test_quantised_mtp_layers_are_left_out(
+    kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_target(tmp_path, kind)
+    stored, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    for name, weight in list(stored.items()):
+        is_plain = any(part in name for part in ("embed_tokens", "lm_head", ".gate.", "conv1d"))
+        if weight.dim() == 2 and len(weight) % 8 == 0 and not is_plain:
+            del stored[name]
+            matrix = scaled(weight, BLOCKS[form], torch.float32) if form in BLOCKS else None
+            matrix = matrix or rounded(weight, 4, 16, symmetric=True)
+            stored |= PACKERS[form](name.removesuffix(".weight"), matrix, torch.float16)
+    save_file(stored, tmp_path / "model.safetensors")
+    config["quantization_config"] = settings(form, 4, 16, symmetric=True, block=BLOCKS.get(form, (0, 0)))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        texts = [
+            SpeculativeDecoder(str(tmp_path), **options).generate([5, 9, 11], max_tokens=8).token_ids
+            for options in ({"drafter": "none"}, {})
+        ]
+    assert texts[0] == texts[1]
+    assert not any("not used" in record.message for record in caplog.records)
+    reason = f"draft='mtp': the MTP layers of {str(tmp_path)!r} are quantised, tensor "
+    assert any(record.message.startswith(reason) for record in caplog.records)
+    with pytest.raises(UsageError, match=r"are quantised, tensor .*; allowed: MTP layers in floating point"):
+        SpeculativeDecoder(str(tmp_path), "mtp")
