@@ -36,7 +36,7 @@ WORD = (torch.int32,)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs of a word of AWQ, from its lowest bits on
 TORCHAO = ("Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor")
 ROUNDS_INPUTS = ("activation_quantization", "act_quant_kwargs")  # of torchao, where activations are rounded too
-WEIGHT, SCALES = ".weight", (".weight_scale", ".weight_scale_inv")
+WEIGHT, SCALES = ".weight", {"weight_scale", "weight_scale_inv"}
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Scheme:
     bits: int = 0
     group: int = 0  # how many inputs share a scale; 0 for all
     less: int = 0  # what the first format of GPTQ subtracts from zero points before it stores them
-    subtracts_words: bool = (
-        False  # whether it does so from whole words, so that a zero point of 0 borrows from the next
-    )
+    borrows: bool = False  # whether it subtracts from whole words, where a zero point of 0 borrows from the next one
     symmetric: bool = False  # whether GPTQ's zero points are all in the middle
     layers: tuple[tuple[str, Scheme], ...] = ()  # of layers whose name a pattern matches; the first match counts
     blocks: tuple[tuple[int, int], ...] = ()  # rectangles of outputs and inputs that may share a scale
@@ -130,7 +128,7 @@ def _gptq_scheme(source: str, quantisation: Mapping[str, Any]) -> Scheme:
         read.one_of("bits", GPTQ_BITS),
         read.group(),
         less=int(form == "gptq"),
-        subtracts_words="gptqmodel" in str(writer),
+        borrows="gptqmodel" in str(writer),
         symmetric=quantisation.get("sym") is True,
         layers=tuple(layers),
     )
@@ -226,8 +224,8 @@ class PackedMatrices:
 
     def _shape(self, module: str) -> tuple[int, int] | None:
         """Outputs and inputs of a layer, from its tensors; None if it has scales only."""
-        method, names = self.scheme.method, (f"{module}.{ending}" for ending in (*self._readers(), "weight"))
-        name = next((name for name in names if name in self.files and not name.endswith(SCALES)), None)
+        method, endings = self.scheme.method, (*(self._readers().keys() - SCALES), "weight")
+        name = next((f"{module}.{ending}" for ending in endings if f"{module}.{ending}" in self.files), None)
         if name is None:
             return None
         shape = self.files.shapes[name]
@@ -253,9 +251,13 @@ class PackedMatrices:
         return _matrix(bits, codes.T, scales.T, zeros.T, group, owners)
 
     def _gptq_zeros(self, name: str, shape: tuple[int, int], scheme: Scheme) -> Tensor:
-        """[groups, outputs]: zero points. Files of the first format, read with `sym`, may be labelled as the second."""
+        """[groups, outputs]: zero points.
+
+        Symmetric ones are known; some files are of the other format than their settings say. Those of 0 wrap around:
+        AutoGPTQ's kernels add 1 modulo the number of codes, gptqmodel adds ones to whole words.
+        """
         bits, middle = scheme.bits, 1 << (scheme.bits - 1)
-        if scheme.subtracts_words and scheme.less and not scheme.symmetric and bits != 3:
+        if scheme.borrows and scheme.less and not scheme.symmetric and bits != 3:
             return self._words(name, shape, bits, 1, add=sum(1 << shift for shift in range(0, 32, bits)))
         stored = self._words(name, shape, bits, 1)
         if not scheme.symmetric:
@@ -297,14 +299,7 @@ class PackedMatrices:
             raise self.files.wrong(packed, f"has {bits} bits a weight", ", ".join(map(str, BITS)))
         codes = self._words(packed, (outputs, -(-inputs * bits // 32)), bits, 1)[:, :inputs]
         name = f"{module}.weight_scale"
-        scales = self.files.tensor(name, None, FLOATS).float()
-        if (
-            scales.dim() != 2
-            or len(scales) != outputs
-            or not 1 <= scales.shape[1] <= inputs
-            or inputs % scales.shape[1]
-        ):
-            raise self.files.wrong(name, f"is {list(scales.shape)}", f"{outputs} rows of scales that divide {inputs}")
+        scales, group = self._spread(name, self.files.tensor(name, None, FLOATS).float(), outputs, inputs)
         groups, centre = scales.shape[1], 1 << (bits - 1)
         zeros = torch.full((outputs, groups), centre, dtype=torch.int32)
         if (zero := f"{module}.weight_zero_point") in self.files:
@@ -312,8 +307,8 @@ class PackedMatrices:
                 zeros = self.files.tensor(zero, None, (torch.int8,)).int() + centre
             else:
                 zeros = self._words(zero, (-(-outputs * bits // 32), groups), bits, 0)[:outputs].int()
-        owners = self._owners(f"{module}.weight_g_idx", inputs, inputs // groups, groups)
-        return _matrix(bits, codes, scales, zeros, inputs // groups, owners)
+        owners = self._owners(f"{module}.weight_g_idx", inputs, group, groups)
+        return _matrix(bits, codes, scales, zeros, group, owners)
 
     def _scaled(self, module: str, outputs: int, inputs: int) -> GroupedMatrix | FloatMatrix:
         """A matrix of 8-bit numbers with one scale in all, one per output, per group of inputs, or per block."""
