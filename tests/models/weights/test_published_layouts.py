@@ -17,6 +17,7 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
+from slipstream.models.quantised_models import checkpoint_of
 from tests.support.markers import mostly_slow
 from tests.support.mtp_cases import write_target
 from tests.support.quantised_files import (
@@ -166,6 +167,9 @@ def test_modelopt_settings_in_a_file_of_their_own(tmp_path: Path, caplog: pytest
     file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
     with caplog.at_level(logging.WARNING, "slipstream"):
         assert_dequantised(checkpoint)
+    assert checkpoint_of(
+        str(checkpoint.folder), LoadOptions(device="cuda")
+    )  # transformers cannot read it there, either
     assert any("activations are not rounded as its quantisation describes" in r.message for r in caplog.records)
     file.write_text(json.dumps({"quantization": settings | {"quant_algo": "NVFP4"}}))
     with pytest.raises(
