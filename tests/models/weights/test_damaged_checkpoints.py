@@ -84,9 +84,26 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: C
         file.write_bytes(head)
         with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
             load(str(checkpoint.folder), LoadOptions())
+    entry = '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}'
+    nested = '{"x": ' + 100_000 * "[" + 100_000 * "]" + "}"
+    for header in (
+        '{"__metadata__": [1]}',
+        '{"__metadata__": "x"}',
+        '{"__metadata__": null}',
+        entry,
+        nested,
+        '{"x": {}}',
+    ):
+        file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + content)
+        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
+            load(str(checkpoint.folder), LoadOptions())
     file.unlink()
     with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):
         load(str(checkpoint.folder), LoadOptions())
+    for index in ("[]", "{}", '{"weight_map": {"x": 3}}', '{"weight_map": [1]}'):
+        (checkpoint.folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(SlipstreamError, match=r"model.safetensors.index.json could not be read: "):
+            load(str(checkpoint.folder), LoadOptions())
 
 
 @pytest.mark.parametrize(
