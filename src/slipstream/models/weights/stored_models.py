@@ -153,7 +153,7 @@ def pull_model(name: str) -> Path:
             folder = Path(snapshot_download(repository, allow_patterns=list(PICKLED)))
     except READER_ERRORS as error:
         raise not_loaded(name, repository, error) from error
-    if not any(folder.glob(pattern) for pattern in ("*.safetensors", *PICKLED)):
+    if not any(file for pattern in ("*.safetensors", *PICKLED) for file in folder.glob(pattern)):
         raise SlipstreamError(
             f"model {name!r} has no weights in safetensors files; allowed: a repository with such files (of one with "
             f"GGUF files, download the one you want: hf download {name} FILE.gguf, and name that file)"
