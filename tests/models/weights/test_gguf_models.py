@@ -346,6 +346,19 @@ def test_tensors_that_the_model_does_not_use_are_refused(name: str, options: Loa
         load(str(tmp_path / "more.gguf"), options)
 
 
+def test_norms_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "nan.gguf"
+    write_model(file)
+    norm = read_header(file).tensors["output_norm.weight"]
+    with file.open("r+b") as stream:
+        stream.seek(norm.start)
+        stream.write(numpy.array([numpy.nan], numpy.float32).tobytes())
+    with pytest.raises(
+        SlipstreamError, match=r"tensor 'output_norm.weight' holds numbers that are not finite; allowed"
+    ):
+        load(str(file), LoadOptions())
+
+
 def test_a_header_that_counts_more_than_the_file_holds_is_refused_as_truncated(
     files: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:

@@ -259,6 +259,11 @@ class GGUFTensors:
             raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
         numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
+        if not numpy.isfinite(numbers).all():
+            raise SlipstreamError(
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} holds numbers that are not finite; allowed: "
+                "finite numbers"
+            )
         return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
 
     def _missing(self, parameter: str) -> SlipstreamError:
