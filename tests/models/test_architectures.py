@@ -54,6 +54,7 @@ REFUSED = {
     "xlnet": "permuted order",
     "prophetnet": "n-gram attention with another cached forward",
     "reformer": "hashed attention",
+    "blt": "patches of bytes, with a model for each size",
 }
 
 

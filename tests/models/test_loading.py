@@ -238,11 +238,13 @@ def test_weights_of_other_shapes_are_refused_with_both_shapes(folder: Path, tmp_
     SpeculativeDecoder(other, fast=False, reproducible=False, load_options=load_options)
 
 
-def test_unused_weights_cause_a_warning(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_the_model_does_not_use_are_refused(folder: Path, tmp_path: Path) -> None:
     layers = shared("llama").config.num_hidden_layers
     fewer = changed(folder, tmp_path, num_hidden_layers=layers - 1, layer_types=None)
-    SpeculativeDecoder(fewer, fast=False, reproducible=False)
-    assert f"weights of the file are not used, first model.layers.{layers - 1}." in caplog.text
+    with pytest.raises(
+        SlipstreamError, match=rf"\d tensors of the file are not used, first model.layers.{layers - 1}."
+    ):
+        SpeculativeDecoder(fewer, fast=False, reproducible=False)
 
 
 def test_an_invalid_configuration_is_refused_with_field_and_value(folder: Path, tmp_path: Path) -> None:

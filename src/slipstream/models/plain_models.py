@@ -17,7 +17,7 @@ from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantised_checkpoint import METHODS
 from slipstream.models.weights.resolve import resolve
-from slipstream.models.weights.safetensors_files import check_not_quantised
+from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_not_quantised, file_of
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     READER_ERRORS,
@@ -56,6 +56,8 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     except READER_ERRORS as error:
         raise not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
+    if file_of(folder, SINGLE, options.files) is None and file_of(folder, INDEX, options.files) is not None:
+        CheckpointFiles(source, folder, options.files).check_copies()
     if device is not None and not getattr(model, "is_quantized", False):
         model = model.to(device)
     return folder, model

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import arithmetic_of
@@ -62,6 +62,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
     view = ModelView(owned)
     model = view.model
+    _declare_sizes(model)
     convert = _quantised(model, options, "'auto'") if options.quantise in BITS else None
     if convert is None and options.fast is True:
         convert = _packed(model, True)
@@ -86,6 +87,14 @@ def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
     """Wrap a model again after its owner has changed it."""
     _TRIED.discard(loaded.model)
     return replace(wrap_model(loaded.model, None, options), tokenizer=loaded.tokenizer)
+
+
+def _declare_sizes(model: Any) -> None:
+    """Give linear layers the sizes of their weights: PEFT's copies of tied embeddings declare exchanged ones."""
+    for module in model.modules():
+        weight = module.weight if isinstance(module, nn.Linear) else None
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+            module.out_features, module.in_features = weight.shape
 
 
 def _backend(
@@ -199,6 +208,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
     folder, model = load_model(source, options) if quantised is None else (quantised.folder, quantised.model)
+    _declare_sizes(model)
     in_blocks = quantised is not None and quantised.in_blocks
     if model.device.type == "cpu":
         separate_threads()

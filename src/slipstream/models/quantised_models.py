@@ -43,7 +43,6 @@ from slipstream.models.weights.transformers_reader import (
     READER_ERRORS,
     check_weights,
     device_named,
-    extra_bias,
     from_config,
     is_applied_by_transformers,
     quietly,
@@ -252,8 +251,13 @@ class _Checkpoint:
             del config.quantization_config
         return config
 
-    def _empty(self) -> Any:
+    def _empty(self, files: CheckpointFiles) -> Any:
+        """The model without weights; its output layer is its own where the files say so against config.json."""
         model = empty_model(self._config, lambda error: not_loaded(self.source, self.folder, error), self.files)
+        names = [f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)]
+        if model.config.tie_word_embeddings and all(name in files for name in names):
+            files.used.update(names)
+            model.config.tie_word_embeddings = files.are_equal(names)
         return self._with_generation(model)
 
     def _with_generation(self, model: Any) -> Any:
@@ -267,12 +271,6 @@ class _Checkpoint:
             raise not_loaded(self.source, self.folder, error) from error
         return model
 
-    def _leave_out_biases(self, weights: dict[str, Tensor], parameters: set[str]) -> None:
-        """Drop biases that the model does not have: some quantisers add zeros. Others are refused."""
-        for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
-            if f"{name.removesuffix('.bias')}.weight" in parameters and bool(weights.pop(name).any()):
-                raise extra_bias(self.source, name)
-
     def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:
         """The model in floating point with these weights."""
         try:
@@ -280,7 +278,7 @@ class _Checkpoint:
                 config = self._config()
                 with torch.device("meta"):
                     empty = from_config(config, self.files)
-                self._leave_out_biases(weights, {name for name, _ in empty.named_parameters()})
+                _leave_out_biases(weights, {name for name, _ in empty.named_parameters()})
                 model, report = type(empty).from_pretrained(
                     None,
                     config=config,
@@ -306,12 +304,13 @@ class QuantisedCheckpoint(_Checkpoint):
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
-        matrices, empty = self._matrices(), self._empty()
+        matrices = self._matrices()
+        empty = self._empty(matrices.files)
         if is_mixture(empty):
             raise NotInBlocksError("it is a mixture of experts")
         model = fill(empty, CheckpointTensors(matrices), activations)
         matrices.files.used |= matrices.of_activations()
-        matrices.files.check_unused()
+        matrices.files.check_unused(model._keys_to_ignore_on_load_unexpected)
         self._warn_of_activations()
         return self.folder, model
 
@@ -368,27 +367,26 @@ class RoundedCheckpoint(_Checkpoint):
 
     quantise: str
 
-    def _tensors(self, model: Any) -> tuple[RoundedTensors, CheckpointFiles]:
+    def _tensors(self) -> tuple[Any, RoundedTensors, CheckpointFiles]:
+        """The model without weights, and its tensors."""
+        files = CheckpointFiles(self.source, self.folder, self.files)
+        model = self._empty(files)
         if is_mixture(model):
             raise UsageError(
                 f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts; allowed: 'none'"
             )
-        files = CheckpointFiles(self.source, self.folder, self.files)
-        outermost = (model.get_input_embeddings(), model.get_output_embeddings())
-        wide = {f"{name}.weight" for name, module in model.named_modules() if any(module is x for x in outermost)}
-        return RoundedTensors(files, self.quantise, wide), files
+        wide = {f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)}
+        return model, RoundedTensors(files, self.quantise, wide), files
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
-        empty = self._empty()
-        tensors, files = self._tensors(empty)
+        empty, tensors, files = self._tensors()
         model = fill(empty, tensors, activations)
-        files.check_unused()
+        files.check_unused(model._keys_to_ignore_on_load_unexpected)
         return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        model = self._empty()
-        tensors, files = self._tensors(model)
+        model, tensors, files = self._tensors()
         weights = dict[str, Tensor]()
         for name, module in model.named_modules():
             parameter = f"{name}.weight"
@@ -404,6 +402,17 @@ class RoundedCheckpoint(_Checkpoint):
             if name not in weights:
                 weights[name] = tensors.values(name, files.shapes[name]).to(_dtype(options))
         return self._plain(weights, options)
+
+
+def _leave_out_biases(weights: dict[str, Tensor], parameters: set[str]) -> None:
+    """Drop biases of zeros that the model does not have, which some quantisers add."""
+    for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
+        if not bool(weights[name].any()):
+            del weights[name]
+
+
+def _is_outermost(module: nn.Module, model: Any) -> bool:
+    return module is model.get_input_embeddings() or module is model.get_output_embeddings()
 
 
 def _dtype(options: LoadOptions) -> torch.dtype:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,20 @@ def test_pull_names_what_cannot_be_pulled_and_skips_duplicate_formats(
     code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")  # tests have no network
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 1 and len(errors) == 1 and "org/absent" in errors[0] and "Traceback" not in err
-    asked = dict[str, Any]()
+    asked, folder = dict[str, Any](), caches / "pulled"
+    folder.mkdir()
 
-    def download(repository: str, ignore_patterns: list[str]) -> str:
-        asked[repository] = ignore_patterns
-        return str(caches)
+    def download(repository: str, ignore_patterns: Sequence[str] = (), allow_patterns: Sequence[str] = ("*",)) -> str:
+        asked[repository] = ignore_patterns or allow_patterns
+        return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")
-    assert code == 0 and err.endswith(f"org/absent is in {caches}\n")
+    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/x-GGUF")
+    assert code == 1 and "error: model 'org/x-GGUF' has no weights in safetensors files; allowed:" in err
+    for file in ("pytorch_model-00001-of-00002.bin", "model.safetensors"):
+        (folder / file).touch()
+        code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")
+        assert code == 0 and err.endswith(f"org/absent is in {folder}\n")
     assert "*.gguf" in asked["org/absent"] and "*.safetensors" not in asked["org/absent"]
 
 

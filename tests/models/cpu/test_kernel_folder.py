@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,18 @@ def test_a_library_without_a_checksum_is_compiled_again(recipe: Recipe, folders:
     (library,) = folders[0].iterdir()
     plant(recipe, library, sealed=False)
     assert answer(recipe) == 42
+
+
+def test_a_library_is_compiled_once_for_all_who_start_together(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_library, compiled = kernel_libraries.compile_library, list[Path]()
+
+    def counted(compiler: list[str], recipe: Recipe, library: Path) -> None:
+        compiled.append(library)
+        compile_library(compiler, recipe, library)
+
+    monkeypatch.setattr(kernel_libraries, "compile_library", counted)
+    with ThreadPoolExecutor(4) as starting:
+        built = set(starting.map(lambda _: kernel_libraries.built(tmp_path, os.environ, recipe), range(4)))
+    assert len(compiled) == len(built) == 1

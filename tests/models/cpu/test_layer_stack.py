@@ -113,6 +113,12 @@ def test_a_model_that_changes_values_between_its_parts_keeps_its_own_forward(
     assert backend.stack is None and backend.ragged
 
 
+@pytest.mark.parametrize("size", [32, 96])
+def test_layers_whose_attention_is_not_compiled_are_called_one_by_one(size: int) -> None:
+    backend = fast("llama", torch.bfloat16, head_dim=size)
+    assert backend.stack is None and backend.ragged
+
+
 def test_a_stack_that_computes_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
         return torch.ones(*tokens.shape, self._model.config.vocab_size, dtype=torch.bfloat16)

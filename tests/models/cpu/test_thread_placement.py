@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.models.cpu import processor
 from slipstream.models.cpu import thread_placement as threads
+from slipstream.models.notices import warn_slower
 
 TRAP = """
 import json, os, torch
@@ -114,8 +116,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str]
         (tmp_path / {"outer": "groups/outer", "inner": "groups/outer/inner"}[group] / "cpu.max").write_text(limit)
     (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
     monkeypatch.setattr(threads, "_PROCESSORS", tmp_path / "cpu")
-    monkeypatch.setattr(threads, "_CONTROL_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(threads, "_CONTROL_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(processor, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(processor, "CONTROL_GROUP", tmp_path / "cgroup")
     processors = frozenset(range(len(siblings)))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: processors, raising=False)
@@ -156,3 +158,23 @@ def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
         "import slipstream.apps.cli, os; print(os.environ['OMP_PROC_BIND'], os.environ['OMP_PLACES'])"
     )
     assert run(code).split() == ["False", "True", "true", "cores"]
+
+
+def test_a_container_that_grants_less_time_than_threads_take_causes_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(tmp_path, monkeypatch, [], inner="250000 100000")
+    for name in threads.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    warn_slower.cache_clear()
+    assert not threads.separate_threads(set())
+    assert "8 threads compute, but the container is granted the time of 2.5 cores; set OMP_NUM_THREADS=2" in caplog.text
+
+
+def test_the_memory_of_a_container_is_what_it_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(tmp_path, monkeypatch, [])
+    whole = processor.memory_bytes()
+    (tmp_path / "groups/outer/memory.max").write_text("1000000\n")
+    (tmp_path / "groups/outer/inner/memory.max").write_text("max\n")
+    assert whole is not None and whole > 1000000 == processor.memory_bytes()

@@ -108,6 +108,15 @@ def test_layers_that_rotate_a_part_of_each_head_keep_their_forward(
     assert "keeps its layers' own forward: it rotates 4 of a head's 8 numbers" in caplog.text
 
 
+def test_layers_that_rotate_in_another_precision_keep_their_forward(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn_slower.cache_clear()
+    monkeypatch.setitem(ARCHITECTURES, "ernie4_5", lambda: transformers.Ernie4_5Config(**SHAPE))
+    assert num_fused(fast("ernie4_5", torch.bfloat16)) == 0
+    assert "own forward: it rotates torch.bfloat16 numbers by torch.float32 angles" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, AttributeError, KeyError])
 def test_a_bug_in_a_fused_layer_is_raised(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Tensor:
@@ -327,6 +336,10 @@ def test_layers_that_compute_something_else_at_later_positions_keep_their_forwar
         ("attn_logit_softcapping", None, True),
         ("attn_temperature_tuning", False, True),
         ("some_scaling", {"beta": 0.0}, True),
+        ("no_rope_layers", [1, 0], False),
+        ("no_rope_layers", [1, 1], True),
+        ("head_sizes", [8, 16], False),
+        ("layer_types", ["full_attention", "sliding_attention"], True),
         ("embedding_multiplier", 12.0, True),
         ("final_logit_softcapping", 30.0, True),
         ("quantization_config", {"activation_scale_ub": 1200.0}, True),

@@ -99,6 +99,15 @@ def outputs(head: HeadNetwork, starts: Sequence[Sequence[int]], compiled: bool) 
     return all_logits
 
 
+@pytest.mark.parametrize("length", [1, 224, 256, 300])
+def test_memory_reaches_as_far_as_the_kernels_read(length: int) -> None:
+    """They read keys 32 at a time, from a view that begins at position 1."""
+    backend = HeadBackend(network())
+    for reserved in (1, length):
+        backend.reserve(1, reserved)
+        assert backend._keys.shape[2] >= 1 + 32 * -(-reserved // 32)
+
+
 @pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True}, {"windows": (3,)}], ids=str)
 @pytest.mark.parametrize("head_norms", [False, True])

@@ -24,8 +24,10 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
 from slipstream.models.heads.head_backend import HeadSession
-from slipstream.models.heads.head_files import embedded_head
+from slipstream.models.heads.head_files import embedded_head, head_files, trained_kind
+from slipstream.models.loaded import LoadOptions
 from tests.support.embedded_model import loaded
+from tests.support.gguf_files import write_model
 from tests.support.head_cases import Written, transcribed, without, write_head
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts, tokenizer
@@ -440,3 +442,13 @@ def test_a_users_drafter_can_read_hidden_states_beside_a_loaded_head(tmp_path: P
     assert [len(states) for states in read] == [9, 10, 11, 12]
     for states in read:
         torch.testing.assert_close(states.float(), expected[: len(states)].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["models/x.gguf", "./models.gguf", "models/x"])
+def test_the_path_of_a_gguf_file_is_no_hub_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_model(tmp_path / name)
+    assert head_files(name, LoadOptions()) is None and trained_kind(name) is None
+    assert not (tmp_path / "cache").exists()  # converting it to look at its configuration would take minutes

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.heads.head_backend import HeadSession
-from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form, without_mtp
+from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
 from tests.support.markers import mostly_slow, needs_transformers
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
@@ -336,4 +336,3 @@ def test_mtp_layers_are_found_by_name_in_multimodal_checkpoints_too() -> None:
     (layer,) = mtp_layers([*target_layers, *mtp_tensors], 3)
     assert layer.block == {"mlp.up_proj.weight": f"{start}3.mlp.up_proj.weight"}
     assert mtp_layers([*target_layers, *mtp_tensors[1:]], 3) == []
-    assert without_mtp([*mtp_tensors, "visual.weight"]) == ["visual.weight"]

@@ -24,7 +24,7 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
-    fresh("llama", dtype=torch.bfloat16, head_dim=32).save_pretrained(tmp_path / "model")
+    fresh("llama", dtype=torch.bfloat16, head_dim=64).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
 
@@ -77,7 +77,7 @@ def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     elif change == "weights":  # other weights with the size and time of the old ones
         weights = Path(folder) / "model.safetensors"
         size = weights.stat().st_size
-        fresh("llama", seed=1, dtype=torch.bfloat16, head_dim=32).save_pretrained(folder)
+        fresh("llama", seed=1, dtype=torch.bfloat16, head_dim=64).save_pretrained(folder)
         assert weights.stat().st_size == size
         for name, time in times.items():
             os.utime(Path(folder) / name, ns=(time, time))

@@ -90,7 +90,9 @@ def changed(folders: Path, tmp_path: Path, **settings: Any) -> str:
         ({"base_model_name_or_path": "/no/such/base"}, "model '/no/such/base' is not a folder"),
         ({"r": 8}, r"adapter .* does not fit its base model .*(size mismatch|mismatched)"),
         ({"target_modules": ["no_such_layer"]}, r"adapter .*no_such_layer"),
-        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "weights are missing"),
+        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "PEFT warns: Found missing adapter keys"),
+        ({"target_modules": ["q_proj"]}, r"4 weights of the file are not used, first .*down_proj"),
+        ({"new_setting": 3}, r"has new_setting=3, which the installed version of PEFT does not know; allowed"),
         ({"peft_type": "NO_SUCH"}, "does not fit its base model"),
     ],
 )
@@ -125,3 +127,61 @@ def test_without_peft_an_adapter_is_refused_with_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SlipstreamError, match=r"is an adapter, which needs peft; run: pip install peft$"):
         SpeculativeDecoder(str(tmp_path / "lora"))
+
+
+def adapter(folder: Path, tied: bool = True, **settings: Any) -> tuple[str, Any]:
+    """An adapter of a tiny model, and PEFT's own model of both. settings: of its `LoraConfig`."""
+    peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")
+    base, place = fresh("llama", tie_word_embeddings=tied), folder / "adapter"
+    base.save_pretrained(folder / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)
+    adapted = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(1)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(place)
+    return str(place), adapted.eval()
+
+
+CHANGED_LAYERS = {
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "output layer": {"target_modules": ["lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "tied": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "saved output": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+    "repeated layers": {"target_modules": ["q_proj", "down_proj"], "layer_replication": [[0, 2], [1, 2]]},
+    "magnitudes": {"target_modules": ["embed_tokens"], "use_dora": True},
+    "biases": {"target_modules": ["q_proj"], "bias": "all", "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LAYERS)
+def test_a_merged_adapter_gives_the_text_that_peft_gives(name: str, tmp_path: Path) -> None:
+    place, adapted = adapter(tmp_path, **CHANGED_LAYERS[name])
+    prompt = [60, 5, 6, 40]
+    ids = torch.tensor([prompt])
+    expected = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)[0, 4:].tolist()
+    for model in (place, adapted):
+        options = {"dtype": "float32"} if model is place else {}
+        with SpeculativeDecoder(model, reproducible=False, **options) as decoder:
+            assert decoder.generate(prompt, PARAMS).token_ids == expected, model
+
+
+def test_an_adapter_that_peft_merges_in_part_is_refused(tmp_path: Path) -> None:
+    place, _ = adapter(tmp_path, target_modules=["lm_head"], trainable_token_indices=[5, 6])
+    with pytest.raises(
+        SlipstreamError, match=r"PEFT cannot merge it, lm_head stays a \w+; allowed: the PeftModel as an"
+    ):
+        SpeculativeDecoder(place)
+
+
+def test_an_adapter_that_changes_only_some_tokens_is_refused(tmp_path: Path) -> None:
+    place, adapted = adapter(tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+    with pytest.raises(UsageError, match=r"its adapter \(LoraConfig\) changes some tokens or texts only; allowed"):
+        SpeculativeDecoder(adapted)
+    with pytest.raises(SlipstreamError, match="aLoRA does not support safe merging"):
+        SpeculativeDecoder(place)

@@ -84,9 +84,26 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: C
         file.write_bytes(head)
         with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
             load(str(checkpoint.folder), LoadOptions())
+    entry = '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}'
+    nested = '{"x": ' + 100_000 * "[" + 100_000 * "]" + "}"
+    for header in (
+        '{"__metadata__": [1]}',
+        '{"__metadata__": "x"}',
+        '{"__metadata__": null}',
+        entry,
+        nested,
+        '{"x": {}}',
+    ):
+        file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + content)
+        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
+            load(str(checkpoint.folder), LoadOptions())
     file.unlink()
     with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):
         load(str(checkpoint.folder), LoadOptions())
+    for index in ("[]", "{}", '{"weight_map": {"x": 3}}', '{"weight_map": [1]}'):
+        (checkpoint.folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(SlipstreamError, match=r"model.safetensors.index.json could not be read: "):
+            load(str(checkpoint.folder), LoadOptions())
 
 
 @pytest.mark.parametrize(
@@ -137,9 +154,9 @@ def test_groups_and_rows_that_are_no_multiple_of_32_are_unpacked(
 def test_biases_that_the_model_lacks_are_refused_unless_they_are_zeros(checkpoint: Checkpoint) -> None:
     tensors, name = checkpoint.tensors(), "model.layers.0.self_attn.o_proj.bias"
     load(checkpoint.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
-    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
+    with pytest.raises(SlipstreamError, match=rf"tensors of the file are not used, first {name};"):
         load(checkpoint.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
-    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture does not have"):
+    with pytest.raises(SlipstreamError, match=rf"tensors of the file are not used, first {name};"):
         load(str(checkpoint.folder), LoadOptions(fast=False))
 
 

@@ -338,21 +338,25 @@ def test_unknown_scalings_of_positions_are_refused(tmp_path: Path) -> None:
     load(str(tmp_path / "ones.gguf"), LoadOptions())
 
 
-def test_unused_tensors_cause_a_warning_and_unused_biases_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def vector(name: str, size: int) -> Callable[[Any], None]:
-        return lambda writer: writer.add_tensor(name, numpy.ones(size, numpy.float32))
+@pytest.mark.parametrize("options", [LoadOptions(), LoadOptions("float32"), LoadOptions(fast=False)])
+@pytest.mark.parametrize("name", ["blk.0.other.weight", "blk.0.ffn_up.bias"])
+def test_tensors_that_the_model_does_not_use_are_refused(name: str, options: LoadOptions, tmp_path: Path) -> None:
+    write_model(tmp_path / "more.gguf", more=lambda writer: writer.add_tensor(name, numpy.ones(512, numpy.float32)))
+    with pytest.raises(SlipstreamError, match=f"1 tensors of the file are not used, first {name}"):
+        load(str(tmp_path / "more.gguf"), options)
 
-    write_model(tmp_path / "more.gguf", more=vector("blk.0.other.weight", 4))
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        load(str(tmp_path / "more.gguf"), LoadOptions())
-    assert any(
-        "1 weights of the file are not used, first blk.0.other.weight" in record.message for record in caplog.records
-    )
-    write_model(tmp_path / "bias.gguf", more=vector("blk.0.ffn_up.bias", 512))
-    with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.bias' is a bias that this architecture does not have"):
-        load(str(tmp_path / "bias.gguf"), LoadOptions())
+
+def test_norms_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "nan.gguf"
+    write_model(file)
+    norm = read_header(file).tensors["output_norm.weight"]
+    with file.open("r+b") as stream:
+        stream.seek(norm.start)
+        stream.write(numpy.array([numpy.nan], numpy.float32).tobytes())
+    with pytest.raises(
+        SlipstreamError, match=r"tensor 'output_norm.weight' holds numbers that are not finite; allowed"
+    ):
+        load(str(file), LoadOptions())
 
 
 def test_a_header_that_counts_more_than_the_file_holds_is_refused_as_truncated(

@@ -258,6 +258,8 @@ class LayerStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
             raise UnknownLayerError("its layers are not all compiled")
+        if not all(layer_ops.attends for layer_ops in ops):
+            raise UnknownLayerError("the kernels do not attend with heads of this size and number")
         inner = decoder_module(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
@@ -272,12 +274,12 @@ class LayerStack:
         self._scratch = dict[int, int]()  # by tokens
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int | Tensor) -> Tensor | None:
-        """Logits [B, W', vocabulary] of tokens [B, W] at these positions; None if the kernels cannot attend.
+        """Logits [B, W', vocabulary] of tokens [B, W] at these positions; None if the cache has another type.
 
         keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last.
         """
         hidden: Tensor = self._model.get_input_embeddings()(tokens)
-        if not all(layer_ops.attends for layer_ops in self._ops) or not self._update_addresses(cache, hidden):
+        if not self._update_addresses(cache, hidden):
             return None
         hidden, forward = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
         self._compute(hidden, positions, forward, cache)

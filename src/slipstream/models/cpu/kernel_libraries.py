@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -214,13 +214,33 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
     if compiler is None:
         raise NoCompilerError(f"no C compiler found ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
-    if not is_whole(library):
-        announce(f"compiling the {recipe.name} kernels with {compiler[0]} (once) ...")
-        with tempfile.TemporaryDirectory() as scratch:
-            linked = Path(scratch) / "library.so"
-            compile_library(compiler, recipe, linked)
-            save(linked.read_bytes(), library)
+    if is_whole(library):
+        return library
+    with _alone_in(folder):
+        if not is_whole(library):  # else another process has compiled it meanwhile
+            announce(f"compiling the {recipe.name} kernels with {compiler[0]} (once) ...")
+            with tempfile.TemporaryDirectory() as scratch:
+                linked = Path(scratch) / "library.so"
+                compile_library(compiler, recipe, linked)
+                save(linked.read_bytes(), library)
     return library
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make other processes wait that enter this block for the same folder, where the system can."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def compile_library(compiler: list[str], recipe: Recipe, library: Path, libraries: tuple[str, ...] = LIBRARIES) -> None:

@@ -19,6 +19,7 @@ from slipstream.errors import UsageError
 AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used if Linux grants their registers, see `request_tiles`
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
+CONTROL_GROUP, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 DETECTION = Path(__file__).with_name("prebuilt")  # folder of the library of csrc/detection/, if the wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
 ISA = "SLIPSTREAM_ISA"
@@ -57,9 +58,25 @@ def processor(file: Path = CPU_INFO) -> Processor:
 
 
 def memory_bytes() -> int | None:
-    """The memory of this machine; None if the system does not report it."""
+    """The memory of this machine, or of the container if that is less; None if the system does not report it."""
     names = getattr(os, "sysconf_names", {})
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
+    if "SC_PHYS_PAGES" not in names:
+        return None
+    granted = [int(limit) for limit in group_limits("memory.max") if limit.isdecimal()]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *granted])
+
+
+def group_limits(name: str) -> list[str]:
+    """What a file of this name holds in the Linux control groups that this program is in.
+
+    Reads the second version of control groups only, which container engines have used since 2022.
+    """
+    if not CONTROL_GROUP.is_file():
+        return []
+    named = [line[3:] for line in CONTROL_GROUP.read_text(encoding="utf-8").splitlines() if line.startswith("0::/")]
+    folder = CONTROL_GROUPS.joinpath(*(path.lstrip("/") for path in named[:1]))
+    files = [group / name for group in (folder, *folder.parents) if group.is_relative_to(CONTROL_GROUPS)]
+    return [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
 
 
 def request_tiles() -> bool:

@@ -23,6 +23,8 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from slipstream.models.cpu.processor import group_limits
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,7 +35,6 @@ CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "O
 SLOW = 1e-3  # seconds; the operator of `step_seconds` takes some 20 microseconds if threads have separate cores
 SAMPLES = 16
 _TASKS = Path("/proc/self/task")
-_CONTROL_GROUP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
@@ -56,19 +57,9 @@ def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
 
 
 def share_of_time() -> float | None:
-    """How many cores' worth of time Linux's control groups grant this program; None if they set no limit.
-
-    Reads the second version of control groups only, which container engines have used since 2022.
-    """
-    if not _CONTROL_GROUP.is_file():
-        return None
-    named = [line[3:] for line in _CONTROL_GROUP.read_text(encoding="utf-8").splitlines() if line.startswith("0::/")]
-    folder, shares = _CONTROL_GROUPS.joinpath(*(name.lstrip("/") for name in named[:1])), list[float]()
-    for group in (folder, *folder.parents):
-        if group.is_relative_to(_CONTROL_GROUPS) and (group / "cpu.max").is_file():
-            granted, _, period = (group / "cpu.max").read_text(encoding="utf-8").partition(" ")
-            shares += [] if granted == "max" else [int(granted) / int(period)]
-    return min(shares, default=None)
+    """How many cores' worth of time Linux's control groups grant this program; None if they set no limit."""
+    limits = [limit.split() for limit in group_limits("cpu.max")]
+    return min((int(granted) / int(period) for granted, period in limits if granted != "max"), default=None)
 
 
 def physical_cores(processors: frozenset[int]) -> int:
@@ -94,8 +85,16 @@ def separate_threads(cores: set[int] | None = None) -> bool:
     """
     import torch
 
+    from slipstream.models.notices import warn_slower  # the command line shows its help without it
+
     if cores is None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    share = share_of_time()
+    if share is not None and share < torch.get_num_threads() and not any(name in os.environ for name in CHOSEN):
+        warn_slower(
+            f"{torch.get_num_threads()} threads compute, but the container is granted the time of {share:g} cores; "
+            f"set OMP_NUM_THREADS={max(1, int(share))} before the program starts"
+        )
     if any(name in os.environ for name in CHOSEN) or not 2 <= torch.get_num_threads() <= len(cores):
         return False
     if not _TASKS.is_dir() or step_seconds() < SLOW:

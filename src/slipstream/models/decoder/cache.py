@@ -202,7 +202,8 @@ class SlotCache(Cache):
         if rows > slots:
             slots = min(max(rows, 2 * slots), self.shape[0])
         if length > positions:
-            positions = min(max(length, 2 * positions, FIRST_POSITIONS), self.shape[1])
+            whole = -(-length // ATTENDED_UNIT) * ATTENDED_UNIT  # kernels read 32 positions at a time
+            positions = min(max(whole, 2 * positions, FIRST_POSITIONS), self.shape[1])
         if (slots, positions) == self.held:
             return
         self.moves += 1

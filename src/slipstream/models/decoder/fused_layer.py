@@ -127,6 +127,8 @@ class RotaryEmbedding:
         if prepared is None or prepared[0] is not sin:
             if sin.shape[-1] != x.shape[-1]:
                 raise UnknownLayerError(f"it rotates {sin.shape[-1]} of a head's {x.shape[-1]} numbers")
+            if sin.dtype != x.dtype:
+                raise UnknownLayerError(f"it rotates {x.dtype} numbers by {sin.dtype} angles")
             signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
             self._prepared = prepared = sin, cos.unsqueeze(2), signed.unsqueeze(2)
         return (x * prepared[1]).add_(x.roll(half, -1).mul_(prepared[2]))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.models.heads.compiled_layer import CompiledLayer
 
 UNIT = 256  # positions by which a slot's memory grows
+READ_AHEAD = 32  # positions that kernels may read beyond the last one
 
 
 class HeadBackend(FeatureReader):
@@ -50,8 +51,9 @@ class HeadBackend(FeatureReader):
 
     def reserve(self, rows: int, length: int) -> None:
         slots, _, positions, _ = self._keys.shape
-        if rows > slots or length > positions:
-            slots, positions = max(rows, slots), -(-max(length, positions) // UNIT) * UNIT
+        needed = length + READ_AHEAD
+        if rows > slots or needed > positions:
+            slots, positions = max(rows, slots), -(-max(needed, positions) // UNIT) * UNIT
             self._keys, self._values, self._outputs = (
                 enlarged(part, slots, positions) for part in (self._keys, self._values, self._outputs)
             )

@@ -31,6 +31,7 @@ from slipstream.models.cpu.quantised_linear import SMALLEST, quantised
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
@@ -175,7 +176,7 @@ def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     name = str(source)
     folder = name if isdir(name) else str(embedded_head()) if name == EMBEDDED_NAME else None
     if folder is None:
-        if not HUB_ID.fullmatch(name):
+        if not HUB_ID.fullmatch(name) or is_gguf(name):  # the path of a file may look like a hub id
             return None
         folder = resolve(name, options.files)
     file = file_of(folder, "config.json", options.files)

@@ -16,6 +16,7 @@ LIMITS = re.compile(r"soft_?cap|clip|clamp|beta|logn|tuning|alpha")
 ROTATION = frozenset(
     ("rope_scaling", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "long_mscale", "short_mscale")
 )
+BY_LAYER = frozenset(("layer_types", "long_factor", "short_factor"))  # lists that the layers are made by
 OF_LAYERS = ROTATION | {"query_pre_attn_scalar", "attention_multiplier"}
 # outside the layers, so that layers may be fused whatever these are
 AROUND_LAYERS = frozenset(("embedding_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping"))
@@ -27,9 +28,15 @@ THRESHOLDS = re.compile(r"max_position|max_seq|n_positions|max_sequence|chunk|wi
 def unimplemented(config: Any, implemented: Set[str]) -> str | None:
     """The first field of a text configuration that changes what is computed and is not implemented, with its value."""
     for name, value in _fields(config.to_dict()):
-        if name not in implemented and not _is_neutral(name, value):
+        if name not in implemented and (not _is_neutral(name, value) or _differs_by_layer(config, name, value)):
             return f"{name}={value!r}"
     return None
+
+
+def _differs_by_layer(config: Any, name: str, value: Any) -> bool:
+    """Whether a list has a value for each layer, and not the same one: which layers rotate, are wider, are mixtures."""
+    is_by_layer = isinstance(value, list) and len(value) == config.num_hidden_layers
+    return is_by_layer and name not in BY_LAYER and any(item != value[0] for item in value)
 
 
 def thresholds(config: Any, end: int) -> list[int]:

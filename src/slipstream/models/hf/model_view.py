@@ -221,6 +221,12 @@ def _without_peft(model: Any) -> Any:
             f"model {type(model).__name__} is not supported: its adapter ({type(config).__name__}) puts virtual tokens "
             "before the prompt; allowed: adapters that change layers (LoRA, ...), or get_base_model() without it"
         )
+    # what the wrapper's own forward gives the layers, for which it must see the whole text
+    if getattr(config, "alora_invocation_tokens", None) or getattr(config, "peft_type", None) in ("XLORA", "POLY"):
+        raise UsageError(
+            f"model {type(model).__name__} is not supported: its adapter ({type(config).__name__}) changes some tokens "
+            "or texts only; allowed: adapters that change layers for all tokens (LoRA, ...)"
+        )
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, one_line
 from slipstream.models.decoder.attention import GROUPED, unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
@@ -41,7 +41,10 @@ def not_by_position(model: Any) -> str | None:
     """Why a model's state cannot be written at explicit positions and read through an explicit mask; None if it can."""
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
-    layers = DynamicCache(config=config).layers
+    try:
+        layers = DynamicCache(config=config).layers
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        return f"transformers makes no cache for its configuration ({one_line(error)})"
     attends = any(type(layer) is not LinearAttentionLayer for layer in layers)
     names = KEYS_AND_VALUES if attends else STATES
     cached = cache_name(model, names) or names[-1]

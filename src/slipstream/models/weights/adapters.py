@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.weights.safetensors_files import file_of, located
 from slipstream.models.weights.transformers_reader import READER_ERRORS
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-MISSING = "Found missing adapter keys"  # how PEFT's warning begins
+# how PEFT's warnings begin that mean no other weights
+HARMLESS = (
+    "Model has `tie_word_embeddings=True`",  # the layers get weights of their own before the adapter is merged
+    "Model with `tie_word_embeddings=True`",
+    "Input and output embeddings are no longer tied",
+    "Unsupported layer type",  # whose sizes PEFT does not know; the adapter's own must fit it all the same
+    "Unexpected keyword arguments",  # of settings that this version does not know: refused by name, if they are set
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Adapter:
     base: str
     revision: str
     files: Mapping[str, Any]
+    settings: Mapping[str, Any]  # of its adapter_config.json
 
     def merged_into(self, model: Any) -> Any:
         """The base model with this adapter in its weights. Raises `SlipstreamError` for adapters that do not fit."""
@@ -43,15 +54,27 @@ class Adapter:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 self._resize(model)
-                adapted = PeftModel.from_pretrained(model, self.place, **located(self.files))
+                place = located(self.files)
+                adapted = PeftModel.from_pretrained(model, self.place, **place)
                 config = adapted.active_peft_config
                 if config.is_prompt_learning:
                     raise UsageError(
                         f"model {self.source!r} puts virtual tokens before the prompt ({config.peft_type.value}); "
                         "allowed: adapters that change layers (LoRA, ...)"
                     )
-                self._check(caught)
-                return adapted.merge_and_unload(safe_merge=True)
+                names = getattr(model, "_checkpoint_conversion_mapping", {})  # as `from_pretrained` passes it
+                report = adapted.load_adapter(self.place, adapted.active_adapter, key_mapping=names, **place)
+                self._check(config, report.unexpected_keys)
+                _separate_weights(adapted)
+                merged = adapted.merge_and_unload(safe_merge=True)
+            self._check_warnings(caught)
+            for name, module in merged.named_modules():
+                if type(module).__module__.startswith("peft."):
+                    raise SlipstreamError(
+                        f"adapter {self.source!r}: PEFT cannot merge it, {name} stays a {type(module).__name__}; "
+                        "allowed: the PeftModel as an object, which runs unmerged"
+                    )
+            return merged
         except SlipstreamError:
             raise
         except READER_ERRORS as error:
@@ -69,11 +92,31 @@ class Adapter:
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(tokenizer))
 
-    def _check(self, caught: list[warnings.WarningMessage]) -> None:
-        """Refuse adapters of which weights are missing: PEFT would use untrained ones."""
+    def _check(self, config: Any, unused: list[str]) -> None:
+        """Refuse settings and weights of the adapter that PEFT leaves out."""
+        for name, value in self.settings.items():
+            if value and not hasattr(config, name):
+                raise SlipstreamError(
+                    f"adapter {self.source!r}: {ADAPTER} has {name}={value!r:.80}, which the installed version of PEFT "
+                    "does not know; allowed: settings that it has, so a newer one may help: pip install -U peft"
+                )
+        # PEFT stores whole layers of a larger vocabulary twice
+        if unused := [name for name in unused if ".modules_to_save." not in name]:
+            raise SlipstreamError(
+                f"adapter {self.source!r}: {len(unused)} weights of the file are not used, first {min(unused)}; "
+                f"allowed: weights of the layers that {ADAPTER} names"
+            )
+
+    def _check_warnings(self, caught: list[warnings.WarningMessage]) -> None:
+        """Refuse an adapter of which PEFT warns, as where weights are missing: it would use untrained ones."""
         for warning in caught:
-            if (text := str(warning.message)).startswith(MISSING):
-                raise SlipstreamError(f"adapter {self.source!r}: weights are missing: {' '.join(text.split()):.200}")
+            text = one_line(Exception(str(warning.message)))
+            is_technical = issubclass(warning.category, DeprecationWarning | FutureWarning | PendingDeprecationWarning)
+            if "peft" in Path(warning.filename).parts and not is_technical and not text.startswith(HARMLESS):
+                raise SlipstreamError(
+                    f"adapter {self.source!r} may give other weights than its owner's; PEFT warns: {text:.200}; "
+                    "allowed: adapters without this warning, or the PeftModel as an object, which runs unmerged"
+                )
 
     @property
     def has_tokenizer(self) -> bool:
@@ -95,4 +138,19 @@ def adapter_at(source: str, place: str, files: Mapping[str, Any]) -> Adapter | N
             f"model {source!r} is an adapter whose {ADAPTER} has base_model_name_or_path={base!r}; allowed: the base "
             "model's hub id or folder"
         )
-    return Adapter(source, place, base, str(settings.get("revision") or ""), files)
+    return Adapter(source, place, base, str(settings.get("revision") or ""), files, settings)
+
+
+def _separate_weights(adapted: Any) -> None:
+    """Give the layers that an adapter changes weights of their own, where other layers have the same ones.
+
+    Merged into shared weights, such as those of tied embeddings, a change of one layer would reach all of them.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    holders = Counter(id(weight) for module in adapted.modules() for weight in module._parameters.values())
+    for module in adapted.modules():
+        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        for name, weight in list(layer.named_parameters(recurse=False)) if layer is not None else ():
+            if holders[id(weight)] > 1:
+                setattr(layer, name, nn.Parameter(weight.detach().clone(), requires_grad=False))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from rich.progress import Progress
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.notices import TimeLeft, progress_bar
-from slipstream.models.weights.gguf_configuration import prepared, scale_positions, unreadable_gguf
+from slipstream.models.weights.gguf_configuration import FACTORS, prepared, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
+from slipstream.models.weights.gguf_tensors import tensor_names
 from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.weights.model_files import is_converted
 from slipstream.models.weights.transformers_reader import READER_ERRORS, check_weights, quietly
+from slipstream.models.weights.unused_tensors import refuse_unused
+
+READING = Lock()  # held while functions of other packages are replaced
 
 
 def convert_gguf(file: Path) -> Path:
@@ -62,7 +67,7 @@ def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]
         try:
             config, tokenizer = read_text_side(header, joined)
             scale_positions(config, header)
-            _check_size(config, header)
+            _check_tensors(config, header)
             with _tensors_shown_by(progress):
                 model, report = AutoModelForCausalLM.from_pretrained(
                     joined.parent,
@@ -78,35 +83,37 @@ def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]
             raise unreadable_gguf(file, error) from error
 
 
-def _check_size(config: Any, header: GGUFHeader) -> None:
-    """Refuse a configuration of a larger model than the file can hold, before its weights ask for memory."""
+def _check_tensors(config: Any, header: GGUFHeader) -> None:
+    """Refuse a file that has tensors too many for its configuration, or, before they ask for memory, too few."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config).parameters()
-    described, available = sum(weight.numel() for weight in weights), header.num_weights
+        model = AutoModelForCausalLM.from_config(config)
+    described, available = sum(weight.numel() for weight in model.parameters()), header.num_weights
     if described > 2 * available:  # a tied output layer may be counted as well as the embedding
         raise SlipstreamError(
             f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
             f"tensors, {available:,}"
         )
+    refuse_unused(str(header.file), header.tensors.keys() - {FACTORS, *tensor_names(header, model)[1].values()})
 
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Inside the block the reader parses a file and maps its names only once.
+    """Inside the block, which one thread at a time enters, the reader parses a file and maps its names only once.
 
     Otherwise it parses it for the configuration and for the weights, and maps all names for every module, which takes
     half of the time for a small model.
     """
     import gguf
 
-    originals = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, originals)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = originals
+    with READING:
+        originals = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, originals)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
 @contextmanager

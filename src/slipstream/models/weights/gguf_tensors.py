@@ -26,7 +26,7 @@ from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.structs import FORMATS, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_configuration import FACTORS
 from slipstream.models.weights.gguf_file import FLOATS, GGUFHeader, TensorEntry, ends_within
-from slipstream.models.weights.transformers_reader import extra_bias, warn_of_unused
+from slipstream.models.weights.unused_tensors import refuse_unused
 
 TABLE, OUTPUT = "token_embd.weight", "output.weight"
 REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows are in another order in some models
@@ -200,14 +200,10 @@ class GGUFTensors:
 
     def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
         """model: the model of this file's configuration, on any device; ahead: of this file's matrices."""
-        from transformers import modeling_gguf_pytorch_utils as reader
-
-        self.header, architecture = header, header.architecture
+        self.header = header
         self._settings = model.config.to_dict()
-        kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
-        self._processor = kind(config=self._settings)
         try:
-            self._names = _names(reader, model, self._processor)
+            self._processor, self._names = tensor_names(header, model)
         except NotImplementedError as error:
             raise NotInBlocksError(str(error)) from error
         self._ahead, self._reader, self._memory = ahead, RowReader(), HugePages()
@@ -263,6 +259,11 @@ class GGUFTensors:
             raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
         numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
+        if not numpy.isfinite(numbers).all():
+            raise SlipstreamError(
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} holds numbers that are not finite; allowed: "
+                "finite numbers"
+            )
         return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
 
     def _missing(self, parameter: str) -> SlipstreamError:
@@ -279,12 +280,8 @@ class GGUFTensors:
             )
 
     def check_unused(self) -> None:
-        """Refuse a file with biases that the model would leave out; other tensors are named in the log."""
-        unused = sorted(self.header.tensors.keys() - self._used)
-        for name in unused:
-            if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._used:
-                raise extra_bias(str(self.header.file), name)
-        warn_of_unused(str(self.header.file), unused)
+        """Refuse a file whose tensors the model does not use."""
+        refuse_unused(str(self.header.file), self.header.tensors.keys() - self._used)
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
@@ -326,10 +323,17 @@ class _TopLevel:
         return [(name, _TopLevel(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
 
 
-def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
-    """The file's tensor for each of the model's parameters that has one. The whole model is mapped only if need be."""
+def tensor_names(header: GGUFHeader, model: Any) -> tuple[Any, dict[str, str]]:
+    """What changes tensors in transformers' reader, and the file's tensor for each parameter of a model that has one.
+
+    The whole model is mapped only if need be.
+    """
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
+    processor = kind(config=model.config.to_dict())
     for view in (_TopLevel(model, 1), model):
         names = {tensor: parameter for parameter, tensor in reader.get_gguf_hf_weights_map(view, processor).items()}
         if names.keys() >= model.state_dict().keys():
             break
-    return names
+    return processor, names

@@ -79,11 +79,3 @@ def of_another_form(names: Iterable[str], num_layers: int) -> str | None:
     matches = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
     is_mtp = (name for name, match in matches if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
     return min(is_mtp, default=None)
-
-
-def without_mtp(names: Iterable[str]) -> list[str]:
-    """Names of tensors that a target does not use, without those of MTP layers."""
-    unused = list(names)
-    layers = mtp_layers(unused, 0)  # whatever their numbers: the target's own layers are used
-    of_mtp = {name for layer in layers for name in layer.names}
-    return [name for name in unused if name not in of_mtp]

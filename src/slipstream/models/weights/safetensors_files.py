@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.model_files import NO_OPTIONS
-from slipstream.models.weights.mtp_tensors import without_mtp
-from slipstream.models.weights.transformers_reader import READER_ERRORS, extra_bias, warn_of_unused
+from slipstream.models.weights.transformers_reader import READER_ERRORS
+from slipstream.models.weights.unused_tensors import refuse_unused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,7 +36,10 @@ def located(files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CheckpointFiles:
-    """The tensors of a model's safetensors files. shapes: by name; used: names that were read or marked as read."""
+    """The tensors of a model's safetensors files, each from the file that the index names.
+
+    shapes: by name; used: names that were read or marked as read.
+    """
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         """source: as the user named the model; folder: the folder or hub id that it is; options: see `file_of`."""
@@ -45,7 +48,9 @@ class CheckpointFiles:
         self.kinds = dict[str, str]()  # types of numbers, as safetensors calls them
         self.used = set[str]()
         self._files: dict[str, Any] = {}
-        for file in _paths(source, folder, options):
+        self._copies: list[tuple[str, Any]] = []  # of tensors that are in several files, those that are not read
+        paths, place_of = _paths(source, folder, options)
+        for file in paths:
             header = self._header(file)
             self.metadata |= header.pop("__metadata__", {})
             try:
@@ -54,6 +59,11 @@ class CheckpointFiles:
                 reason = one_line(error)
                 raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
             for name, entry in header.items():
+                if name in self._files and place_of.get(name) != file.name:
+                    self._copies.append((name, opened))
+                    continue
+                if name in self._files:
+                    self._copies.append((name, self._files[name]))
                 self.shapes[name], self.kinds[name] = tuple(entry["shape"]), str(entry["dtype"])
                 self._files[name] = opened
 
@@ -89,14 +99,26 @@ class CheckpointFiles:
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
         return tensor
 
-    def check_unused(self) -> None:
-        """Refuse unused biases, except those of zeros, which some quantisers add; warn of other unused tensors."""
-        unused = without_mtp(name for name in self.shapes if name not in self.used)
-        for name in [name for name in unused if name.endswith(".bias")]:
-            if bool(self.tensor(name, None, FLOATS).any()):
-                raise extra_bias(self.source, name)
-            unused.remove(name)
-        warn_of_unused(self.source, unused)
+    def check_unused(self, ignored: Iterable[str] = ()) -> None:
+        """Refuse unused tensors, except biases of zeros, which some quantisers add; see `refuse_unused`."""
+        unused = self.shapes.keys() - self.used
+        refuse_unused(self.source, (name for name in unused if not self._is_zero_bias(name)), ignored)
+
+    def check_copies(self) -> None:
+        """Refuse tensors that two files hold with different numbers: transformers reads the wrong one of them."""
+        for name, file in self._copies:
+            if not torch.equal(file.get_tensor(name), self._files[name].get_tensor(name)):
+                raise self.wrong(
+                    name, "is in two files, with different numbers", f"only in the file that {INDEX} names"
+                )
+
+    def are_equal(self, names: Sequence[str]) -> bool:
+        """Whether all these tensors hold the same numbers."""
+        first, *others = (self._files[name].get_tensor(name) for name in names)
+        return all(torch.equal(first, other) for other in others)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        return name.endswith(".bias") and not bool(self._files[name].get_tensor(name).any())
 
     def wrong(self, name: str, problem: str, allowed: str) -> SlipstreamError:
         return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
@@ -109,12 +131,14 @@ class CheckpointFiles:
             raw = stream.read(length) if length <= min(size, MAX_HEADER) else b""
         try:
             header: dict[str, Any] = json.loads(raw)
+            if not isinstance(header.get("__metadata__", {}), dict):
+                raise TypeError
             for name, entry in header.items():
                 if name != "__metadata__" and (end := 8 + length + int(entry["data_offsets"][1])) > size:
                     raise self.wrong(
                         name, f"ends at byte {end:,} of {file.name}, which is truncated", f"up to {size:,}"
                     )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SlipstreamError(
                 f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
             ) from error
@@ -142,17 +166,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _paths(source: str, folder: str, options: Mapping[str, Any]) -> list[Path]:
+def _paths(source: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Path], dict[str, str]]:
+    """A model's files, and the name of each tensor's file by the index, if there is one."""
     try:
         if (single := file_of(folder, SINGLE, options)) is not None:
-            return [single]
-        index = file_of(folder, INDEX, options)
-        names = set() if index is None else set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        paths = [file_of(folder, name, options) for name in sorted(names)]
+            return [single], {}
+        if (index := file_of(folder, INDEX, options)) is None:
+            raise SlipstreamError(f"model {source!r} has no {SINGLE}; allowed: weights in safetensors files")
+        place_of = dict[str, str](json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        paths = {name: file_of(folder, name, options) for name in sorted(set(place_of.values()))}
     except READER_ERRORS as error:
-        raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {error}") from error
-    if missing := [name for name, path in zip(sorted(names), paths, strict=True) if path is None]:
+        raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {one_line(error)}") from error
+    if missing := [name for name, path in paths.items() if path is None]:
         raise SlipstreamError(f"model {source!r} has no file {missing[0]}, which its {INDEX} names")
-    if not paths:
-        raise SlipstreamError(f"model {source!r} has no {SINGLE}; allowed: weights in safetensors files")
-    return [path for path in paths if path is not None]
+    return [path for path in paths.values() if path is not None], place_of

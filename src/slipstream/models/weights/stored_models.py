@@ -23,6 +23,7 @@ NOT_NEEDED = (
     *("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.tflite", "consolidated*"),
     *("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*"),
 )
+PICKLED = ("pytorch_model*.bin", "adapter_model.bin")  # of repositories without safetensors files
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ def pull_model(name: str) -> Path:
     from slipstream.models.weights.transformers_reader import READER_ERRORS
 
     try:
-        return Path(snapshot_download(repository, ignore_patterns=list(NOT_NEEDED)))
+        folder = Path(snapshot_download(repository, ignore_patterns=list(NOT_NEEDED)))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(repository, allow_patterns=list(PICKLED)))
     except READER_ERRORS as error:
         raise not_loaded(name, repository, error) from error
+    if not any(file for pattern in ("*.safetensors", *PICKLED) for file in folder.glob(pattern)):
+        raise SlipstreamError(
+            f"model {name!r} has no weights in safetensors files; allowed: a repository with such files (of one with "
+            f"GGUF files, download the one you want: hf download {name} FILE.gguf, and name that file)"
+        )
+    return folder

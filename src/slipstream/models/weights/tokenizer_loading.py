@@ -27,13 +27,15 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
     """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
-    place = Path(folder) / options.files.get("subfolder", "")
+    files, place = options.files, Path(folder) / options.files.get("subfolder", "")
+    if Path(folder).is_dir() and not place.is_dir():  # an adapter's subfolder, which its base model does not have
+        files, place = {name: value for name, value in files.items() if name != "subfolder"}, Path(folder)
     if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
     # a folder made from a GGUF file has that file's tokenizer; other classes would split texts in their own way
     kind = PreTrainedTokenizerFast if is_converted(place) else AutoTokenizer
     try:
-        return HFTokenizer(kind.from_pretrained(folder, **options.files))
+        return HFTokenizer(kind.from_pretrained(folder, **files))
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files

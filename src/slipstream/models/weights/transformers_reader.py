@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +13,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError, first_line
-from slipstream.models.weights.mtp_tensors import without_mtp
-
-log = logging.getLogger("slipstream")
+from slipstream.models.weights.unused_tensors import refuse_unused
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHOWN = 3  # names in a message
@@ -83,20 +80,7 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
         raise SlipstreamError(
             f"model {source!r}: {len(other)} weights have another shape, first {_first_few(other, '; ')}"
         )
-    warn_of_unused(source, report["unexpected_keys"])
-
-
-def warn_of_unused(source: str, names: Iterable[str]) -> None:
-    """Log how many weights of the files a model does not use, if any, except those of MTP layers, which can draft."""
-    if unused := sorted(without_mtp(names)):
-        log.warning("model %s: %d weights of the file are not used, first %s", source, len(unused), unused[0])
-
-
-def extra_bias(source: str, name: str) -> SlipstreamError:
-    """The error of a bias that the model does not have."""
-    return SlipstreamError(
-        f"model {source!r}: tensor {name!r} is a bias that this architecture does not have; allowed: biases of zeros"
-    )
+    refuse_unused(source, report["unexpected_keys"])
 
 
 def _first_few(items: Sequence[str], separator: str = ", ") -> str:
