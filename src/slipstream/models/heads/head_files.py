@@ -1,8 +1,8 @@
 """Reads draft heads from the files that their trainers write, and those of the EAGLE-3 type as networks.
 
-Three layouts of EAGLE-3: `speculators` (vLLM's), the official one of SafeAILab/EAGLE, which SpecForge and ModelOpt
-share, and DeepSpec's. They name all tensors alike except the layer's (`layers.0`, `midlayer`), and number the
-target's layers differently.
+The kind of a head is decided by its tensors, and by names in config.json only where kinds have the same tensors: the
+authors' own EAGLE-3 heads call themselves Llama models, and one of them says that it has 40 layers.
+Writers name all tensors of a kind alike, up to prefixes (`own_name`), and number the target's layers differently.
 Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
 configuration says.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
 from math import inf
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from slipstream.checks import UNREADABLE, is_number, is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed
-from slipstream.models.cpu.quantised_linear import SMALLEST, quantised
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, quantised
 from slipstream.models.heads.head_backend import HeadBackend
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -35,33 +36,61 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
 FEATURES = "fc.weight"  # a tensor that every head has, and no model
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 PEAGLE = "peagle"
 PARD = "pard"  # an ordinary model that drafts with mask tokens
-KINDS = {  # the kind of head by the architecture that config.json names
-    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), EAGLE3),
-    **dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deprecated", "Qwen3Eagle3Model"), EAGLE3),
-    "DFlashDraftModel": DFLASH,
-    "DFlash2DraftModel": DFLASH2,
-    "Qwen3DSparkModel": DSPARK,
-    # known, so that the refusal names them, but not read
-    **{f"Gemma4{name}Model": f"{name} of Gemma 4" for name in ("DSpark", "Eagle3")},
-    "MedusaModel": "medusa",
-    "MLPSpeculatorPreTrainedModel": "mlp_speculator",
-    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), ASSISTANT),
+SIGNS = {  # the kind of head by a tensor that other kinds lack; the first that is found decides
+    "prefix_gru.weight_ih_l0": "domino",
+    "layer_fusion_weights": "dflare",
+    "candidate_selector.predecessor_codebook": DFLASH2,
+    "markov_head.markov_w1.weight": DSPARK,
+    "mask_hidden": PEAGLE,
+    "layers.0.hidden_norm.weight": EAGLE3,
+    "hidden_norm.weight": DFLASH,
 }
-# the kind of head by a setting, where config.json names no architecture
+PLAIN = {  # kinds that are read, by the kind whose tensors they have at least
+    **dict.fromkeys((EAGLE3, PEAGLE), EAGLE3),
+    **dict.fromkeys((DFLASH, DFLASH2, DSPARK), DFLASH),
+}
+LABELS = {  # the kind by the architecture in config.json; the first that is found decides
+    "Gemma4DSpark": "DSpark of Gemma 4",
+    "Gemma4Eagle3": "Eagle3 of Gemma 4",
+    "Eagle3Deepseek": "Eagle3 of DeepSeek",
+    "^Gemma4(Unified)?AssistantForCausalLM$": ASSISTANT,
+    "^MedusaModel$": "medusa",
+    "^MLPSpeculator": "mlp_speculator",
+    "Domino": "domino",
+    "DFlare": "dflare",
+    "DSpark": DSPARK,
+    "DFlash2": DFLASH2,
+    "DFlash": DFLASH,
+    "PEagle": PEAGLE,
+    "^Eagle3(Llama|Speculator|DraftModel)|(CausalLM|Qwen3)Eagle3": EAGLE3,
+}
+# the kind by a setting, where config.json names no architecture
 UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
+# settings of heads: for a file on the hub with none of them, more than one layer and no known architecture, the weights
+# are not fetched to see what it is
+HINTS = ("draft_vocab_size", "eagle_config", "dflash_config", "block_size")
+MIDDLE = "midlayer.self_attn."  # in the names of the only layer of the authors' EAGLE-3 heads
+PREFIXES = (  # parts of tensors' names as some writers have them, and as they are read
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\.(?=\D)"), "layers.0."),
+    (re.compile(r"^midlayer\."), "layers."),  # ModelOpt's heads of several layers
+    (re.compile(r"^(?=markov_w[12]\.|(?:gate|joint)_proj\.)"), "markov_head."),
+    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
+)
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
 NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 MASK_FEATURE = "mask_hidden"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # settings that may name the mask token
-SCALE = "_scale"  # after a tensor's name, as compressed-tensors names the scales of 8-bit weights
+# ends of names: of the scales of weights in 8 bits, and of those of activations, which are not rounded here
+SCALES = ("weight_scale", "input_scale")
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
 LARGEST, MOST_LAYERS = 1 << 40, 1000
@@ -95,6 +124,7 @@ KNOWN_SWITCHES = frozenset(
 )
 WINDOWED = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
+MROPE = "mrope"  # of texts and images; the positions of a text alone are rotated as by default
 ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
 # tensors that need not be read: copies of the target's, those that follow from others, DSpark's estimates of acceptance
 # where they are switched off, and P-EAGLE's mask feature, which is read elsewhere
@@ -112,7 +142,7 @@ def embedded_head() -> Path:
 class HeadFiles:
     """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one.
 
-    model: an assistant that is loaded already; it has no folder.
+    model: an assistant that is loaded already; it has no folder. options: how the head is loaded.
     """
 
     source: str
@@ -120,6 +150,7 @@ class HeadFiles:
     settings: Mapping[str, Any]
     kind: str = EAGLE3
     model: Any = None
+    options: LoadOptions = field(default_factory=LoadOptions)
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -130,8 +161,13 @@ class HeadFiles:
     @property
     def flags(self) -> Mapping[str, Any]:
         """The settings of the head; ModelOpt and DFlash's authors nest them."""
-        nested = [self.settings.get(name, {}) for name in NESTED_FLAGS]
-        return {**self.settings, **nested[0], **nested[1]}
+        nested = [part for name in NESTED_FLAGS for part in self.settings.get(name, {}).items()]
+        return {**self.settings, **{name: value for name, value in nested if value is not None}}
+
+    @property
+    def is_of_speculators(self) -> bool:
+        """Whether `speculators` wrote the files, which numbers the target's layers by what enters them."""
+        return "speculators_model_type" in self.settings
 
     def trained_for(self, target: str) -> str | None:
         """The hub id of the model that the head was trained for, if `target` is the hub id of another model.
@@ -148,24 +184,29 @@ class HeadFiles:
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named, or an assistant; None if this is something else."""
-    if KINDS.get(type(source).__name__) == ASSISTANT:
+    if _labelled(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
-        return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source)
+        return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source, options)
     files = _config_files(source, options)
     if files is None:
         return None
-    kind = _kind(files.settings, files.folder, options)
+    stored = _tensor_names(files, options)
+    names = {own_name(name) for name in stored}
+    kind = _kind(files.settings, names)
+    if kind is None:
+        return None
+    settings = dict(files.settings)
+    if any(MIDDLE in name for name in stored) and not any(name.startswith("layers.1.") for name in names):
+        settings["num_hidden_layers"] = 1  # the authors' reader knows no other layer, whatever config.json says
     shown = EMBEDDED_NAME if Path(files.folder) == embedded_head() else files.source
-    return None if kind is None else replace(files, source=shown, kind=kind)
+    return HeadFiles(shown, files.folder, settings, kind, options=options)
 
 
 def trained_kind(draft: str) -> str | None:
     """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
-    options = LoadOptions()
-    files = _config_files(draft, options)
-    if files is None:
-        return None
-    return _kind(files.settings, files.folder, options) or (PARD if "pard_token" in files.settings else None)
+    files = _config_files(draft, LoadOptions())
+    head = head_files(draft, LoadOptions())
+    return head.kind if head is not None else PARD if files is not None and "pard_token" in files.settings else None
 
 
 def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
@@ -187,31 +228,52 @@ def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None  # the reader of models reports what is wrong
     if not isinstance(settings, dict):
         return None
+    settings = {key: value for key, value in settings.items() if key not in NESTED or value is not None}
     if wrong := next((key for key in NESTED if not isinstance(settings.get(key, {}), dict)), None):
         raise UsageError(f"draft head {name!r}: config.json has {wrong}={settings[wrong]!r}; allowed: an object")
     return HeadFiles(name, folder, settings)
 
 
-def _kind(settings: Mapping[str, Any], folder: str, options: LoadOptions) -> str | None:
-    """The kind of a head; None for a model. A head of EAGLE-1 declares itself a Llama of one layer."""
+def _kind(settings: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """The kind of a head by its settings and the names of its tensors; None for a model."""
+    sign = next((kind for name, kind in SIGNS.items() if name in names), None)
+    label = _label(settings)
+    if label is not None and PLAIN.get(label) in (None, sign):
+        return label
+    return sign or label or (EAGLE1 if FEATURES in names else None)
+
+
+def _label(settings: Mapping[str, Any]) -> str | None:
+    """The kind that config.json names, perhaps one that is not read."""
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
+    projector = settings.get("dflash_config", {}).get("projector_type", DFLASH)
+    if isinstance(projector, str) and projector != DFLASH:
+        return projector
     architectures = settings.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    named = next((KINDS[name] for name in names if isinstance(name, str) and name in KINDS), None)
-    named = named or next((kind for key, kind in UNNAMED.items() if key in settings), None)
-    if named == EAGLE3 and any(name in settings for name in MASKS) and MASK_FEATURE in _tensor_names(folder, options):
-        return PEAGLE
-    if named is None and settings.get("num_hidden_layers") == 1 and FEATURES in _tensor_names(folder, options):
-        return EAGLE1
-    return named
+    labels = [label for name in names if isinstance(name, str) and (label := _labelled(name))]
+    return next(iter(labels), next((kind for key, kind in UNNAMED.items() if key in settings), None))
 
 
-def _tensor_names(folder: str, options: LoadOptions) -> Collection[str]:
-    """The names of the tensors in a folder."""
+def _labelled(architecture: str) -> str | None:
+    return next((kind for pattern, kind in LABELS.items() if re.search(pattern, architecture)), None)
+
+
+def own_name(stored: str) -> str:
+    """A tensor's name as heads of `speculators` and DeepSpec have it."""
+    for pattern, replacement in PREFIXES:
+        stored = pattern.sub(replacement, stored)
+    return stored
+
+
+def _tensor_names(files: HeadFiles, options: LoadOptions) -> Collection[str]:
+    """The names of the tensors in a folder, as they are stored."""
     from safetensors import safe_open
 
-    path = _weights_file(folder, options)
+    settings = files.settings
+    is_hinted = _label(settings) or settings.get("num_hidden_layers") == 1 or any(hint in settings for hint in HINTS)
+    path = _weights_file(files.folder, options) if is_hinted or isdir(files.folder) else None
     if path is None:
         return ()
     try:
@@ -233,23 +295,23 @@ def read_eagle3(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
     model = target.backend.model  # type: ignore[attr-defined]
     check_settings(files, COMPUTED)
     config = _config(files, tensors, model.config.get_text_config(), target)
-    read = TensorReader(files.source, tensors, target.backend.device)
+    read = TensorReader(files, tensors, target.backend.device)
     embed = own_embedding(read, config) or model.get_input_embeddings()
-    return HeadNetwork(config, _weights(files, read, config), embed)
+    return HeadNetwork(config, _weights(files, read, config, target), embed)
 
 
 def read_peagle(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> HeadBackend:
     """A head of P-EAGLE: one of EAGLE-3, with a mask token and a mask feature for the tokens to come."""
     network = read_eagle3(files, tensors, target)
-    name = next((name for name in MASKS if files.settings.get(name) is not None), MASKS[0])
-    token = files.settings.get(name)
+    name = next((name for name in MASKS if files.flags.get(name) is not None), " or ".join(MASKS))
+    token = files.flags.get(name)
     if not is_whole(token, 0, target.backend.vocab_size - 1):
         raise UsageError(
             f"draft head {files.source!r} has {name}={token!r}; allowed: 0 to {target.backend.vocab_size - 1}"
         )
     size = len(network.config.layers) * network.config.target_hidden_size
     stored = {key: tensor.reshape(1, -1) for key, tensor in tensors.items() if key == MASK_FEATURE}
-    feature = TensorReader(files.source, stored, target.backend.device)(MASK_FEATURE, 1, size)
+    feature = TensorReader(files, stored, target.backend.device)(MASK_FEATURE, 1, size)
     return HeadBackend(network, token, feature)
 
 
@@ -333,26 +395,30 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
     check_size(files, target, "target_hidden_size", target_size, sizes["hidden_size"])
     check_size(files, target, "vocab_size", layer["vocab_size"], sizes["vocab_size"])
     count = target_config.num_hidden_layers
-    layers = _layers(files, count)
+    listed = _layers(files, count)
+    # servers, with whose states heads are trained, pass on the states of layers in the order of the forward
+    layers = tuple(sorted(listed)) if len(set(listed)) == len(listed) else listed
     if max(layers) >= count or min(layers) < 0:
         raise UsageError(
             f"draft head {source!r} reads layers {list(layers)} of its target; {target.name!r} has {count}, "
             f"allowed: 0 to {count - 1}"
         )
-    if "speculators_model_type" not in files.settings and not flags.get("norm_output", True):
+    if not files.is_of_speculators and not flags.get("norm_output", True):
         raise UsageError(f"draft head {source!r} has norm_output=False; allowed: True")
-    if layer["hidden_size"] != sizes["hidden_size"] and EMBEDDING not in tensors:
-        raise UsageError(
-            f"draft head {source!r} has hidden_size={layer['hidden_size']} and no embedding of its own; allowed: "
-            f"{sizes['hidden_size']}, that of {target.name!r}, whose embedding it uses"
-        )
+    for name in (EMBEDDING, OUTPUT):
+        if layer["hidden_size"] != sizes["hidden_size"] and name not in tensors:
+            raise UsageError(
+                f"draft head {source!r} has hidden_size={layer['hidden_size']} and no tensor {name!r}; allowed: "
+                f"{sizes['hidden_size']}, that of {target.name!r}, whose tensor it then uses"
+            )
     return HeadConfig(
         layers=layers,
         target_hidden_size=target_size,
         token_ids=token_ids_of(files, tensors, target.backend.vocab_size),
         norm_before_residual=bool(flags.get("norm_before_residual", False)),
-        norm_output=bool(flags.get("norm_output", False)) and "speculators_model_type" in files.settings,
+        norm_output=bool(flags.get("norm_output", False)) and files.is_of_speculators,
         windows=tuple(windows_of(files)),
+        listed_layers=listed,
         unclear=_unclear(files),
         **layer_settings(files, target),
     )
@@ -383,45 +449,53 @@ def _unclear(files: HeadFiles) -> tuple[str, ...]:
     `norm_output` is unclear because for `speculators` it norms what is fed back, for others what is scored.
     """
     open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
-    is_read_twice = "norm_output" in files.flags and "speculators_model_type" not in files.settings
+    is_read_twice = "norm_output" in files.flags and not files.is_of_speculators
     return ("layers", *open_flags, *(("norm_output",) if is_read_twice else ()))
 
 
 def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
     """The layers whose entering hidden states a head reads; without any named, those of the official code."""
     named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
-    if named is None:
+    if named is None or named == []:
         return 2, count // 2, count - 3
-    if not isinstance(named, list) or not named or not all(is_whole(i, -inf) for i in named):
+    if not isinstance(named, list) or not all(is_whole(i, -inf) for i in named):
         raise UsageError(f"draft head {files.source!r} reads layers {named!r}; allowed: a list of layer numbers")
-    # `speculators` numbers what enters layers, the others what leaves them
-    return tuple(i if "speculators_model_type" in files.settings else i + 1 for i in named)
+    return tuple(i if files.is_of_speculators else i + 1 for i in named)  # the others number what leaves layers
 
 
 def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
-    """The target's id of each draft token, from their offsets `d2t`."""
-    offsets = tensors.get("d2t")
+    """The target's id of each draft token, from their offsets `d2t`, in whatever order the trainer ranked them."""
+    offsets, output, source = tensors.get("d2t"), tensors.get(OUTPUT), files.source
     if offsets is None:
+        count = files.flags.get("draft_vocab_size") if output is None else len(output)
+        if is_whole(count, 1, vocab_size - 1):
+            raise SlipstreamError(
+                f"draft head {source!r} scores {count} of {vocab_size} tokens, and has no tensor 'd2t', which says "
+                "which they are; allowed: heads with 'd2t'"
+            )
         return None
     if offsets.dim() != 1 or not len(offsets):
-        raise SlipstreamError(f"draft head {files.source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
+        raise SlipstreamError(f"draft head {source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
     if offsets.dtype not in (torch.int32, torch.int64):
         type_name = _type_name(offsets.dtype)
-        raise SlipstreamError(f"draft head {files.source!r}: d2t is of type {type_name}; allowed: int32, int64")
+        raise SlipstreamError(f"draft head {source!r}: d2t is of type {type_name}; allowed: int32, int64")
     ids = offsets.long() + torch.arange(len(offsets))
-    if not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise SlipstreamError(
-            f"draft head {files.source!r}: d2t names tokens {int(ids.min())} to {int(ids.max())}, not in rising order; "
-            f"allowed: rising ids from 0 to {vocab_size - 1}"
+            f"draft head {source!r}: d2t names {len(ids.unique())} tokens for {len(ids)} scores, from {int(ids.min())} "
+            f"to {int(ids.max())}; allowed: a token for each, from 0 to {vocab_size - 1}"
         )
+    is_drafted = tensors.get("t2d")
+    if is_drafted is not None and int(is_drafted.count_nonzero()) == len(ids) and not bool(is_drafted[ids].all()):
+        raise SlipstreamError(f"draft head {source!r}: d2t names other tokens than t2d; allowed: the same")
     return ids
 
 
-def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
-    """A head's tensors, named as in `speculators`; floating point ones are converted to the type of `fc`."""
+def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
+    """A head's tensors by `own_name`; those in floating point get the type that the user names, or that of `fc`."""
     from safetensors.torch import load_file
 
-    path = _weights_file(files.folder, options)
+    path, options = _weights_file(files.folder, files.options), files.options
     if path is None:
         raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
     try:
@@ -436,22 +510,37 @@ def read_tensors(files: HeadFiles, options: LoadOptions) -> dict[str, Tensor]:
         raise SlipstreamError(
             f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
         ) from error
-    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): part for key, part in loaded.items()}
-    tensors = {key: _unrounded(named, key) for key in named if not key.endswith(SCALE)}
+    named = {own_name(key): part for key, part in loaded.items()}
+    for key in [key for key in named if re.match(r"layers\.[1-9]\d*\.hidden_norm\.", key)]:  # of ModelOpt
+        named.setdefault(key.replace("hidden_norm", "input_layernorm"), named[key])
+        named.pop(key)
+    tensors = {key: _unrounded(files.source, named, key) for key in named if not key.endswith(SCALES)}
     dtype = torch.bfloat16
     if FEATURES in tensors:
         check_type(files.source, FEATURES, tensors[FEATURES])
         dtype = tensors[FEATURES].dtype
+    if options.draft_type is not None:
+        dtype = getattr(torch, options.draft_type)
     return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
 
 
-def _unrounded(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor, or what its 8-bit integers [outputs, inputs] and their scales [outputs, 1] stand for, in bfloat16."""
-    scale = tensors.get(name + SCALE)
-    return tensors[name] if scale is None else (tensors[name].float() * scale.float()).to(torch.bfloat16)
+def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor, or in bfloat16 what the numbers of 8 bits [outputs, inputs] in its place stand for.
+
+    Their scales are one number for the tensor or for each output.
+    """
+    scale, tensor = tensors.get(name + "_scale"), tensors[name]
+    if scale is None:
+        return tensor
+    if scale.numel() not in (1, len(tensor)) or tensor.dtype.itemsize != 1 or not scale.is_floating_point():
+        raise SlipstreamError(
+            f"draft head {source!r}: tensor {name!r} of {_type_name(tensor.dtype)} {list(tensor.shape)} has scales of "
+            f"{_type_name(scale.dtype)} {list(scale.shape)}; allowed: 8-bit weights with one scale, or one per output"
+        )
+    return (tensor.float() * scale.float().reshape(-1, 1)).to(torch.bfloat16)
 
 
-def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig) -> HeadWeights:
+def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig, target: Loaded) -> HeadWeights:
     size = config.hidden_size
 
     def layer(number: int, inputs: int) -> dict[str, Any]:
@@ -465,7 +554,7 @@ def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig) -> HeadWe
     weights = HeadWeights(
         **layer(0, 2 * size),
         fc=read.product({FEATURES: size}, len(config.layers) * config.target_hidden_size),
-        lm_head=read.product({"lm_head.weight": config.draft_vocab_size}, size),
+        lm_head=output_layer(read, config, target),
         token_norm=read("layers.0.input_layernorm.weight", size),
         hidden_norm=read("layers.0.hidden_norm.weight", size),
         final_norm=read("norm.weight", size),
@@ -477,6 +566,21 @@ def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig) -> HeadWe
     )
     read.check_all_read()
     return weights
+
+
+def output_layer(read: TensorReader, config: HeadConfig, target: Loaded) -> Linear:
+    """What makes scores of a head's outputs: the head's own layer if it brings one, else the target's."""
+    if OUTPUT in read.tensors:
+        return read.product({OUTPUT: config.draft_vocab_size}, config.hidden_size)
+    model = target.backend.model  # type: ignore[attr-defined]
+    output, dtype = model.get_output_embeddings(), model.dtype
+    token_ids = None if config.token_ids is None else config.token_ids.to(read.device)
+
+    def scores(outputs: Tensor) -> Tensor:
+        every: Tensor = output(outputs.to(dtype))
+        return every if token_ids is None else every[..., token_ids]
+
+    return scores
 
 
 def _head_norms(read: TensorReader, config: HeadConfig, name: str) -> Tensor | None:
@@ -515,7 +619,7 @@ def _feature_norms(files: HeadFiles, read: TensorReader, config: HeadConfig) -> 
 class TensorReader:
     """Reads a head's tensors. names: those that have been read."""
 
-    source: str
+    files: HeadFiles
     tensors: Mapping[str, Tensor]
     device: torch.device
     names: set[str] = field(default_factory=set)
@@ -525,8 +629,10 @@ class TensorReader:
         tensor = self.tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             problem = "is missing" if tensor is None else f"is {list(tensor.shape)}"
-            raise SlipstreamError(f"draft head {self.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}")
-        check_type(self.source, name, tensor)
+            raise SlipstreamError(
+                f"draft head {self.files.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}"
+            )
+        check_type(self.files.source, name, tensor)
         self.names.add(name)
         return tensor.to(self.device)
 
@@ -538,15 +644,16 @@ class TensorReader:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
             return linear
-        return converter(sum(tensor.numel() for tensor in self.tensors.values()), weight.dtype)(linear)
+        num_weights = sum(tensor.numel() for tensor in self.tensors.values())
+        return converter(num_weights, weight.dtype, self.files.options)(linear)
 
     def check_all_read(self) -> None:
         """Raise `SlipstreamError` if a tensor was not read: the head would compute something with it."""
         unread = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
         if unread:
             raise SlipstreamError(
-                f"draft head {self.source!r}: its config.json does not account for tensor {unread[0]!r}; allowed: the "
-                f"tensors of its kind, such as {min(self.names)!r}"
+                f"draft head {self.files.source!r}: its config.json does not account for tensor {unread[0]!r}; "
+                f"allowed: the tensors of its kind, such as {min(self.names)!r}"
             )
 
 
@@ -561,13 +668,38 @@ def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def converter(num_weights: int, dtype: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
-    """What converts a head's linear layers to their fastest form on a CPU: to 4 bits in a large head, else packed.
+def converter(num_weights: int, dtype: torch.dtype, options: LoadOptions) -> Callable[[nn.Linear], nn.Module]:
+    """What converts a head's linear layers on a CPU: to the bits that the user names, else to the fastest form.
 
-    Between two drafts the target's weights displace a head's from the caches, so a draft costs reading all its bytes.
+    That is 4 bits in a large head, else packed: between two drafts the target's weights displace a head's from the
+    caches, so a draft costs reading all its bytes.
     """
     is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
-    return partial(quantised, bits="int4", memory=HugePages()) if is_faster else compressed_or_packed
+    if options.quantise not in BITS and (options.draft_type or options.fast is False or not is_faster):
+        return compressed_or_packed
+    return partial(quantised, bits=options.quantise if options.quantise in BITS else "int4", memory=HugePages())
+
+
+def refuse_draft_dtype(
+    source: str, options: LoadOptions, device: torch.device, dtype: torch.dtype | None = None, reason: str | None = None
+) -> None:
+    """Raise `UsageError` for a precision that a head cannot have.
+
+    dtype: the target's, for heads that have no other. reason: why layers cannot be quantised, if that is known.
+    """
+    if options.quantise in BITS:
+        reason = f"it is on {device}" if device.type != "cpu" else reason
+        reason = "Slipstream's own kernels are not available" if reason is None and kernels() is None else reason
+        if reason is not None:
+            raise UsageError(
+                f"draft_dtype={options.quantise!r}, but draft head {source!r} cannot be quantised: {reason}; allowed: "
+                "'auto', or a type such as 'bfloat16'"
+            )
+    if dtype is not None and options.draft_type not in (None, _type_name(dtype)):
+        raise UsageError(
+            f"draft_dtype={options.draft_type!r}, but draft head {source!r} has its target's type; allowed: "
+            f"{_type_name(dtype)!r}, 'auto', 'int4', 'int8'"
+        )
 
 
 def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
@@ -596,7 +728,8 @@ def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | 
     """
     rope = rope_settings(layer)
     parameters = {name: value for name, value in rope.items() if name != "type"}
-    parameters["rope_type"] = kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    parameters["rope_type"] = kind = "default" if kind == MROPE else kind
     if kind not in ROPE_KINDS:
         allowed = ", ".join(map(repr, ROPE_KINDS))
         raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
